@@ -148,9 +148,6 @@ class LentMemory:
         self._arena: Arena | None = None
         self._readers: Readers[tuple[int, int]] = Readers()  # by (reader, memory id)
 
-    def __len__(self) -> int:
-        return len(self._readers)
-
     @property
     def used_bytes(self) -> int:
         """Return the number of allocated bytes of the arena."""

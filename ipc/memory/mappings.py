@@ -142,9 +142,6 @@ class Mappings:
     _mappings_by_id: dict[int, Any] = field(default_factory=dict)
     _unmapped_ids: deque[int] = field(default_factory=partial(deque, maxlen=_MAX_UNMAPPED_IDS))
 
-    def __len__(self) -> int:
-        return len(self._mappings_by_id)
-
     def view(self, memory_range: Range) -> Any:
         """Return the writable bytes of a range: a memoryview, or a uint8 tensor on a device.
 

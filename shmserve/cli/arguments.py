@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shmserve.config.flags import Flag, parse_flag_table
+from shmserve.config.flags import Flag, Value, parse_flag_table
 from shmserve.errors import InvalidArgument, convert_os_errors
 
 
@@ -46,9 +47,7 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
 
 
 def _add_flag(group: Any, flag: Flag) -> None:
-    options: dict[str, Any] = {"default": flag.default}
-    if flag.kind in (int, float):
-        options["type"] = flag.parse
+    options: dict[str, Any] = {"type": partial(_parse_value, flag), "default": flag.default}
     if flag.kind is bool:
         options = {"action": "store_true"}
     elif flag.is_repeatable:
@@ -60,9 +59,15 @@ def _add_flag(group: Any, flag: Flag) -> None:
     group.add_argument(f"--{flag.name}", help=flag.help, required=flag.is_required, **options)
 
 
+def _parse_value(flag: Flag, text: str) -> Value:
+    if not text and flag.default != "":  # an unset shell variable must not select the default
+        raise InvalidArgument(f"--{flag.name}: the value is empty; omit the flag for its default")
+    return text if flag.kind is str else flag.parse(text)
+
+
 def with_scheme(url: str) -> str:
-    """Return a URL, to which `http://` is added if it is only HOST:PORT."""
-    return f"http://{url}" if re.match(r"[\w.-]+:\d", url) else url
+    """Return a URL, to which `http://` is added if it begins with a host."""
+    return f"http://{url}" if re.match(r"(\[[\da-f:]+\]|[\w.-]+)(:\d|/|$)", url) else url
 
 
 def check_files(args: argparse.Namespace, *flags: str) -> None:

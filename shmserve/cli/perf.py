@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from shmserve import __version__
 from shmserve.cli.arguments import add_flags, check_files, write_file
+from shmserve.errors import Unavailable
 from shmserve.perf import measure, report, targets
 from shmserve.perf.load import SCHEDULES, LoadGenerator, parse_loads
 from shmserve.protocols.connection import Poller
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure the load given on the command line, and print and write the report.
 
-    Ctrl-C ends the measurement; the report has the loads so far.
+    Ctrl-C and a failure of the server end the measurement; the report has the loads so far.
 
     Returns:
         0, 1 if no request succeeded, or 130 if the measurement was interrupted.
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         poller = stack.enter_context(contextlib.closing(Poller()))
         target = targets.connect(args, poller, stack)
         points: list[measure.Point] = []
+        failure = None
         try:
             for value in values:
                 points.append(_measure(args, plan, poller, target, kind, value))
@@ -49,12 +51,18 @@ def run(args: argparse.Namespace) -> int:
                     break
         except KeyboardInterrupt:  # the interrupt arrived between two loads
             interrupted = True
+        except Unavailable as error:  # the report has the loads before the server's failure
+            if not points:
+                raise
+            failure = error
     if not points:
         return 130
     print(f"{args.model} at {target.title}\n{report.format_table(points)}")
     if old_report is not None:
         print(f"\n{report.comparison(old_report, points)}")
     _write_files(args, target.title, points)
+    if failure:
+        raise failure
     if interrupted:
         return 130
     return 0 if all(point.requests for point in points) else 1

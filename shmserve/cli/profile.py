@@ -10,6 +10,7 @@ import http.client
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -93,19 +94,23 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
         last_sample, last_s = sample, sampled_s
 
     def grown(name: str) -> float:
-        return last_sample.get(name, 0.0) - first_sample.get(name, 0.0)
+        return last_sample[name] - first_sample[name]
 
     counts = (grown("batch_size_count"), grown("tokens_generated_total"), grown("batch_size_sum"))
     phases = {phase: grown(f"step_seconds_total.{phase}") for phase in _PHASES}
     return Profile(last_s - began_s, *counts, phases, throughput, was_interrupted)
 
 
-def _scrape(url: str, token: str, model: str) -> dict[str, float]:
-    """Return the current metrics of a model by name; a metric of a phase is named NAME.PHASE."""
+def _scrape(url: str, token: str, model: str) -> defaultdict[str, float]:
+    """Return the current metrics of a model by name, 0 for others.
+
+    A metric of a phase is named NAME.PHASE.
+    """
     url = with_scheme(url)
     if urlsplit(url).path in ("", "/") and url.startswith("http"):
         url = url.rstrip("/") + "/metrics"
-    request = urllib.request.Request(url)
+    with convert_os_errors(f"--metrics-url: cannot use '{url}'", "it is no URL"):
+        request = urllib.request.Request(url)
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     try:
@@ -118,14 +123,14 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
         families = list(text_string_to_metric_families(page))
     except ValueError as error:
         raise InvalidArgument(f"--metrics-url: {url} does not return metrics: {error}") from None
-    samples: dict[str, float] = {}
+    samples: defaultdict[str, float] = defaultdict(float)
     for family in families:
         for sample in family.samples if family.name.startswith(_PREFIX) else ():
             if sample.labels.get("model") == model and "le" not in sample.labels:
                 name = sample.name.removeprefix(_PREFIX)
                 phase = sample.labels.get("phase")
                 name = f"{name}.{phase}" if phase else name
-                samples[name] = samples.get(name, 0.0) + sample.value
+                samples[name] += sample.value
     if not samples:
         raise InvalidArgument(f"{url} has no metrics of a model '{model}' that generates text")
     return samples

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shmserve.cli.arguments import with_scheme
-from shmserve.errors import Unavailable, missing_package
+from shmserve.errors import Unavailable, convert_os_errors, missing_package
 from shmserve.logs import clean
 from shmserve.protocols.servers import read_token
 
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         0.
 
     Raises:
+        InvalidArgument: A flag is invalid.
         Unavailable: The server is unreachable, or the library `rich` is not installed.
     """
     try:
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise Unavailable(missing_package("shmserve top", error, "top")) from None
     address = with_scheme(args.metrics_url).rstrip("/").removesuffix("/metrics") + "/live"
-    request = urllib.request.Request(address)
+    with convert_os_errors(f"--metrics-url: cannot use '{args.metrics_url}'", "it is no URL"):
+        request = urllib.request.Request(address)
     if args.token_file:
         request.add_header("Authorization", f"Bearer {read_token(args.token_file)}")
     top, console = Top(), Console(highlight=False)

@@ -77,7 +77,7 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
     runner = _TrialRunner(args, server, poller, target, config, target_ms)
     tuning = Search(runner.run_trial, target_ms, space, args.runs)
     interrupted = False
-    with _restore_at_end(server, args.model, config):
+    with targets.naming_server(server), _restore_at_end(server, args.model, config):
         try:
             best_trial = tuning.run(start)
         except KeyboardInterrupt:

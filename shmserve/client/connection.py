@@ -8,7 +8,6 @@ schedulers. This thread also has a channel for requests that no thread or event 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import os
 import select
@@ -44,6 +43,7 @@ from shmserve.ipc.messages.publications import (
     OwnerExited,
     ServerEnding,
 )
+from shmserve.ipc.timers import NEVER, Timers
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.frames import MalformedMessage
 
@@ -51,7 +51,6 @@ _LARGEST = 4 * 1024 * 1024  # maximum size of a packet in bytes
 # The bounds of SO_SNDTIMEO in seconds: the kernel reads 0 as unlimited, and stores an int.
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e6
 GONE = "the server is no longer running"
-_MAX_COMPLETED = 1024  # completed requests that remain in the heap until their deadline
 
 
 def _namespace_depth(pid: int) -> int:
@@ -181,36 +180,6 @@ def _connect(client_socket: socket.socket, path: str, timeout_s: float) -> None:
     client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(limit)))
 
 
-class Timeouts:
-    """The deadlines of a channel's requests, as a heap; used by one thread."""
-
-    def __init__(self, channel: RequestChannel) -> None:
-        self._channel = channel
-        self._heap: list[tuple[int, int]] = []
-
-    def add(self, time_ns: int, number: int) -> None:
-        """Register the (monotonic) deadline of a request."""
-        waiting = self._channel.waiting
-        if len(self._heap) > 2 * len(waiting) + _MAX_COMPLETED:
-            # Most requests complete long before their deadline, so their entries would accumulate.
-            self._heap = [timed for timed in self._heap if timed[1] in waiting]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (time_ns, number))
-
-    def run(self) -> float | None:
-        """Expire the requests whose deadline has passed.
-
-        Returns:
-            The seconds until the next deadline, or None if there is none.
-        """
-        while self._heap:
-            remaining_ns = self._heap[0][0] - time.monotonic_ns()
-            if remaining_ns > 0:
-                return remaining_ns / 1e9
-            self._channel.expire(heapq.heappop(self._heap)[1])
-        return None
-
-
 class ServerConnection(ServerState):
     """A local client's connection: the link to the listener, and the thread that reads it."""
 
@@ -240,7 +209,8 @@ class ServerConnection(ServerState):
         self._poll = select.epoll()
         self._poll.register(self._link, select.EPOLLIN)
         self._channel = RequestChannel(self, self._watch, self._poll.unregister)
-        self.timeouts = Timeouts(self._channel)
+        # The deadlines of the channel's requests, by the requests' ids; used by the thread.
+        self.timers: Timers[int] = Timers(lambda number: number not in self._channel.waiting)
         self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
         self._thread.start()
 
@@ -366,8 +336,12 @@ class ServerConnection(ServerState):
         listener, channel = self._link.fileno(), self._channel
         try:
             while self.alive:
-                timeout_s = self.timeouts.run()
+                for number in self.timers.take_expired(time.monotonic_ns()):
+                    channel.expire(number)
                 channel.flush()
+                timeout_s = None
+                if (due_ns := self.timers.due_ns) != NEVER:
+                    timeout_s = max(due_ns - time.monotonic_ns(), 0) / 1e9
                 events = dict(self._poll.poll(timeout_s))
                 if listener in events:
                     self._handle_messages()

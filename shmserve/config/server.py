@@ -179,7 +179,7 @@ def _from_flags(
         max_models_byte_size=collected(_on_demand, value, "max-loaded-byte-size"),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
-        model_config_name=collected(_config_name, value["model-config-name"] or ""),
+        model_config_name=collected(_config_name, value["model-config-name"]),
         backend_config=parse_all(_backend_setting, "backend-config"),
         model_defaults=ModelDefaults(
             **_select_values(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
@@ -196,6 +196,7 @@ def _from_flags(
         gateway=GatewaySettings(
             **_select_values(value, "id", "slow-request-ms", "arena-byte-size", "http-address"),
             **_select_values(value, "request-timeout-us", "request-timeout-is-deadline"),
+            allow_cpu_metrics=value["allow-cpu-metrics"],
             max_input_size=value["http-max-input-size"],
             body_timeout_s=value["http-body-timeout-secs"],
             http_restricted=collected(
@@ -275,10 +276,10 @@ def _on_demand(value: dict[str, Any], name: str) -> Any:
     return value[name]
 
 
-def _config_name(name: str) -> str:
-    if "/" in name or "\0" in name:
-        raise InvalidArgument(f"--model-config-name: '{name}' must not contain / or NUL")
-    return name
+def _config_name(name: str | None) -> str:
+    if name is not None and (not name or "/" in name or "\0" in name):
+        raise InvalidArgument(f"--model-config-name: '{name}' is empty, or contains / or NUL")
+    return name or ""
 
 
 def _tokens(file: str | None) -> Tokens:

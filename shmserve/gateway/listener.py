@@ -160,11 +160,6 @@ class ClientIdentity:
         return None
 
     @property
-    def connection_id(self) -> int:
-        """Return a number that identifies the connection within this process."""
-        return id(self)
-
-    @property
     def uid(self) -> int | None:
         """Return the user reported by the kernel at a unix socket, or None."""
         return None if self._peer is None else self._peer.uid

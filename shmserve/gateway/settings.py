@@ -147,6 +147,7 @@ class GatewaySettings:
         http_header_forward_pattern: The pattern of headers that become parameters of requests.
         grpc_header_forward_pattern: The same pattern for metadata.
         cuda_devices: The number of CUDA devices; with 0, CUDA shared memory is not available.
+        allow_cpu_metrics: Whether metrics contain the use of the host's CPUs and memory.
         counter_latencies: Whether metrics contain counters of latencies.
         histogram_latencies: Whether metrics contain histograms of latencies.
         summary_latencies: Whether metrics contain summaries of latencies.
@@ -175,6 +176,7 @@ class GatewaySettings:
     cuda_devices: int = 0
     http_header_forward_pattern: str = ""
     grpc_header_forward_pattern: str = ""
+    allow_cpu_metrics: bool = True
     counter_latencies: bool = True
     histogram_latencies: bool = False
     summary_latencies: bool = False

@@ -66,10 +66,10 @@ def read_token(path: str) -> str:
     """
     lines = read_text("--token-file", path).splitlines()
     for words in (line.partition("#")[0].split() for line in lines):
-        if words and words[0].isascii():
+        if words and words[0].isascii() and words[0].isprintable():
             return words[0]
         if words:
-            raise InvalidArgument(f"--token-file: the token in '{path}' is not ASCII")
+            raise InvalidArgument(f"--token-file: the token in '{path}' is not printable ASCII")
     raise InvalidArgument(f"--token-file: '{path}' has no token")
 
 
@@ -80,7 +80,8 @@ def parse_address(url: str) -> Address:
             path = url.removeprefix("unix:").replace("///", "/", 1)
             return Address("unix:" + path, "http", unix_socket=path)
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme in _DEFAULT_PORTS and parts.hostname and parts.path in ("", "/"):
+        has_more = "@" in parts.netloc or parts.path not in ("", "/") or parts.query
+        if parts.scheme in _DEFAULT_PORTS and parts.hostname and not has_more:
             parts.hostname.encode("idna")  # as when connecting; a UnicodeError is a ValueError
             host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
             target = f"{host}:{parts.port or _DEFAULT_PORTS[parts.scheme]}"

@@ -86,10 +86,6 @@ class ClientTable(dict[bytes, Client[R]]):
         self[peer] = client
         return client
 
-    def of_process(self, pid: int) -> list[Client[R]]:
-        """Return the clients of one process."""
-        return [client for client in self.values() if client.pid == pid]
-
 
 @dataclass(eq=False)
 class Reports:
@@ -409,7 +405,7 @@ class Front(Generic[R]):
         self._exited_pids[pid] = None
         if len(self._exited_pids) > REMEMBERED_EXITS:
             del self._exited_pids[next(iter(self._exited_pids))]
-        for client in self._clients.of_process(pid):
+        for client in [client for client in self._clients.values() if client.pid == pid]:
             del self._clients[client.peer]
             self._core.disconnect(client, now_ns)
 

@@ -19,7 +19,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
 )
 from shmserve.scheduler.ensemble.core import EnsembleCore
-from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.ensemble.memory import DeviceBlocks, EnsembleMemory
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
@@ -75,6 +75,10 @@ class StepsOutbox:
         """Return no message: the schedulers of this rig send nothing at their end."""
 
 
+def used_device_bytes(blocks: DeviceBlocks) -> int:
+    return sum(segment.free_list.used_bytes for segment in blocks._segments.values())
+
+
 class EnsembleRig:
     """The ensemble "e" from IN to `outputs`; `conditions`: condition tensors by step number."""
 
@@ -121,6 +125,10 @@ class EnsembleRig:
         self.now_ns = 1_000 * MS
         for model in models:
             self.publish(model)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.memory.lent.used_bytes + used_device_bytes(self.memory._device_blocks)
 
     def publish(self, config: dict[str, Any], endpoint: str = "") -> None:
         name = config["name"]

@@ -1,7 +1,8 @@
 """A connection of gRPC and its calls, without a socket."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,12 +165,11 @@ def read(connection: GrpcConnection, data: bytes) -> None:
         view = view[size:]
 
 
-def run_scenario(scenario: Callable[[Scene], Coroutine[Any, Any, None]], **settings: Any) -> None:
-    async def run() -> None:
-        scene = Scene(**settings)
-        await scenario(scene)
-        scene.connection.connection_lost(None)
-        await asyncio.sleep(0)
-        assert not scene.connection.http2.streams
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def open_scene(**settings: Any) -> AsyncIterator[Scene]:
+    """Yield a scene, and check that its connection has no stream left after its end."""
+    scene = Scene(**settings)
+    yield scene
+    scene.connection.connection_lost(None)
+    await asyncio.sleep(0)
+    assert not scene.connection.http2.streams

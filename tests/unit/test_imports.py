@@ -3,7 +3,7 @@
 import ast
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,12 @@ from tests.support.servers import run_python
 ROOT = Path(__file__).resolve().parents[2]
 # Modules that every file may import.
 LEAVES = ("shmserve.errors", "shmserve.logs")
-PACKAGES = {
-    "ipc": (*LEAVES, "shmserve.ipc"),
-    # shmserve.model is the annotations that a user's model imports; it imports nothing of ours.
-    "workers": (*LEAVES, "shmserve.ipc", "shmserve.workers", "shmserve.model"),
+ROOTS = ("shmserve", "ipc", "workers")
+# Libraries that the files of a folder must not import (modules of the project: test_layers.py).
+FORBIDDEN = {
+    "shmserve": {"torch"},
+    "shmserve/gateway/api": {"aiohttp", "grpc"},
+    "shmserve/gateway/inference": {"aiohttp", "grpc"},
 }
 # Unpickling runs code from the pickle; these modules contain a pickle format.
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -50,31 +52,26 @@ def is_within(name: str, modules: tuple[str, ...] | set[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def test_every_package_has_files_to_check() -> None:
-    assert all(len(sources(package)) > 5 for package in PACKAGES)
-    assert len(sources("shmserve")) > 20
+def find_imports(folders: Iterable[str], modules: set[str]) -> list[tuple[str, str]]:
+    """Return the files of the folders that import one of the modules, and the names."""
+    return [
+        (str(path.relative_to(ROOT)), name)
+        for folder in folders
+        for path in sources(folder)
+        for name in imports(path)
+        if is_within(name, modules)
+    ]
+
+
+def test_the_folders_have_files_to_check() -> None:
+    assert all(len(sources(folder)) > 5 for folder in ROOTS)
+    assert all(len(sources(folder)) > 2 for folder in FORBIDDEN)
     assert set(imports(ROOT / "shmserve" / "__main__.py")) == {"signal", "sys", "shmserve.cli.main"}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_only_lower_packages(package: str) -> None:
-    wrong_cases = [
-        (str(path.relative_to(ROOT)), name)
-        for path in sources(package)
-        for name in imports(path)
-        if is_within(name, {"shmserve", *PACKAGES}) and not is_within(name, PACKAGES[package])
-    ]
-    assert wrong_cases == []
-
-
-def test_the_control_plane_does_not_import_workers() -> None:
-    wrong_cases = [
-        (str(path.relative_to(ROOT)), name)
-        for path in sources("shmserve")
-        for name in imports(path)
-        if is_within(name, {"shmserve.workers", "torch", *PACKAGES})
-    ]
-    assert wrong_cases == []
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_a_folder_imports_no_library_of_others(folder: str) -> None:
+    assert find_imports([folder], FORBIDDEN[folder]) == []
 
 
 def test_leaf_modules_import_nothing_of_shmserve() -> None:
@@ -86,24 +83,30 @@ def test_leaf_modules_import_nothing_of_shmserve() -> None:
 
 def test_nothing_pickles() -> None:
     """No module that unpickles is imported anywhere."""
-    files = [*sources("shmserve"), *(path for package in PACKAGES for path in sources(package))]
-    wrong_cases = [
-        (str(path.relative_to(ROOT)), name)
-        for path in files
-        for name in imports(path)
-        if is_within(name, PICKLES | PICKLING)
-    ]
-    assert wrong_cases == [DUPLICATED]
+    assert find_imports(ROOTS, PICKLES | PICKLING) == [DUPLICATED]
+
+
+LIGHT = (
+    "shmserve",
+    "shmserve.ipc.messages",
+    "shmserve.model",
+    "shmserve.cli.client",
+    "shmserve.cli",
+)
 
 
 @pytest.mark.parametrize(
-    "module",
-    ["shmserve", "shmserve.ipc.messages", "shmserve.model", "shmserve.cli.client", "shmserve.cli"],
+    ("module", "libraries"),
+    [
+        *((module, {"torch", "aiohttp"}) for module in LIGHT),
+        ("shmserve.gateway.grpc.main", {"aiohttp", "shmserve.gateway.http"}),
+        # Each takes a tenth of a second, or more, before the first child process is started.
+        ("shmserve.supervisor.main", {"torch", "numpy", "aiohttp", "uvloop"}),
+    ],
 )
-def test_importing_loads_neither_torch_nor_aiohttp(module: str) -> None:
-    program = f"import sys, {module}; print(*sys.modules)"
-    result = run_python("-c", program, check=True)
-    assert not {"torch", "aiohttp"} & set(result.stdout.split())
+def test_importing_a_module_loads_no_unneeded_library(module: str, libraries: set[str]) -> None:
+    result = run_python("-c", f"import sys, {module}; print(*sys.modules)", check=True)
+    assert [name for name in result.stdout.split() if is_within(name, libraries)] == []
 
 
 PUBLIC = (
@@ -121,22 +124,3 @@ def test_each_name_of_all_exists(name: str) -> None:
         for exported_name in getattr(module, "__all__", ())
         if not hasattr(module, exported_name)
     ] == []
-
-
-def test_the_grpc_gateway_does_without_aiohttp() -> None:
-    program = "import sys, shmserve.gateway.grpc.main; print(*sys.modules)"
-    loaded = run_python("-c", program, check=True).stdout.split()
-    assert [name for name in loaded if is_within(name, {"aiohttp", "shmserve.gateway.http"})] == []
-
-
-@pytest.mark.parametrize("package", ["api", "inference", "links"])
-def test_common_listener_modules_import_no_listener(package: str) -> None:
-    """No type of HTTP or gRPC is in it."""
-    protocols = {"aiohttp", "grpc", "shmserve.gateway.http", "shmserve.gateway.grpc"}
-    wrong_cases = [
-        (str(path.relative_to(ROOT)), name)
-        for path in sources(f"shmserve/gateway/{package}")
-        for name in imports(path)
-        if is_within(name, protocols)
-    ]
-    assert wrong_cases == []

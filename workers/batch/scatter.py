@@ -263,8 +263,8 @@ class Scatterer:
     ) -> None:
         if output.datatype != spec.datatype:
             raise Internal(
-                f"unexpected datatype {TO_CONFIG[output.datatype]} for inference output "
-                f"'{output.name}', expecting {TO_CONFIG[spec.datatype]}"
+                f"configuration expects datatype {TO_CONFIG[spec.datatype]} for output "
+                f"'{output.name}', model provides {TO_CONFIG[output.datatype]}"
             )
         dims = spec.model_dims
         expected_shape = (request.batch_size, *dims) if self._supports_batching else dims

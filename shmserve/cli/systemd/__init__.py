@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 
 from shmserve.config import command_line
-from shmserve.errors import InvalidArgument, convert_os_errors
+from shmserve.errors import InvalidArgument
 
 SERVICES = ("shmserve.service", "shmserve@.service")
 DEVICES = ("cpu", "nvidia")
@@ -249,8 +249,13 @@ def run(arguments: argparse.Namespace) -> int:
             if file.text is not None:
                 print(f"## {file.path}: {file.purpose}\n{file.text}")
         return 0
-    with convert_os_errors(f"systemd {arguments.verb}: cannot change the files"):
+    try:
         return _Change(installation, root, arguments).run(arguments.verb)
+    except BrokenPipeError:  # the reader of the standard output has closed it, as `head` does
+        raise
+    except OSError as error:
+        text = f"systemd {arguments.verb}: cannot change '{error.filename or root}'"
+        raise InvalidArgument(f"{text}: {error.strerror}") from None
 
 
 def _select_installation(arguments: argparse.Namespace, root: Path) -> Installation:

@@ -71,12 +71,9 @@ def as_array(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str
         if not array.dtype.isnative:
             text += f" (byte order: pass array.astype('{array.dtype.newbyteorder('=')}'))"
         raise InvalidArgument(text)
-    return _as_contiguous(array), array_datatype
-
-
-def _as_contiguous(array: Array) -> Array:
-    # numpy.ascontiguousarray turns a scalar into a vector.
-    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    if not array.flags.c_contiguous:  # numpy.ascontiguousarray turns a scalar into a vector
+        array = np.ascontiguousarray(array)
+    return array, array_datatype
 
 
 def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:

@@ -396,7 +396,7 @@ def _submit(
 
     deadline_ns = packed.options.deadline_ns
     if deadline_ns:
-        connection.timeouts.add(deadline_ns, pending.submit.id)
+        connection.timers.add(deadline_ns, pending.submit.id)
 
     # The callback has a parameter, because a reference to `future` would form a cycle.
     def on_done(completed: Future[Result]) -> None:

@@ -319,11 +319,12 @@ class MetricsExporter:
             yield _create_gauge(f"shmserve_shm_{kind}region_bytes", f"Bytes of {text}", sum(sizes))
 
     def _host_families(self) -> Iterator[ExpositionFamily]:
-        total, used = memory_bytes()
-        utilization = self._cpu.read()
-        yield _create_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", utilization)
-        yield _create_gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
-        yield _create_gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
+        if self._gateway.settings.allow_cpu_metrics:
+            rate = self._cpu.read()
+            yield _create_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", rate)
+            for part, size in zip(("total", "used"), memory_bytes(), strict=True):
+                help_text = f"CPU {part} memory (RAM), in bytes"
+                yield _create_gauge(f"nv_cpu_memory_{part}_bytes", help_text, size)
         # Triton's pool of pinned memory does not exist here, because memory is pinned in place.
         for part in ("total", "used"):
             help_text = f"Pinned memory pool {part} memory size, in bytes"

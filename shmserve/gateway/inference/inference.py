@@ -131,7 +131,8 @@ def submit_inference(
         limit_origin=limit_origin,
         flags=request.flags,
         correlation_id=request.correlation_id,
-        source=client.connection_id if request.correlation_id else 0,
+        # The connection, which a number identifies within this process.
+        source=id(client) if request.correlation_id else 0,
         trace=trace,
     )
     inference = create_inference(message, schedulers, built_request.on_release, built_request)

@@ -352,7 +352,9 @@ class Sequences:
             sequence.instance_slots = None
             self._idle_sequences.pop(sequence, None)
             self._close(sequence)
-            self._remember(sequence.id)
+            self._lost_ids[sequence.id] = None
+            if len(self._lost_ids) > _LOST_REMEMBERED:
+                self._lost_ids.popitem(last=False)
         return lost_sequences
 
     def close(self, slots: InstanceSlots) -> None:
@@ -377,11 +379,6 @@ class Sequences:
             sequence.instance_slots = None
             self.backlog.put_back(sequence)
         self._fill()
-
-    def _remember(self, correlation_id: int | str) -> None:
-        self._lost_ids[correlation_id] = None
-        if len(self._lost_ids) > _LOST_REMEMBERED:
-            self._lost_ids.popitem(last=False)
 
     # --- requests ---------------------------------------------------------------------------------
 

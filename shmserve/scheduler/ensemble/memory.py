@@ -160,11 +160,6 @@ class EnsembleMemory:
     def __post_init__(self) -> None:
         self._device_blocks = DeviceBlocks(self.lent.byte_size, self._create_driver)
 
-    @property
-    def used_bytes(self) -> int:
-        """Return the number of bytes in use, in the arena and on devices."""
-        return self._device_blocks.used_bytes + self.lent.used_bytes
-
     def allocate(self, byte_size: int, device: int | None = None) -> Block:
         """Return a block on a CUDA device, or of the arena if the device has no free space.
 
@@ -289,11 +284,6 @@ class DeviceBlocks:
         self._cuda: CudaExporter | None = None
         self._segments: dict[int, _Segment] = {}  # allocations by the id of their memory
         self._full_devices: set[int] = set()  # devices on which an allocation has failed
-
-    @property
-    def used_bytes(self) -> int:
-        """Return the number of bytes of all blocks in use, over all devices."""
-        return sum(segment.free_list.used_bytes for segment in self._segments.values())
 
     def allocate(self, device: int, byte_size: int) -> Block | None:
         """Return a block on a device, or None if there is no free space.

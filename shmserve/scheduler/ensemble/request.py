@@ -38,10 +38,11 @@ from shmserve.ipc.tensors.inference import (
     pack_response_schema,
 )
 from shmserve.ipc.tensors.signature import Signature, client_shape
+from shmserve.ipc.timers import Timers
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
-from shmserve.scheduler.requests.queue import Timers, expired_text, plausible_arrival_ns
+from shmserve.scheduler.requests.queue import expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.request import (
     CACHED,
     NOTHING,

@@ -18,73 +18,23 @@ passed, follow the requests in time. There is no ageing: a low level may starve.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
-from typing import Generic, TypeVar
 
 from shmserve.errors import QueueFull, Unavailable
 from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Submit
 from shmserve.ipc.model_spec import LevelPolicy
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
+from shmserve.ipc.timers import Timers
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State
 from shmserve.scheduler.settings import Settings
 
 _NS_PER_US = 1_000
 _EXPIRED_TEXT = "Request timeout expired ({us} microseconds{where}, from {origin})"
 _TIMEOUT_ORIGIN = "the request's parameter 'timeout'"
-# A sweep visits every timer and keeps the timers of live requests. The next sweep follows when
-# there are twice as many timers as were kept, plus this number.
-_MAX_STALE = 1024
-
-R = TypeVar("R")
-
-
-class Timers(Generic[R]):
-    """A heap of request deadlines (monotonic ns), any number for each request.
-
-    `has_ended` reports whether a request has ended. No timer expires before `due_ns`. The timers of
-    a request that has ended stay in the heap, because finding them would cost as much as the
-    request: they are skipped when they expire, or removed by a sweep when there are many.
-    """
-
-    def __init__(self, has_ended: Callable[[R], bool]) -> None:
-        self._has_ended = has_ended
-        self._heap: list[tuple[int, int, R]] = []
-        self._tie_breakers = itertools.count()
-        self._sweep_size = _MAX_STALE
-        self.due_ns = NEVER
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(self, until_ns: int, request: R) -> None:
-        """Start a timer of a request that expires at `until_ns`."""
-        heap = self._heap
-        if len(heap) >= self._sweep_size:
-            self._sweep()
-        heapq.heappush(heap, (until_ns, next(self._tie_breakers), request))
-        # A timer expires once its time has strictly passed.
-        self.due_ns = heap[0][0] + 1
-
-    def take_expired(self, now_ns: int) -> list[R]:
-        """Remove the expired timers and return their requests, except those that have ended."""
-        heap, expired = self._heap, []
-        while heap and (heap[0][0] < now_ns or self._has_ended(heap[0][2])):
-            request = heapq.heappop(heap)[2]
-            if not self._has_ended(request):
-                expired.append(request)
-        self.due_ns = heap[0][0] + 1 if heap else NEVER
-        return expired
-
-    def _sweep(self) -> None:
-        heap, has_ended = self._heap, self._has_ended
-        heap[:] = [timer for timer in heap if not has_ended(timer[2])]
-        heapq.heapify(heap)
-        self._sweep_size = 2 * len(heap) + _MAX_STALE
 
 
 class _Level:

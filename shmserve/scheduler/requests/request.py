@@ -14,12 +14,13 @@ from enum import StrEnum, auto
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from shmserve.errors import IllegalEvent
+from shmserve.ipc import timers
 from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages.inference import BatchFinished, Submit
 from shmserve.ipc.tensors.inference import Packed
 from shmserve.ipc.transport.router import leading_pid
 
-NEVER = 1 << 63  # later than any time
+NEVER = timers.NEVER
 NOTHING: Packed = (b"", [])  # a response without schema and data
 NO_SUBMIT = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
 CACHED = "cached"  # `Timing.close_reason` of a request that was answered from the response cache

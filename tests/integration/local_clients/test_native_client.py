@@ -297,7 +297,7 @@ def test_timeouts_of_answered_requests_are_removed(client) -> None:
     for _ in range(20):
         calls = [client.infer_async("simple", INPUT0=A, INPUT1=B, timeout=600) for _ in range(100)]
         assert len(concurrent.futures.wait(calls, timeout=20).done) == 100
-    assert len(client._session.connection().timeouts._heap) < 1500
+    assert len(client._session.connection().timers._heap) < 1500
 
 
 def test_finished_calls_keep_no_memory(client) -> None:
@@ -338,11 +338,8 @@ def test_from_many_threads(client) -> None:
         answers = (client.infer("rows", INPUT0=x)["OUTPUT0"] for _ in range(10))
         mismatches.extend(seed for y in answers if not (y == x).all())
 
-    threads = [threading.Thread(target=send_requests, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        list(pool.map(send_requests, range(6)))
     assert not mismatches
 
 
@@ -359,11 +356,8 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
         answers.extend(response["OUTPUT0"][0] for response in results)
         all_have_asked.wait()
 
-    threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        list(pool.map(send_requests, range(count)))
     assert sorted(answers) == sorted([*range(count)] * 4)
     assert len(client._channels) <= 15
 

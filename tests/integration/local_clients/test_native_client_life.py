@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,25 @@ def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]
     dtype = dtype_of(tensor.datatype)
     shape = [max(dim, 1) for dim in tensor.dims]
     return {"INPUT0": np.full([1, *shape] if spec.max_batch_size else shape, number, dtype)}
+
+
+def hold_two(
+    server: Server, client: shmserve.client.Server
+) -> tuple[concurrent.futures.Future[Any], Any, concurrent.futures.Future[Any]]:
+    """Send two requests; return the first, its visit of the gate, and the second, which waits."""
+    blocking_future = client.infer_async("gated", _value(client, 1))
+    visit = server.gate.next()
+    waiting = client.infer_async("gated", _value(client, 2))
+    server.wait_pending("gated", 1)
+    return blocking_future, visit, waiting
+
+
+def run_into(outcome: concurrent.futures.Future[Any], call: Callable[[], Any]) -> None:
+    """Set the result of a call, or its error."""
+    try:
+        outcome.set_result(call())
+    except BaseException as error:
+        outcome.set_exception(error)
 
 
 def test_a_timeout_cancels_a_request(gated_server: Server, client: shmserve.client.Server) -> None:
@@ -122,10 +142,7 @@ def test_a_program_that_has_no_descriptor_left(gated_server: Server) -> None:
 def test_a_cancelled_future_is_cancelled_at_the_server(
     gated_server: Server, client: shmserve.client.Server
 ) -> None:
-    blocking_future = client.infer_async("gated", _value(client, 1))
-    visit = gated_server.gate.next()
-    waiting = client.infer_async("gated", _value(client, 2))
-    gated_server.wait_pending("gated", 1)
+    blocking_future, visit, waiting = hold_two(gated_server, client)
     assert waiting.cancel()
     gated_server.wait_pending("gated", 0)
     visit.release()
@@ -137,10 +154,7 @@ def test_a_cancelled_future_is_cancelled_at_the_server(
 def test_a_thread_that_waits_for_many_futures_detects_a_cancelled_future(
     gated_server: Server, client: shmserve.client.Server
 ) -> None:
-    blocking_future = client.infer_async("gated", _value(client, 1))
-    visit = gated_server.gate.next()
-    waiting = client.infer_async("gated", _value(client, 2))
-    gated_server.wait_pending("gated", 1)
+    blocking_future, visit, waiting = hold_two(gated_server, client)
     threading.Timer(0.1, waiting.cancel).start()
     assert concurrent.futures.wait([waiting], 10).done == {waiting}
     assert list(concurrent.futures.as_completed([waiting], 10)) == [waiting]
@@ -230,6 +244,18 @@ sys.stdin.read()
 """
 
 
+@contextlib.contextmanager
+def run_program(text: str, server: Server) -> Iterator[subprocess.Popen[str]]:
+    """Run a client's program, and kill it at the end."""
+    line = [sys.executable, "-c", text, str(server.run_dir)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as program:
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
 def _count_mapped_memories(process: psutil.Process) -> int:
     """Return the number of clients' memories that a process maps or holds."""
     mapped_count = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
@@ -242,20 +268,12 @@ def _count_mapped_memories(process: psutil.Process) -> int:
 
 
 def test_a_killed_client_leaks_none(gated_server: Server, client: shmserve.client.Server) -> None:
-    line = [sys.executable, "-c", CRASHING_PROGRAM, str(gated_server.run_dir)]
-    run = subprocess.Popen(line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert run.stdin and run.stdout
-    try:
-        assert run.stdout.readline() == "in flight\n"
+    with run_program(CRASHING_PROGRAM, gated_server) as run:
+        assert run.stdout and run.stdout.readline() == "in flight\n"
         visit = gated_server.gate.next()
         gated_server.wait_pending("large", 3)
         processes = [p for p in gated_server.tree() if not p.cmdline()[0].endswith("zygote")]
         assert sum(map(_count_mapped_memories, processes)) > 1
-    finally:
-        run.kill()
-        run.wait()
-        run.stdin.close()
-        run.stdout.close()
     gated_server.wait_pending("large", 0)
     visit.release()
     until("all of it is forgotten", lambda: not sum(map(_count_mapped_memories, processes)))
@@ -276,10 +294,7 @@ sys.stdin.read()
 
 
 def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated_server: Server) -> None:
-    line = [sys.executable, "-c", FORKING_PROGRAM, str(gated_server.run_dir)]
-    with subprocess.Popen(
-        line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as program:
+    with run_program(FORKING_PROGRAM, gated_server) as program:
         assert program.stdout
         child = psutil.Process(int(program.stdout.readline()))
         try:
@@ -394,14 +409,8 @@ def test_a_callback_may_close_the_client(gated_server: Server) -> None:
     blocked = client.infer_async("gated", _value(client, 1))
     visit = gated_server.gate.next()
     waiting = [concurrent.futures.Future[object]() for _ in range(2)]
-
-    def wait(outcome: concurrent.futures.Future[object]) -> None:
-        try:
-            outcome.set_result(client.infer("gated", _value(client, 2)))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threads = [threading.Thread(target=wait, args=(outcome,)) for outcome in waiting]
+    infer = partial(client.infer, "gated", _value(client, 2))
+    threads = [threading.Thread(target=run_into, args=(outcome, infer)) for outcome in waiting]
     for busy_thread in threads:
         busy_thread.start()
     gated_server.wait_pending("gated", 2)
@@ -425,17 +434,12 @@ def test_requests_fail_when_the_connection_ends_first(gated_server: Server, endi
     outcome = concurrent.futures.Future[object]()
     at_work, may_continue = threading.Event(), threading.Event()
 
-    def wait() -> None:
-        try:
-            outcome.set_result(client.infer("gated", _value(client, 1)))
-        except BaseException as error:
-            outcome.set_exception(error)
-
     def block_connection_thread(_: object) -> None:
         at_work.set()
         may_continue.wait(60)
 
-    waiting = threading.Thread(target=wait)
+    infer = partial(client.infer, "gated", _value(client, 1))
+    waiting = threading.Thread(target=run_into, args=(outcome, infer))
     waiting.start()
     visit = gated_server.gate.next()
     try:
@@ -496,15 +500,10 @@ def test_a_call_from_a_callback_without_a_free_channel_is_refused(
     monkeypatch.setattr("shmserve.client.sync._MAX_CHANNELS", 1)
     send_request(client)  # takes the only channel
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
-
-    def callback(_: object) -> None:
-        try:
-            outcome.set_result(send_request(client))
-        except BaseException as error:
-            outcome.set_exception(error)
-
     # The callback of a finished request runs in this thread, which may wait.
-    client.infer_async("gated", _value(client, 1)).add_done_callback(callback)
+    client.infer_async("gated", _value(client, 1)).add_done_callback(
+        lambda _: run_into(outcome, partial(send_request, client))
+    )
     gated_server.gate.next().release()
     error = outcome.exception(10)
     assert isinstance(error, shmserve.client.Unavailable) and "infer_async" in str(error)
@@ -519,14 +518,7 @@ def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
     visit = gated_server.gate.next()
     stream = client.stream("gated", _value(client, 1))
     outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
-
-    def callback(_: object) -> None:
-        try:
-            outcome.set_result(next(stream))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    gated_future.add_done_callback(callback)
+    gated_future.add_done_callback(lambda _: run_into(outcome, partial(next, stream)))
     visit.release()
     assert isinstance(outcome.exception(10), shmserve.client.Unavailable)
     gated_server.gate.next().release()

@@ -1,12 +1,9 @@
 """The dynamic batcher of a real server: which requests are executed together."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.support import repositories
-from tests.support.held_queue import Queue
 from tests.support.request_pool import request_pool, values
 from tests.support.servers import Server
 
@@ -14,36 +11,11 @@ DYNAMIC_BATCHING = "dynamic_batching { %s }"
 # Long enough for several requests to arrive within it, even if the machine pauses for a moment.
 LONG_DELAY_US = 1_500_000
 
-MODELS = {
-    "eager": DYNAMIC_BATCHING % "",
-    "patient": DYNAMIC_BATCHING % f"max_queue_delay_microseconds: {LONG_DELAY_US}",
-    "short": DYNAMIC_BATCHING % "default_queue_policy { max_queue_size: 2 }",
-    "timed": DYNAMIC_BATCHING
-    % "default_queue_policy { default_timeout_microseconds: 1500000 allow_timeout_override: true }",
-}
-
-
-@pytest.fixture(scope="module")
-def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
-    """Start a server of the model "gated" with several batching configurations."""
-    for name, config in MODELS.items():
-        repositories.add_as(models, name, "gated", config)
-    two = repositories.add_as(models, "two", "gated", MODELS["eager"]) / "config.pbtxt"
-    two.write_text(two.read_text().replace("count: 1", "count: 2"))
-    return serve_models(models)
-
-
-@pytest.fixture
-def queue(server: Server) -> Iterator[Callable[[str], Queue]]:
-    """Return a function that holds a model, such as `queue("eager")`."""
-    with request_pool(server) as pool:
-        yield lambda model: Queue(server, pool, model)
-
 
 def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..., Server]) -> None:
     """The schedulers start once twelve requests are queued."""
     preferred = f"preferred_batch_size: [ 4, 7 ] max_queue_delay_microseconds: {LONG_DELAY_US}"
-    repositories.add_as(repository, "eager", "gated", MODELS["eager"])
+    repositories.add_as(repository, "eager", "gated", DYNAMIC_BATCHING % "")
     repositories.add_as(repository, "preferred", "gated", DYNAMIC_BATCHING % preferred)
     server = serve(repository, environment={"TRITONSERVER_DELAY_SCHEDULER": "12"})
     server.gate.close()

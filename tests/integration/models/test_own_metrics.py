@@ -108,20 +108,6 @@ def test_the_metrics_of_instances_are_summed(server: Server, http: Http) -> None
     assert counts == [1, 3, 5, 6]
 
 
-def test_the_exposition_text(server: Server) -> None:
-    """As in Triton: the given names and kinds, no suffix, each family once."""
-    lines = server.metrics().splitlines()
-    assert [line for line in lines if line.startswith("# TYPE metering")] == [
-        "# TYPE metering_amounts counter",
-        "# TYPE metering_level gauge",
-        "# TYPE metering_running gauge",
-        "# TYPE metering_sizes histogram",
-    ]
-    assert "# HELP metering_amounts A amounts" in lines
-    (amount,) = [line for line in lines if 'metering_amounts{by="other"' in line]
-    assert amount.startswith('metering_amounts{by="other",unit="a \\"b\\"\\\\\\n"} ')
-
-
 def test_a_thread_of_the_model_changes_its_metrics(server: Server) -> None:
     until("the gauge is shown", lambda: server.metric("ticks", **{"from": "thread"}) == 1000)
 

@@ -134,6 +134,6 @@ def test_a_server_that_loads_nothing_on_request_is_named(
     repositories.write(repository, "slow", CONFIG, SLOW_MODEL)
     with running(repository) as server:
         assert main(["tune", "slow", "--p99=9ms", f"--url=http://{server.url}"]) == 1
-    assert (
-        "--model-control-mode is none; restart the server with explicit" in capsys.readouterr().err
-    )
+    error = capsys.readouterr().err
+    assert "--model-control-mode is none; restart the server with explicit" in error
+    assert f"shmserve: http://{server.url}: " in error

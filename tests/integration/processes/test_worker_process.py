@@ -119,11 +119,20 @@ class Worker:
         self.control.post(b"worker.5.0.%d" % self.pid, message)
         self.control.flush()
 
-    def load(self, **changes: Any) -> None:
-        """Complete the configuration, load the model, and accept the instance's registration."""
+    def complete(self, **changes: Any) -> None:
+        """Ask for the completed configuration; start the process if it has not been started."""
+        if self.process is None:
+            self.start()
         self.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native", **changes))))
+
+    def begin_load(self, **changes: Any) -> None:
+        self.complete(**changes)
         self.config = self.expect(m.ConfigCompleted).config
         self.send(m.LoadInstance(ModelSpec.of(self.config), self.scheduler("w1")))
+
+    def load(self, **changes: Any) -> None:
+        """Complete the configuration, load the model, and accept the instance's registration."""
+        self.begin_load(**changes)
         self.expect(m.InstanceLoaded)
         self.expect_offer("w1")
 
@@ -199,7 +208,6 @@ def value(answer: Inferred) -> float:
 
 
 def test_from_start_to_stop(worker: Worker) -> None:
-    worker.start()
     worker.load()
     assert worker.config["max_batch_size"] == 8
     assert psutil.Process(worker.pid).cmdline()[0].startswith("shmserve: worker m.0 cpu")
@@ -215,7 +223,6 @@ def test_from_start_to_stop(worker: Worker) -> None:
 
 
 def test_malformed_work_and_messages(worker: Worker) -> None:
-    worker.start()
     worker.load()
     router = worker.schedulers["w1"]
     peer = b"0.%d" % worker.pid
@@ -228,7 +235,6 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
 
 
 def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Worker) -> None:
-    worker.start()
     worker.load()
     size = 12 << 20 >> 2
     mappings = Mappings()
@@ -256,7 +262,6 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
 
 
 def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
-    worker.start()
     worker.load()
     region = Region(1 << 20)
     memory_range = region.write(4096, np.full((1, 1), 3, "f4"))
@@ -276,7 +281,6 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_successor_scheduler_takes_over(worker: Worker, is_late: bool) -> None:
     """The successor assigns keys anew, so a key cancelled by its predecessor is another request."""
-    worker.start()
     worker.load()
     worker.execute(1)
     if is_late:
@@ -294,7 +298,6 @@ def test_a_successor_scheduler_takes_over(worker: Worker, is_late: bool) -> None
 
 def test_a_scheduler_announced_twice_receives_its_batches(worker: Worker) -> None:
     """The instance was loaded while its scheduler was replaced, and knows the successor."""
-    worker.start()
     worker.load()
     os.kill(worker.pid, signal.SIGSTOP)  # the worker receives both messages at once
     worker.send(m.Attach(f"ipc://{worker.run_dir}/w1"))
@@ -308,7 +311,6 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
     os.mkfifo(gate)
     blocked = f"(self.log.write_text('x'), open({str(gate)!r}).read())"
     (worker.version_dir / "model.py").write_text(MODEL.replace("time.sleep(60)", blocked))
-    worker.start()
     worker.load()
     worker.execute(-4)
     until("it runs", lambda: (worker.version_dir / "log").exists())
@@ -341,8 +343,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
 )
 def test_models_do_not_load(worker: Worker, bad_code: str, code: str, expected_text: str) -> None:
     (worker.version_dir / "model.py").write_text(bad_code)
-    worker.start()
-    worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
+    worker.complete()
     failed = worker.expect(m.LoadFailed)
     assert (failed.code, failed.message) == (code, expected_text)
     assert worker.wait() == 0
@@ -356,7 +357,6 @@ def test_a_forked_child_of_a_model_sends_no_report(worker: Worker, end: str) -> 
     """The model's code is run to its end by its worker, and by the child that it forks."""
     fork = f"if os.fork() == 0:\n    {end}\nelse:\n    os.wait()\nimport torch"
     (worker.version_dir / "model.py").write_text(MODEL.replace("import torch", fork))
-    worker.start()
     worker.load()
 
 
@@ -365,10 +365,7 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
         "self.log = context", "raise RuntimeError('boom')\n        self.log = context"
     )
     (worker.version_dir / "model.py").write_text(model)
-    worker.start()
-    worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
-    config = worker.expect(m.ConfigCompleted).config
-    worker.send(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
+    worker.begin_load()
     text = "RuntimeError: boom (model.py:11)"
     load_failed = worker.expect(m.LoadFailed)
     assert (load_failed.code, load_failed.message) == ("INTERNAL", text)
@@ -391,10 +388,7 @@ def test_one_instance_of_a_group_logs_warnings(worker: Worker, name: str, count:
 def test_a_model_that_removes_its_own_access(worker: Worker, change: str) -> None:
     model = MODEL.replace("self.log = context", f"{change}\n        self.log = context")
     (worker.version_dir / "model.py").write_text(model)
-    worker.start()
-    worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
-    config = worker.expect(m.ConfigCompleted).config
-    worker.send(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
+    worker.begin_load()
     load_failed = worker.expect(m.LoadFailed)
     assert "cannot access the server's sockets and memory" in load_failed.message
     assert worker.wait() == 0
@@ -402,7 +396,7 @@ def test_a_model_that_removes_its_own_access(worker: Worker, change: str) -> Non
 
 def test_a_missing_device(worker: Worker) -> None:
     worker.start(device="npu:0", kind="GPU")
-    worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
+    worker.complete()
     load_failed = worker.expect(m.LoadFailed)
     assert load_failed.code == "UNAVAILABLE" and "torch_npu" in load_failed.message
 
@@ -414,7 +408,6 @@ def test_stop_before_anything_is_loaded(worker: Worker) -> None:
 
 
 def test_an_idle_worker_does_nothing(worker: Worker) -> None:
-    worker.start()
     worker.load()
     worker.execute(1)
     worker.finished()
@@ -432,7 +425,6 @@ def test_an_idle_worker_does_nothing(worker: Worker) -> None:
 
 
 def test_a_hanging_worker_logs_its_stack(worker: Worker) -> None:
-    worker.start()
     worker.load()
     worker.execute(-4)
     until("it hangs", lambda: psutil.Process(worker.pid).status() == psutil.STATUS_SLEEPING)

@@ -107,6 +107,21 @@ def test_another_server_than_shmserve_is_named(
     assert f"http://127.0.0.1:{port}" in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", ["top --once", "profile m"])
+def test_an_address_of_metrics_is_a_host_or_a_url(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for address, text in (
+        ("", "--metrics-url: the value is empty"),
+        ("/x", "--metrics-url: cannot use '/x"),
+        ("[::1]:9", "http://[::1]:9/"),
+        ("localhost/metrics", "http://localhost/"),
+    ):
+        assert cli.main([*words.split(), f"--metrics-url={address}"]) in (1, 2)
+        error = capsys.readouterr().err
+        assert text in error and error.count("\n") == 1
+
+
 def test_check_reports_names_that_the_locale_lacks(tmp_path: Path) -> None:
     (tmp_path / "é").mkdir()
     (tmp_path / "é/config.pbtxt").write_text('backend: "none"')

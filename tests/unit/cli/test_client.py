@@ -284,6 +284,7 @@ def test_an_error_for_an_unready_model_lists_the_states(
         (["m", "--input=X=@/dev/none"], 2, "cannot read /dev/none: No such file or directory\n"),
         (["m", "--input", "-x=1"], 2, "expected one argument (write --input=VALUE if"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
+        (["m", "--input=X=1", "--url="], 2, "--url: the value is empty; omit the flag for its"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url=127.0.0.1:1"], 1,
          "infer: http://127.0.0.1:1: no response: Con"),
@@ -325,12 +326,11 @@ def test_each_error_is_one_line(
     assert captured.err.count("\n") == 1
 
 
-def test_a_token_that_no_header_can_contain_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("letter", ["\u00f6", "\0", "\ufeff"])
+def test_a_token_that_no_header_can_contain_is_refused(tmp_path: Path, letter: str) -> None:
     path = tmp_path / "token"
-    path.write_text("# a comment\ntöken-of-16-letters", encoding="utf-8")
-    with pytest.raises(
-        InvalidArgument, match=r"^--token-file: the token in '.*token' is not ASCII"
-    ):
+    path.write_text(f"# a comment\n{letter}oken-of-16-letters", encoding="utf-8")
+    with pytest.raises(InvalidArgument, match=r"^--token-file: the token in '.*' is not printable"):
         read_token(str(path))
 
 

@@ -238,6 +238,15 @@ def test_impossible_options_are_rejected(
     assert expected_error in capsys.readouterr().err
 
 
+def test_the_file_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unit = tmp_path / "etc/systemd/system/shmserve.service"
+    unit.mkdir(parents=True)
+    assert run("install", tmp_path, "--program=/usr/bin/true") == 2
+    assert f"systemd install: cannot change '{unit}': Is a directory" in capsys.readouterr().err
+
+
 def test_special_characters_are_escaped_for_systemd() -> None:
     assert systemd.quote("/opt/a-b_c.d/bin/x") == "/opt/a-b_c.d/bin/x"
     assert systemd.quote('/a b/100%/$x/"y') == '"/a b/100%%/$$x/\\"y"'

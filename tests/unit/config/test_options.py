@@ -96,6 +96,9 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         "--metrics-config=summary_quantiles=0.5:0.05,1:0,0.5:0.1,2:0.0.1,",
     ).metrics
     assert metrics == MetricsConfig(False, True, True, (0.5, 1.0, 2.0))
+    assert settings().gateway.allow_cpu_metrics
+    options = settings("--allow-cpu-metrics=false")
+    assert (options.gateway.allow_cpu_metrics, options.without_effect) == (False, ())
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
     ):
         assert settings(*arguments).without_effect == tuple(ignored_flags)
     assert all(flags.FLAGS[name].help for name in known_flags)
-    assert len(ignored_flags) >= 30
+    assert len(ignored_flags) >= 29
 
 
 def test_log_flags_are_the_first_log_settings() -> None:
@@ -274,6 +277,7 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
         ("--log-format=iso", "--log-format: 'iso' is not one of default, ISO8601"),
         ("--model-control-mode=x", "'x' is not one of none, poll, explicit"),
         ("--load-model=m", "--load-model: needs --model-control-mode=explicit"),
+        ("--model-config-name=", "--model-config-name: '' is empty, or contains / or NUL"),
         ("--idle-unload-secs=5", "--idle-unload-secs: needs --load-on-demand"),
         ("--max-loaded-byte-size=5", "--max-loaded-byte-size: needs --load-on-demand"),
         ("--backend-config=python", "--backend-config: 'python' is not BACKEND,SETTING=VALUE"),

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -82,21 +82,18 @@ def answer(number: int = 1) -> m.Finished:
     return m.Finished(number, *pack_inferred(Inferred((output,))))
 
 
-def run(tmp_path: Path, scenario: Callable[[Rig], Coroutine[Any, Any, None]]) -> None:
-    async def run_scenario() -> None:
-        rig = Rig(tmp_path)
-        with contextlib.closing(rig):
-            await asyncio.wait_for(scenario(rig), 10)
-
-    asyncio.run(run_scenario())
+@contextlib.asynccontextmanager
+async def running_rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    with contextlib.closing(Rig(tmp_path)) as rig:
+        async with asyncio.timeout(10):
+            yield rig
 
 
 @pytest.mark.parametrize("answer_time", ["before", "after"])
 @pytest.mark.parametrize("kind", [HttpInference, UnaryInference])
-def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answer_time: str) -> None:
+async def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answer_time: str) -> None:
     """The response is released once, whether it arrived before or after the cancellation."""
-
-    async def cancel(rig: Rig) -> None:
+    async with running_rig(tmp_path) as rig:
         built_request: Any = SimpleNamespace(trace=None, response_templates=None)
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified_requests: list[Any] = []
@@ -118,14 +115,11 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answer_time: 
         expected = [message, *([m.Cancel(1)] if is_late else []), m.Release(4321, [4096], 1)]
         assert await rig.receive(len(expected)) == expected
 
-    run(tmp_path, cancel)
 
-
-def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
+async def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
     """A release waits for a further request to save a wake-up, but only briefly."""
     frames: list[list[type[Any]]] = []
-
-    async def read(rig: Rig) -> None:
+    async with running_rig(tmp_path) as rig:
         link = rig.schedulers._table.open(rig.endpoint)
         flush = link.flush
 
@@ -142,20 +136,17 @@ def test_releases_are_sent_with_the_next_request(tmp_path: Path) -> None:
         rig.schedulers.handle(rig.endpoint, m.Finished(2, b"", []))
         rig.read(answer())  # no message in flight can carry the release
         await rig.receive(5)
-
-    run(tmp_path, read)
     sent_types = [frame for frame in frames if frame]
     assert sent_types == [[m.Submit], [m.Release, m.Submit, m.Release], [m.Release]]
 
 
-def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
+async def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
     """Each response is delivered, and the end. Responses after a cancellation are released."""
     finished_message = answer()
     body = (finished_message.schema, finished_message.data)
     sent: list[Any] = []
     releases: list[str] = []
-
-    async def stream_responses(rig: Rig) -> None:
+    async with running_rig(tmp_path) as rig:
         for number in (1, 2):
             request = rig.send_request(number, partial(releases.append, f"of {number}"))
             request.messages = sent
@@ -169,14 +160,12 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
         notices = [r for r in await rig.receive(6) if not isinstance(r, m.Submit)]
         release_message = m.Release(4321, [4096], 1)
         assert notices == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release_message]
-
-    run(tmp_path, stream_responses)
     assert [(r.id, r.final) for r in sent] == [*((1, False), (1, False), (1, True)), (2, False)]
     assert releases == ["of 1", "of 2"]
 
 
-def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
-    async def scenario(rig: Rig) -> None:
+async def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
+    async with running_rig(tmp_path) as rig:
         first_call, second_call = rig.send_request(1), rig.send_request(2)
         await rig.receive(2)
         await rig.send_response(m.Finished(2, b"", []), m.Failed(1, "INTERNAL", "no", 0, False))
@@ -185,12 +174,10 @@ def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
         assert [type(message) for message in second_call.messages] == [m.Finished]
         assert first_call.has_ended and second_call.has_ended
 
-    run(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("end_cause", ["cancelled", "reported", "lost"])
-def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end_cause: str) -> None:
-    async def scenario(rig: Rig) -> None:
+async def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end_cause: str) -> None:
+    async with running_rig(tmp_path) as rig:
         rig.schedulers.successors.add("ipc://old", rig.endpoint)
         future = rig.schedulers.report("ipc://old")
         (request,) = await rig.receive(1)
@@ -209,12 +196,10 @@ def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end_cause: st
         await asyncio.sleep(0)
         assert not rig.schedulers._pending_statistics
 
-    run(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("inflight", [False, True])
-def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: bool) -> None:
-    async def scenario(rig: Rig) -> None:
+async def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: bool) -> None:
+    async with running_rig(tmp_path) as rig:
         request = rig.send_request(1) if inflight else None
         (link,) = rig.schedulers._table
         rig.router.close()
@@ -226,8 +211,6 @@ def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: boo
             (failed_message,) = request.messages
             assert failed_message.message.startswith("[request id: mine] ")
             assert "no other scheduler serves it" in failed_message.message
-
-    run(tmp_path, scenario)
 
 
 STOPPING_ERROR = (

@@ -9,6 +9,7 @@ import pytest
 
 from shmserve.common.host import Process
 from shmserve.gateway.api import management, metrics
+from shmserve.gateway.settings import GatewaySettings
 
 HISTOGRAM = {"buckets": [100.0], "counts": [0, 0], "sum": 0, "count": 0}
 COUNTS = ("success", "inference_count", "execution_count", "pending", "cache_hit", "cache_miss")
@@ -72,6 +73,16 @@ def test_the_first_response_of_decoupled_models() -> None:
     for part in ('_bucket{model="m",le="+Inf"}', '_count{model="m"}', '_sum{model="m"}'):
         assert page.count(f"nv_inference_first_response_histogram_ms{part} 0\n") == 1
     assert metrics._exposition_text(metrics.first_response_families([report()])) == ""
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_metrics_of_the_host_can_be_switched_off(allowed: bool) -> None:
+    gateway = Mock(settings=GatewaySettings(allow_cpu_metrics=allowed))
+    page = metrics._exposition_text(metrics.MetricsExporter(gateway)._host_families())
+    for name in ("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"):
+        assert (f"\n{name} " in page) == allowed, name
+    assert page.count("nv_cpu") == (9 if allowed else 0)
+    assert "\nnv_pinned_memory_pool_total_bytes 0\n" in page
 
 
 def test_other_requests_are_handled_between_families(monkeypatch: pytest.MonkeyPatch) -> None:

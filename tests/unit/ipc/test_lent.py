@@ -51,7 +51,7 @@ def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
     assert not memory.release(READER, memory_id + 1, [offset])
     assert not memory.release(READER, memory_id, [offset + 64]) and memory.used_bytes
     assert memory.release(READER, memory_id, [offset, offset])
-    assert (memory.used_bytes, len(memory)) == (0, 0)
+    assert (memory.used_bytes, len(memory._readers)) == (0, 0)
     assert not memory.release(READER, memory_id, [offset])
 
 
@@ -59,7 +59,7 @@ def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
     for reader in (READER, OTHER_READER, READER):
         lend(memory, reader)
     memory.drop_reader(READER)
-    assert len(memory) == 1
+    assert len(memory._readers) == 1
     memory.drop_reader(OTHER_READER)
     memory.drop_reader(OTHER_READER)
     assert memory.used_bytes == 0

@@ -5,11 +5,14 @@ import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from shmserve.errors import InvalidArgument
-from shmserve.perf import measure, report
+from shmserve import cli
+from shmserve.cli import perf
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.perf import measure, report, targets
 from shmserve.perf.measure import Point
 
 LATENCY = {"mean": 2.0, "p50": 1.5, "p90": 3.0, "p95": 4.0, "p99": 5.0, "p99.9": 6.0, "max": 9.0}
@@ -49,6 +52,18 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     assert "~1.015" in report.comparison([POINT], [replace(POINT, per_second=2030.0)])
     assert "~1.500" in report.comparison([replace(POINT, confidence=None)], [new])
     assert "none of these" in report.comparison([POINT], [replace(POINT, value=8.0)])
+
+
+def test_the_loads_before_a_failure_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(perf, "_measure", Mock(side_effect=[POINT, Unavailable("it is gone")]))
+    monkeypatch.setattr(targets, "connect", Mock(return_value=Mock(title="a server")))
+    path = tmp_path / "report.json"
+    assert cli.main(["perf", "m", "--concurrency=4,8", f"--json={path}"]) == 1
+    assert [point["value"] for point in json.loads(path.read_text())["points"]] == [4.0]
+    captured = capsys.readouterr()
+    assert "concurrency 4 " in captured.out and captured.err == "shmserve: it is gone\n"
 
 
 def test_a_single_window_has_no_confidence_interval(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """Workspace pools: their leases, and the memory of those on CUDA devices."""
 
-import asyncio
 import contextlib
 import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -98,23 +97,23 @@ def test_leases_of_released_memory_are_dropped() -> None:
     assert sent_messages.take_granted() == [(12, 5, 78, 0)]
 
 
-def run_test(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) -> Any:
-    async def run() -> Any:
-        processes = Processes(*flags)
-        holders = WorkspaceHolders(processes.context)
-        try:
-            return await test(processes, holders)
-        finally:
-            await processes.end()
-
-    return asyncio.run(run())
+@contextlib.asynccontextmanager
+async def workspace_holders(*flags: str) -> AsyncIterator[tuple[Processes, WorkspaceHolders]]:
+    processes = Processes(*flags)
+    try:
+        yield processes, WorkspaceHolders(processes.context)
+    finally:
+        await processes.end()
 
 
-def test_a_holder_that_dies_is_started_again() -> None:
+async def test_a_holder_that_dies_is_started_again() -> None:
     def allocate_memory(processes: Processes, child: FakeChild) -> None:
         processes._dispatch(child.pid, WorkspaceAllocated(bytes(64), bytes(16)))
 
-    async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
+    async with workspace_holders(f"--workspace-byte-size={DEVICE}={4 * MB}") as (
+        processes,
+        holders,
+    ):
         sent_messages = SentMessages()
         processes.context.workspaces._send = sent_messages
         processes.on_start = lambda child: allocate_memory(processes, child)
@@ -135,25 +134,22 @@ def test_a_holder_that_dies_is_started_again() -> None:
         await run_loop_turns()
         assert len(processes.children) == 2
 
-    run_test(scenario, f"--workspace-byte-size={DEVICE}={4 * MB}")
 
-
-def test_a_device_without_enough_memory_fails_the_start() -> None:
-    async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
+async def test_a_device_without_enough_memory_fails_the_start() -> None:
+    async with workspace_holders(f"--workspace-byte-size={DEVICE}={4 * MB}") as (
+        processes,
+        holders,
+    ):
         processes.on_start = lambda child: child.kill()
         with pytest.raises(Unavailable, match="workspace cuda:1 ended during its start"):
             await holders.start()
 
-    run_test(scenario, f"--workspace-byte-size={DEVICE}={4 * MB}")
 
-
-def test_host_memory_has_no_holder() -> None:
-    async def scenario(processes: Processes, holders: WorkspaceHolders) -> None:
+async def test_host_memory_has_no_holder() -> None:
+    async with workspace_holders(f"--workspace-byte-size=cpu={4 * MB}") as (processes, holders):
         await holders.start()
         assert processes.children == []
         processes.context.workspaces.close()
-
-    run_test(scenario, f"--workspace-byte-size=cpu={4 * MB}")
 
 
 def test_a_holder_allocates_reports_and_ends_on_request(tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ def test_only_requested_outputs_are_sent(worker: Rig) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (np.zeros(4, np.float64), "unexpected datatype TYPE_FP64 for inference output 'Y'"),
+        (np.zeros(4, np.float64), "for output 'Y', model provides TYPE_FP64"),
         (np.zeros((4, 1), F32), "unexpected shape for inference output 'Y' for model 'm'"),
         (torch.zeros(3).to_sparse(), "Failed to process the request(s) for model 'm_0_0'"),
     ],

@@ -41,7 +41,7 @@ def given(request):
 
 def response(*values, error=None):
     error = pb_utils.TritonError(error) if error else None
-    return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array(values, "f4"))], error)
+    return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array(values, "f4").ravel())], error)
 
 def error_of(call):
     try:
@@ -55,6 +55,23 @@ class TritonPythonModel:
         for request in requests:
             threading.Thread(target=self.answer, args=(request,)).start()
 """
+
+
+def sends(first: int, last: int, method: str = "") -> str:
+    """Return a model whose thread, or `execute`, sends the numbers from `first` to `last`."""
+    return (
+        method
+        + f"""
+def answer(self, request):
+    sender = self.sender = request.get_response_sender()
+    for n in range({first}, {last + 1}):
+        sender.send(response(n))
+    sender.send(flags=FINAL)
+"""
+    )
+
+
+IN_EXECUTE = "def execute(self, requests): self.answer(requests[0])"
 
 
 class Model(Streams):
@@ -455,7 +472,7 @@ def test_a_client_that_does_not_read_stops_send(
             sender = request.get_response_sender()
             for n in range({count}):
                 self.records.append(n)
-                sender.send(response(*np.full({size}, n, "f4")))
+                sender.send(response(np.full({size}, n, "f4")))
             sender.send(flags=FINAL)
         """)
     model.begin(0)
@@ -471,13 +488,7 @@ def test_a_client_that_does_not_read_stops_send(
 
 def test_send_waits_for_credit_in_execute_itself(model: Model) -> None:
     """The loop's thread reads the socket while it waits for credit within `execute`."""
-    model.serve("""
-        def execute(self, requests):
-            sender = requests[0].get_response_sender()
-            for n in range(40):
-                sender.send(response(n))
-            sender.send(flags=FINAL)
-        """)
+    model.serve(sends(0, 39, IN_EXECUTE))
 
     def grant() -> None:
         model.responses(1, FIRST_CREDIT)
@@ -494,13 +505,7 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
     model: Model, start_pump: Callable[[], None]
 ) -> None:
     region = Region(64)
-    model.serve("""
-        def answer(self, request):
-            sender = request.get_response_sender()
-            for n in range(1, 4):
-                sender.send(response(n))
-            sender.send(flags=FINAL)
-        """)
+    model.serve(sends(1, 3))
     model.begin(0, output=region.memory_range(0, 4))
     start_pump()
     for n in (1, 2):
@@ -516,13 +521,7 @@ def test_a_client_that_never_reads_is_disconnected(
     model: Model, start_pump: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_stream, "MAX_CREDIT_WAIT_S", 0.2)
-    model.serve("""
-        def execute(self, requests):
-            self.sender = requests[0].get_response_sender()
-            for n in range(100):
-                self.sender.send(response(n))
-            self.sender.send(flags=FINAL)
-        """)
+    model.serve(sends(0, 99, IN_EXECUTE))
     model.begin(0)
     assert model.replies == []
     *_, response, end_record = model.responses(1)
@@ -532,13 +531,7 @@ def test_a_client_that_never_reads_is_disconnected(
 
 
 def test_a_cancelled_request_does_not_wait(model: Model, start_pump: Callable[[], None]) -> None:
-    model.serve("""
-        def answer(self, request):
-            sender = request.get_response_sender()
-            for n in range(100):
-                sender.send(response(n))
-            sender.send(flags=FINAL)
-        """)
+    model.serve(sends(0, 99))
     model.begin(0)
     model.responses(1, FIRST_CREDIT)
     model.cancel(1)
@@ -549,13 +542,7 @@ def test_a_cancelled_request_does_not_wait(model: Model, start_pump: Callable[[]
 def test_each_waiting_sender_is_notified_of_its_own_credit(model: Model, loop_reads: bool) -> None:
     """One waiting thread reads the socket for all, until it has its credit."""
     count = FIRST_CREDIT + 4
-    model.serve(f"""
-        def answer(self, request):
-            sender = request.get_response_sender()
-            for n in range({count}):
-                sender.send(response(n))
-            sender.send(flags=FINAL)
-        """)
+    model.serve(sends(1, count))
     model.begin(*range(8))
     for key in range(1, 9):
         assert len(model.responses(key, FIRST_CREDIT)) == FIRST_CREDIT

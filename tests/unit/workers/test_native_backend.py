@@ -1,7 +1,9 @@
 """Native models: annotations, whole batches, and errors that tell the author what to write."""
 
+import py_compile
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from shmserve.workers.backends.native import NativeBackend, declaration
 from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
+Write = Callable[[str], int]
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 HEAD = """
 from dataclasses import dataclass
@@ -30,8 +33,10 @@ T = TypeVar("T")
 """
 
 
-def write(worker: Rig, text: str) -> None:
-    (worker.context.version_dir / "model.py").write_text(HEAD + text)
+@pytest.fixture
+def write(worker: Rig) -> Write:
+    """Return a function that writes the file of the worker's model."""
+    return lambda text: (worker.context.version_dir / "model.py").write_text(HEAD + text)
 
 
 def blank_config(**fields: Any) -> dict[str, Any]:
@@ -65,6 +70,21 @@ def test_the_example_is_served(worker: Rig) -> None:
     for row, reply in zip(rows, replies, strict=True):
         assert reply.array("output").shape == row.shape
         assert reply.array("output")[0, 2, 2] == 1
+
+
+def test_a_class_whose_source_is_not_readable(worker: Rig) -> None:
+    """The positions of its attributes are unknown, or read in the encoding of the file."""
+    folder = worker.context.version_dir
+    source = f"# coding: latin-1\n{HEAD}# \xe9\nclass Model:\n    predict = 1\n".encode("latin-1")
+    (folder / "model.py").write_bytes(source)
+    lines = source.count(b"\n")
+    with pytest.raises(InvalidArgument, match=f"^m/1/model.py:{lines}:5: 'Model.predict' must be"):
+        complete(worker)
+    compiled = folder / "compiled_only.pyc"
+    py_compile.compile(str(folder / "model.py"), str(compiled), doraise=True)
+    (folder / "model.py").write_text("from compiled_only import Model\n")
+    with pytest.raises(InvalidArgument, match=f"^{compiled}: 'Model.predict' must be"):
+        complete(worker)
 
 
 def test_annotations_are_checked_when_they_are_written() -> None:
@@ -109,10 +129,9 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("annotation_style", RESULTS)
-def test_results_of_several_outputs(worker: Rig, annotation_style: str) -> None:
+def test_results_of_several_outputs(worker: Rig, write: Write, annotation_style: str) -> None:
     definitions, annotation, value, names = RESULTS[annotation_style]
     write(
-        worker,
         f"{definitions}\nclass Model:\n    def predict(self, x: FP32[Tensor, 1]) -> {annotation}:\n"
         f"        return {value}\n",
     )
@@ -126,10 +145,8 @@ def test_results_of_several_outputs(worker: Rig, annotation_style: str) -> None:
         assert reply.array(names[1]).tolist() == [[size]] * size
 
 
-def test_arrays_of_other_libraries_are_returned(worker: Rig) -> None:
-    write(
-        worker,
-        """
+def test_arrays_of_other_libraries_are_returned(worker: Rig, write: Write) -> None:
+    write("""
 import ml_dtypes
 class Array:
     def __array__(self, dtype=None, copy=None):
@@ -137,18 +154,15 @@ class Array:
 class Model:
     def predict(self, x: FP32[Tensor, 1]) -> tuple[BF16[ndarray, 2], BF16[ndarray, 2]]:
         return Array(), np.asarray(Array())
-""",
-    )
+""")
     serve(worker)
     (reply,) = worker.batch(inference(tensor("x", np.ones((1, 1), F32))))
     for name in ("output_0", "output_1"):
         assert reply.array(name).view(np.uint16).tolist() == [[0x3F80, 0x4000]]
 
 
-def test_inputs_arrive_as_annotated(worker: Rig) -> None:
-    write(
-        worker,
-        """
+def test_inputs_arrive_as_annotated(worker: Rig, write: Write) -> None:
+    write("""
 class Model:
     def predict(
         self,
@@ -162,8 +176,7 @@ class Model:
         assert a.shape == (len(t), 2) and s.shape == (len(t), 1)
         return np.array([[b"<" + item + b">"] for item in s.ravel()], dtype=object) \
             if o is None else [[f"{number:d}"] for number in o.ravel()]
-""",
-    )
+""")
     assert complete(worker)["input"] == [
         tensor_config("t", "BF16", [1]),
         tensor_config("a", "FP32", [2]),
@@ -190,17 +203,16 @@ class Model:
     assert reply.answer.outputs[0].data == b"\1\0\0\x007"
 
 
-def test_an_argument_with_a_default_is_an_input_that_may_be_left_out(worker: Rig) -> None:
-    write(
-        worker,
-        """
+def test_an_argument_with_a_default_is_an_input_that_may_be_left_out(
+    worker: Rig, write: Write
+) -> None:
+    write("""
 HALF = torch.tensor([0.5])
 
 class Model:
     def predict(self, x: FP32[Tensor, 2], factor: FP32[Tensor, 1] = HALF) -> FP32[Tensor, 2]:
         return x * factor
-""",
-    )
+""")
     assert complete(worker)["input"][1] == tensor_config("factor", "FP32", [1], optional=True)
     serve(worker)
     x = tensor("x", np.ones((1, 2), F32))
@@ -213,16 +225,13 @@ class Model:
         assert reply.answer.outputs[0].data == np.full((1, 2), factor, F32).tobytes()
 
 
-def test_without_a_batch_dimension(worker: Rig) -> None:
-    write(
-        worker,
-        """
+def test_without_a_batch_dimension(worker: Rig, write: Write) -> None:
+    write("""
 class Model:
     max_batch_size = 0
     def predict(self, x: FP32[Tensor, -1]) -> FP32[Tensor, 1]:
         return x.sum(0, keepdim=True)
-""",
-    )
+""")
     completed = complete(worker)
     assert completed["max_batch_size"] == 0 and "dynamic_batching" not in completed
     serve(worker)
@@ -230,17 +239,14 @@ class Model:
     assert reply.array("output").tolist() == [5]
 
 
-def test_class_attributes_complete_the_configuration(worker: Rig) -> None:
-    write(
-        worker,
-        """
+def test_class_attributes_complete_the_configuration(worker: Rig, write: Write) -> None:
+    write("""
 class Model:
     max_batch_size = 4
     max_queue_delay_us = 300
     def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]:
         return x
-""",
-    )
+""")
     completed = complete(worker)
     assert completed["max_batch_size"] == 4
     assert completed["dynamic_batching"] == {"max_queue_delay_microseconds": 300}
@@ -250,7 +256,7 @@ class Model:
     assert completed["dynamic_batching"] == configured
 
 
-def test_a_class_may_choose_its_batching_strategy(worker: Rig) -> None:
+def test_a_class_may_choose_its_batching_strategy(worker: Rig, write: Write) -> None:
     text = """
 class Model:
     batching_strategy = %s
@@ -258,7 +264,7 @@ class Model:
     def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]:
         return x
 """
-    write(worker, text % ("'adaptive'", "12.5"))
+    write(text % ("'adaptive'", "12.5"))
     strategy, target_p99 = {"string_value": "adaptive"}, {"string_value": "12.5"}
     parameters = complete(worker)["parameters"]
     assert (parameters["batching_strategy"], parameters["target_p99_ms"]) == (strategy, target_p99)
@@ -270,22 +276,21 @@ class Model:
         (("None", "'5'"), "'Model.target_p99_ms' must be a number of milliseconds, got '5'"),
         (("None", "True"), "'Model.target_p99_ms' must be a number of milliseconds, got True"),
     ):
-        write(worker, text % values)
+        write(text % values)
         with pytest.raises(InvalidArgument, match=re.escape(expected_error)):
             complete(worker)
 
 
-def test_without_inputs_there_is_no_batch(worker: Rig) -> None:
-    write(worker, "class Model:\n    def predict(self) -> FP32[Tensor, 1]: ...")
+def test_without_inputs_there_is_no_batch(worker: Rig, write: Write) -> None:
+    write("class Model:\n    def predict(self) -> FP32[Tensor, 1]: ...")
     config = complete(worker)
     assert (config["input"], config["max_batch_size"]) == ([], 0)
     assert "dynamic_batching" not in config
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_load_and_unload_are_called(worker: Rig, kind: str) -> None:
+def test_load_and_unload_are_called(worker: Rig, write: Write, kind: str) -> None:
     write(
-        worker,
         """
 import helper
 class Model(torch.nn.Module):
@@ -301,7 +306,7 @@ class Model(torch.nn.Module):
         return x + self.shift + helper.ONE
     KIND unload(self):
         self.log.write_text("unloaded")
-""".replace("KIND", kind),
+""".replace("KIND", kind)
     )
     (worker.context.version_dir / "helper.py").write_text("ONE = 1\n")
     backend = NativeBackend(worker.context)
@@ -349,8 +354,10 @@ class Model(torch.nn.Module):
          "argument 'x' of 'Model.predict' is positional-only"),
     ],
 )  # fmt: skip
-def test_missing_annotations_are_reported(worker: Rig, text: str, message: str) -> None:
-    write(worker, text)
+def test_missing_annotations_are_reported(
+    worker: Rig, write: Write, text: str, message: str
+) -> None:
+    write(text)
     with pytest.raises(InvalidArgument) as caught:
         complete(worker)
     assert message in caught.value.message
@@ -371,10 +378,9 @@ def test_missing_annotations_are_reported(worker: Rig, text: str, message: str) 
     ],
 )
 def test_a_configuration_that_contradicts_the_annotations(
-    worker: Rig, inputs: list[Any], outputs: list[Any], message: str
+    worker: Rig, write: Write, inputs: list[Any], outputs: list[Any], message: str
 ) -> None:
     write(
-        worker,
         "class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: return x",
     )
     backend = NativeBackend(worker.context)
@@ -391,17 +397,16 @@ def test_a_configuration_that_contradicts_the_annotations(
         ("FP32[Tensor, 1]", "None", "inference output 'output' is a NoneType, not a tensor"),
         ("FP32[Tensor, 1]", "{'output': x}", "is a dict, not a tensor: expected a numpy array or"),
         ("FP32[Tensor, 1]", "np.ma.ones((1, 1))", "'output' is a masked array: return its"),
-        ("FP32[Tensor, 1]", "x.double()", "unexpected datatype TYPE_FP64"),
+        ("FP32[Tensor, 1]", "x.double()", "model provides TYPE_FP64"),
         ("FP32[Tensor, 1]", "x.sum()", "Expected [1,1], got []"),
         ("FP32[Tensor, 1]", "1 / 0", "message: ZeroDivisionError: division by zero"),
         ("FP32[Tensor, 1]", "{}['k' * 20000]", "kkk... (20002 characters)"),
     ],
 )
 def test_results_that_contradict_annotations(
-    worker: Rig, output: str, value: str, text: str
+    worker: Rig, write: Write, output: str, value: str, text: str
 ) -> None:
     write(
-        worker,
         f"class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> {output}:\n"
         f"        return {value}\n",
     )
@@ -411,9 +416,8 @@ def test_results_that_contradict_annotations(
     assert text in reply.message
 
 
-def test_an_annotated_module_is_called(worker: Rig) -> None:
+def test_an_annotated_module_is_called(worker: Rig, write: Write) -> None:
     write(
-        worker,
         "class Model(torch.nn.Module):\n"
         "    def forward(self, x: FP32[Tensor, 2]) -> FP32[Tensor, 2]:\n"
         "        return -x\n",
@@ -423,9 +427,10 @@ def test_an_annotated_module_is_called(worker: Rig) -> None:
     assert reply.array("output").tolist() == [[-1, -2]]
 
 
-def test_the_error_for_a_missing_annotation_contains_the_lines_to_add(worker: Rig) -> None:
+def test_the_error_for_a_missing_annotation_contains_the_lines_to_add(
+    worker: Rig, write: Write
+) -> None:
     write(
-        worker,
         "class Model(torch.nn.Module):\n    def forward(self, image: Tensor, size): return image\n",
     )
     with pytest.raises(InvalidArgument) as caught:

@@ -306,6 +306,12 @@ def test_keyword_only_arguments(worker: Rig) -> None:
         assert reply.array("y").item() == 2
 
 
+def test_the_runtime_of_classes_serves_torchscript_without_a_class(worker: Rig) -> None:
+    save_script(ThreeArguments(), worker)
+    config = vectors({"a": 1, "b": 1, "c": 1}, {"x": 1, "y": 1}, runtime="model.py")
+    PytorchBackend(worker.context).load(ModelSpec.of(config))
+
+
 def test_the_class_called_model_is_served(worker: Rig) -> None:
     write_class(
         worker,
@@ -411,6 +417,18 @@ class Scores(torch.nn.Module):
         return {"mean": tokens.float().mean(1), "doubled": tokens * 2}
 
 
+class Repeated(torch.nn.Module):
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        return x[:n]
+
+
+def test_an_exported_integer_is_refused(worker: Rig) -> None:
+    sizes: Any = ({0: torch.export.Dim.DYNAMIC}, torch.export.Dim.DYNAMIC)
+    export(Repeated(), worker, torch.zeros(4, 2), 3, dynamic_shapes=sizes)
+    with pytest.raises(InvalidArgument, match="tensor 'n' of the exported program is SymInt"):
+        PytorchBackend(worker.context).complete_config(model_config([], []))
+
+
 def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
     length = torch.export.Dim("length")
     export(
@@ -472,7 +490,7 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
         (["X__0", "Y__0", "Z__1"], ["y"], "inputs 'X__0' and 'Y__0' of model 'm' have the same"),
         (["X__0", "X__1", "X__3"], ["y"], "input 'X__3' of model 'm' has the index 3, but the"),
         (["a", "b", "c"], ["x", "y", "z"], "has 3 outputs, but the model returns 2"),
-        (["a", "b", "c"], ["Y__2"], "output 'Y__2' of model 'm' has the index 2"),
+        (["a", "b", "c"], ["Y__2"], "Y__2 in the model configuration refers to an output index"),
     ],
 )
 def test_contradicting_names_are_refused(
@@ -593,7 +611,7 @@ def test_outputs_that_do_not_match_the_configuration(worker: Rig) -> None:
     serve(worker, vectors({"x": 1}, {"y": 1}))
     for case, message in enumerate(
         (
-            "unexpected datatype TYPE_FP64 for inference output 'y', expecting TYPE_FP32",
+            "configuration expects datatype TYPE_FP32 for output 'y', model provides TYPE_FP64",
             "model 'm' returned the output(s) 'z', but its configuration names 'y'",
             "unexpected shape for inference output 'y' for model 'm'. Expected [2,1], got [1,1].",
             "inference output 'y' is a str, not a tensor",

@@ -5,8 +5,8 @@
     model.py    a class; its weights are in model.safetensors, model.pt or model.pth
 
 TYPE_STRING is List[str] of TorchScript: the concatenated texts of all rows, as in Triton. The first
-of these files in the version folder is used, unless `default_model_filename` names one or `runtime`
-is model.py. A class whose weights are in model.pt needs `runtime`.
+of these files in the version folder is used, unless `default_model_filename` names one. With the
+`runtime` model.py, model.py is first. A class whose weights are in model.pt needs `runtime`.
 
 Parameters:
 
@@ -204,7 +204,10 @@ class PytorchBackend(Backend):
         configured = config.default_model_filename
         if config.runtime.endswith((".py", ".pt", ".pt2", ".pth")):  # not an engine of Triton's
             configured = configured or config.runtime
-        names = [configured] if configured else _FILES
+        names = [configured] if configured else [*_FILES]
+        if configured == "model.py" and not config.default_model_filename:
+            # Triton's runtime model.py serves TorchScript, too.
+            names = ["model.py", "model.pt", "model.pt2"]
         return self.context.model_file(names, " or ".join(names))
 
 

@@ -201,6 +201,11 @@ def _positions(
                     f"'{model}' have the same index: the number after '__' is the position"
                 )
             if strict and index >= limit:
+                if side == "output":
+                    raise InvalidArgument(
+                        f"The output {names[number]} in the model configuration refers to an "
+                        f"output index which doesn't exist. This model has {limit} outputs"
+                    )
                 raise InvalidArgument(
                     f"{side} '{names[number]}' of model '{model}' has the index {index}, but the "
                     f"largest possible is {limit - 1}: the number after '__' is the position, "
@@ -499,9 +504,10 @@ def describe(exported: torch.export.ExportedProgram) -> FileDescription:
 
 
 def _describe_tensor(name: str, value: Any) -> FileTensor:
-    datatype = PROTOCOL_DATATYPES.get(value.dtype)
+    dtype: Any = getattr(value, "dtype", type(value).__name__)  # an integer may be an input, too
+    datatype = PROTOCOL_DATATYPES.get(dtype)
     if datatype is None:
-        text = f"tensor '{name}' of the exported program is {value.dtype}, which no client can send"
+        text = f"tensor '{name}' of the exported program is {dtype}, which no client can send"
         raise InvalidArgument(text)
     dims = tuple(size if isinstance(size, int) else -1 for size in value.shape)
     symbols = tuple("" if isinstance(size, int) else str(size) for size in value.shape)

@@ -13,7 +13,7 @@ from shmserve.gateway.grpc.call import StreamingCall
 from shmserve.gateway.grpc.framing import LARGE_MESSAGE_BYTES, Ending, StatusCode
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
-from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, run_scenario
+from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, open_scene
 from tests.support.wire.http2 import (
     ACK,
     DATA,
@@ -30,8 +30,8 @@ from tests.support.wire.http2 import (
 PADDED_FLAG = 8  # a flag
 
 
-def test_a_response_is_written_in_one_piece() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_response_is_written_in_one_piece() -> None:
+    async with open_scene() as scene:
         scene.call(1, b"one")
         ((raw, call),) = scene.calls
         assert raw == b"one" and call.time_remaining() is None
@@ -42,8 +42,6 @@ def test_a_response_is_written_in_one_piece() -> None:
         call.finish(b"again")
         call.fail(StatusCode.INTERNAL, "late")
         assert not scene.transport.frames()
-
-    run_scenario(scenario)
 
 
 class TensorSink:
@@ -70,10 +68,9 @@ class TensorSink:
         raise AssertionError
 
 
-def test_a_large_message_is_received_in_place() -> None:
+async def test_a_large_message_is_received_in_place() -> None:
     """In frames, some of them padded; nothing is asked for where it fits the window."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene() as scene:
         data = random.Random(0).randbytes(600_000)
         sink: Any = TensorSink(len(data))
         scene.sinks = lambda *_: sink
@@ -86,20 +83,16 @@ def test_a_large_message_is_received_in_place() -> None:
         call.finish(b"")
         scene.send(frame(DATA, END_STREAM, 1))
 
-    run_scenario(scenario)
 
-
-def test_a_call_that_is_reset_at_once_never_begins() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_call_that_is_reset_at_once_never_begins() -> None:
+    async with open_scene() as scene:
         request_frames = frame(DATA, END_STREAM, 1, message(b"abc"))
         scene.send(scene.head(1) + request_frames + frame(RESET, 0, 1, bytes(4)))
         assert not scene.begun_calls
 
-    run_scenario(scenario)
 
-
-def test_a_disconnect_is_reported_once() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_disconnect_is_reported_once() -> None:
+    async with open_scene() as scene:
         reports: list[str] = []
         scene.call(1)
         call = scene.calls[0][1]
@@ -111,11 +104,9 @@ def test_a_disconnect_is_reported_once() -> None:
         call.finish(b"late")
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
 
-    run_scenario(scenario)
 
-
-def test_a_deadline_ends_a_call() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_deadline_ends_a_call() -> None:
+    async with open_scene() as scene:
         reports: list[str] = []
         scene.call(1, b"abc", (b"grpc-timeout", b"2S"))
         call = scene.calls[0][1]
@@ -125,11 +116,9 @@ def test_a_deadline_ends_a_call() -> None:
         await scene.clock.advance(2.1)
         assert scene.statuses()[1].startswith(b"4") and reports == ["gone"]
 
-    run_scenario(scenario)
 
-
-def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_scene() as scene:
         monkeypatch.setattr(time, "monotonic", scene.clock.read)
         scene.send(scene.head(1) + scene.head(3))
         scene.send(frame(DATA, 0, 3, message(bytes(100))[:50]))
@@ -140,23 +129,18 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {stream: status[:2] for stream, status in statuses.items()} == {1: b"14", 3: b"14"}
         assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].is_done
 
-    run_scenario(scenario)
 
-
-def test_a_message_that_arrives_after_its_head_has_no_time_limit_later(
+async def test_a_message_that_arrives_after_its_head_has_no_time_limit_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its inference may take longer than the limit."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene() as scene:
         monkeypatch.setattr(time, "monotonic", scene.clock.read)
         scene.send(scene.head(1))
         scene.send(frame(DATA, END_STREAM, 1, message(b"abc")))
         for _ in range(6):
             await scene.clock.advance(PATIENCE_S / 4)
         assert not scene.statuses() and not scene.calls[0][1].is_done
-
-    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
@@ -166,23 +150,20 @@ def test_a_message_that_arrives_after_its_head_has_no_time_limit_later(
         (b"\2\0\0\0\1x", b"13"), (b"\1\0\0\0\1x", b"13"), (b"\0\xff\xff\xff\xffx", b"8"),
     ],
 )  # fmt: skip
-def test_a_malformed_message_ends_its_call(data: bytes, status: bytes) -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_malformed_message_ends_its_call(data: bytes, status: bytes) -> None:
+    async with open_scene() as scene:
         scene.send(scene.head(1) + frame(DATA, END_STREAM, 1, data))
         await scene.clock.advance(0)
         assert scene.statuses()[1].startswith(status)
 
-    run_scenario(scenario)
-
 
 @pytest.mark.parametrize("path", [UNARY, STREAM])
 @pytest.mark.parametrize("data", [b"\2\0\0\0\1x", message(bytes(100))[:50]])
-def test_a_broken_second_message_cancels_the_requests_of_its_call(
+async def test_a_broken_second_message_cancels_the_requests_of_its_call(
     path: str, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client receives no further response, so that the requests would run for nothing."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene() as scene:
         monkeypatch.setattr(time, "monotonic", scene.clock.read)
         reports: list[str] = []
         scene.send(scene.head(1, path) + frame(DATA, 0, 1, message(b"one")))
@@ -193,13 +174,10 @@ def test_a_broken_second_message_cancels_the_requests_of_its_call(
             await scene.clock.advance(PATIENCE_S / 4)
         assert scene.statuses()[1][:2] in (b"13", b"14") and reports == ["gone"]
 
-    run_scenario(scenario)
 
-
-def test_a_collected_message_counts_in_the_memory_limit() -> None:
+async def test_a_collected_message_counts_in_the_memory_limit() -> None:
     """A large request whose tensors have no place in the arena, for example of an unknown model."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene() as scene:
         scene.sinks = lambda *_: RequestSink(lambda head, size: None)
         request = ModelInferRequest(model_name="m", raw_input_contents=[bytes(2 << 20)])
         framed = message(request.SerializeToString())
@@ -212,11 +190,9 @@ def test_a_collected_message_counts_in_the_memory_limit() -> None:
         assert [call.is_done for call in scene.begun_calls].count(True) == 1
         assert 790_000 < budget._used_bytes < 1 << 20
 
-    run_scenario(scenario)
 
-
-def test_a_flood_waits_for_its_next_turn() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_flood_waits_for_its_next_turn() -> None:
+    async with open_scene() as scene:
         scene.send(frame(PING, 0, 0, bytes(8)) * 500)
         answered_count = len(scene.transport.frames())
         assert answered_count < 500 and not scene.transport.reading
@@ -229,11 +205,9 @@ def test_a_flood_waits_for_its_next_turn() -> None:
                 break
         assert answered_count == 500 and scene.connection.is_open
 
-    run_scenario(scenario)
 
-
-def test_many_calls_at_once_are_begun_in_turns() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_many_calls_at_once_are_begun_in_turns() -> None:
+    async with open_scene() as scene:
         request_frames = frame(DATA, END_STREAM, 0, message(b"abc"))
         calls = b"".join(
             scene.head(number) + request_frames[:5] + number.to_bytes(4, "big") + request_frames[9:]
@@ -244,13 +218,10 @@ def test_many_calls_at_once_are_begun_in_turns() -> None:
         await scene.clock.advance(0)
         assert len(scene.calls) == 200 and scene.transport.reading
 
-    run_scenario(scenario)
 
-
-def test_a_protocol_violation_ends_the_connection() -> None:
+async def test_a_protocol_violation_ends_the_connection() -> None:
     """The client receives GOAWAY, and its call is cancelled; the socket closes after a linger."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene() as scene:
         reports: list[str] = []
         scene.call(1)
         scene.calls[0][1].on_disconnect = lambda: reports.append("gone")
@@ -260,11 +231,9 @@ def test_a_protocol_violation_ends_the_connection() -> None:
         await scene.clock.advance(1)
         assert scene.transport.closed
 
-    run_scenario(scenario)
 
-
-def test_a_silent_client_receives_a_ping() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_silent_client_receives_a_ping() -> None:
+    async with open_scene(keepalive_time_ms=1000, keepalive_timeout_ms=500) as scene:
         await scene.clock.advance(1.1)
         assert not scene.transport.frames()  # a connection without calls is not probed
         scene.call(1)
@@ -280,11 +249,9 @@ def test_a_silent_client_receives_a_ping() -> None:
         await scene.clock.advance(1.1)
         assert scene.transport.aborted
 
-    run_scenario(scenario, keepalive_time_ms=1000, keepalive_timeout_ms=500)
 
-
-def test_too_many_pings_end_a_connection_if_limited() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_too_many_pings_end_a_connection_if_limited() -> None:
+    async with open_scene(max_ping_strikes=2) as scene:
         for _ in range(3):
             scene.send(frame(PING, 0, 0, bytes(8)))
         assert scene.connection.is_open
@@ -292,11 +259,9 @@ def test_too_many_pings_end_a_connection_if_limited() -> None:
         kind, _, _, payload = scene.transport.frames()[-1]
         assert kind == GO_AWAY and payload.endswith(b"too_many_pings")
 
-    run_scenario(scenario, max_ping_strikes=2)
 
-
-def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
+    async with open_scene(max_connection_age_ms=1000) as scene:
         scene.call(1)
         await scene.clock.advance(1.2)
         (kind, _, _, last_stream), (ping, _, _, payload) = scene.transport.frames()
@@ -314,11 +279,9 @@ def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
         await scene.clock.advance(0)
         assert scene.transport.closed
 
-    run_scenario(scenario, max_connection_age_ms=1000)
 
-
-def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
+    async with open_scene() as scene:
         scene.call(1)
         scene.connection.shut_down()
         (kind, _, _, last_stream), (_, _, _, payload) = scene.transport.frames()
@@ -334,11 +297,9 @@ def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
         await scene.clock.advance(0)
         assert set(scene.statuses()) == {1, 3} and scene.transport.closed
 
-    run_scenario(scenario)
 
-
-def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> None:
+    async with open_scene() as scene:
         scene.call(1)
         scene.connection.shut_down(refuses=True)
         (_, _, _, first_stream), (_, _, _, last_stream), _ = scene.transport.frames()
@@ -350,23 +311,18 @@ def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> No
         call.finish(b"")
         assert set(scene.statuses()) == {1}
 
-    run_scenario(scenario)
 
-
-def test_calls_of_an_old_connection_end_after_the_grace_period() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_calls_of_an_old_connection_end_after_the_grace_period() -> None:
+    async with open_scene(max_connection_age_ms=1000, max_connection_age_grace_ms=500) as scene:
         scene.call(1)
         await scene.clock.advance(1.2)
         await scene.clock.advance(0.6)
         assert scene.transport.aborted
 
-    run_scenario(scenario, max_connection_age_ms=1000, max_connection_age_grace_ms=500)
 
-
-def test_a_stream_waits_for_its_client() -> None:
+async def test_a_stream_waits_for_its_client() -> None:
     """A response that the client's window has no room for is waited for."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene() as scene:
         scene.send(scene.head(1, STREAM))
         scene.send(frame(DATA, 0, 1, message(bytes(70_000))[:16384]))
         for offset in range(16384, 70_005, 16384):
@@ -383,11 +339,9 @@ def test_a_stream_waits_for_its_client() -> None:
         sent_data += [payload for kind, _, _, payload in remaining_frames if kind == DATA]
         assert b"".join(sent_data) == message(bytes(70_000)) + message(b"second")
 
-    run_scenario(scenario)
 
-
-def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_scene() as scene:
         monkeypatch.setattr(time, "monotonic", scene.clock.read)
 
         async def write_much(call: StreamingCall) -> None:
@@ -403,13 +357,10 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
         assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in frames]
         assert scene.connection.is_open and not scene.calls[0][1].is_done
 
-    run_scenario(scenario)
 
-
-def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
+async def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
     """Holds for any number of messages and frames at a time; the last message may be malformed."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene() as scene:
         resume, handler_ended, received = asyncio.Event(), asyncio.Event(), []
 
         async def slow(call: StreamingCall) -> Ending | None:
@@ -435,13 +386,10 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         assert received == [sent_message[5:] for sent_message in messages][: len(received)]
         assert b"malformed message: compression flag 9 (allowed: 0, 1)" in scene.statuses()[1]
 
-    run_scenario(scenario)
 
-
-def test_unread_messages_do_not_keep_the_read_buffer() -> None:
+async def test_unread_messages_do_not_keep_the_read_buffer() -> None:
     """The socket's read buffer is larger than the stream's bytes in it, and may be reused."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene() as scene:
         scene.send(scene.head(1, STREAM))
         buffer = bytearray(message(b"x") * 1000)
         scene.begun_calls[0].receive_data(memoryview(buffer), True)
@@ -452,13 +400,11 @@ def test_unread_messages_do_not_keep_the_read_buffer() -> None:
         data = b"".join(payload for kind, *_, payload in scene.transport.frames() if kind == DATA)
         assert data == message(b"x") * 1000
 
-    run_scenario(scenario)
 
-
-def test_reading_messages_enlarges_the_window() -> None:
+async def test_reading_messages_enlarges_the_window() -> None:
     """By the quarter of a window at a time: small requests are not answered by updates, too."""
+    async with open_scene() as scene:
 
-    async def scenario(scene: Scene) -> None:
         async def take(call: StreamingCall) -> Ending | None:
             async for _ in call.read_messages():
                 pass
@@ -480,14 +426,11 @@ def test_reading_messages_enlarges_the_window() -> None:
             assert sent_size - window // 4 - len(request_frames) <= granted_credit <= sent_size
         assert 0 < updates <= 4 * sent_size // window
 
-    run_scenario(scenario)
-
 
 @pytest.mark.parametrize("is_timeout", [False, True])
-def test_an_ended_stream_ends_its_handler(is_timeout: bool) -> None:
+async def test_an_ended_stream_ends_its_handler(is_timeout: bool) -> None:
     """A handler that waits for a message, or for the client to read, continues or is cancelled."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene() as scene:
         endings: list[int] = []
 
         async def serve(call: StreamingCall) -> Ending | None:
@@ -508,11 +451,9 @@ def test_an_ended_stream_ends_its_handler(is_timeout: bool) -> None:
         await asyncio.sleep(0)
         assert endings == [1, 1]
 
-    run_scenario(scenario)
 
-
-def test_requests_and_responses_are_compressed() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_requests_and_responses_are_compressed() -> None:
+    async with open_scene(compression_level=1) as scene:
         compressed = gzip.compress(bytes(10_000))
         head = scene.head(1, UNARY, (b"grpc-encoding", b"gzip"), (b"grpc-accept-encoding", b"gzip"))
         data = b"\1" + len(compressed).to_bytes(4, "big") + compressed
@@ -524,15 +465,12 @@ def test_requests_and_responses_are_compressed() -> None:
         (answer,) = [payload for kind, _, _, payload in scene.transport.frames() if kind == DATA]
         assert answer[0] == 1 and gzip.decompress(answer[5:]) == raw
 
-    run_scenario(scenario, compression_level=1)
 
-
-def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
+async def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Responses without messages wait, too, when the socket takes nothing."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene() as scene:
         now_s = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now_s)
         scene.connection.pause_writing()
@@ -545,11 +483,9 @@ def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
         scene.connection._check_time_limits()
         assert scene.transport.aborted
 
-    run_scenario(scenario)
 
-
-def test_a_client_that_reads_again_receives_all_responses() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_client_that_reads_again_receives_all_responses() -> None:
+    async with open_scene() as scene:
         scene.connection.pause_writing()
         for stream in (1, 3):
             scene.call(stream)
@@ -559,13 +495,10 @@ def test_a_client_that_reads_again_receives_all_responses() -> None:
         scene.connection.resume_writing()
         assert scene.statuses().keys() == {1, 3}
 
-    run_scenario(scenario)
 
-
-def test_a_disconnect_during_compression_cancels_nothing() -> None:
+async def test_a_disconnect_during_compression_cancels_nothing() -> None:
     """The inference has ended, so its memory may already belong to another request."""
-
-    async def scenario(scene: Scene) -> None:
+    async with open_scene(compression_level=1) as scene:
         reports: list[str] = []
         scene.call(1, b"abc", (b"grpc-accept-encoding", b"gzip"))
         call = scene.calls[0][1]
@@ -576,5 +509,3 @@ def test_a_disconnect_during_compression_cancels_nothing() -> None:
         await scene.clock.advance(0)
         assert reports == ["over"]
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
-
-    run_scenario(scenario, compression_level=1)

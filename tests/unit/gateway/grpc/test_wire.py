@@ -147,6 +147,17 @@ def test_the_key_of_a_fingerprint() -> None:
     assert split_message(late_fields) is None  # a field behind the contents
 
 
+@pytest.mark.parametrize(
+    "junk",
+    [
+        *(b"\x3a\x05abc", b"\x08\x01", b"\x3a\xff\xff\xff\xff\xff", b"\xff"),
+        *(b"\x3a\x00\x3a", b"\x3a\x80", b"\x3a\x83\x80\x80\x80\x80\x00abc"),
+    ],
+)
+def test_other_notations_have_no_fingerprint(junk: bytes) -> None:
+    assert split_message(junk) is None
+
+
 POSITIONS = st.fixed_dictionaries(
     {},
     optional={

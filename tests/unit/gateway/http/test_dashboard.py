@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,47 +75,46 @@ def no_counters() -> None:
     """Return no counters."""
 
 
-def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
-    """Run a test beside a publisher of events, and check that nothing remains at its end."""
-
-    async def run_with_publisher() -> None:
-        feeds: list[EventFeed] = []
-        publisher = EventPublisher()
-        publisher.open(endpoints.events(run_dir), lambda *change: feeds[0].on_subscription(*change))
-        states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
-        healthy = HealthChanged(live=True, ready=True, exiting=False)
-        feeds.append(EventFeed(publisher, lambda: states, list, list, lambda: healthy, no_counters))
-        publisher.publish(m.ProcessEnded(7, "worker a.0 cpu", "signal SIGKILL"))
-        own_events = asyncio.all_tasks()
-        try:
-            await scenario(feed(run_dir))
-            async with asyncio.timeout(5):
-                while asyncio.all_tasks() - own_events:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-        finally:
-            publisher.close()
-
-    asyncio.run(run_with_publisher())
+def viewing(figures: live.LiveFigures) -> Any:
+    """Return a context with the events of a further viewer."""
+    return contextlib.aclosing(figures._stream_events())
 
 
-def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) -> None:
-    async def scenario(feed: live.LiveFigures) -> None:
-        async with contextlib.aclosing(feed._stream_events()) as first_viewer:
-            first_event = await next_event(first_viewer)
-            assert first_event["whole"] and set(first_event["models"]) == {"a/1", "still/1", "b/2"}
-            assert first_event["models"]["b/2"]["because"] == "no such file"
-            assert "ProcessEnded" in [event["event"] for event in first_event["events"]]
-            async with contextlib.aclosing(feed._stream_events()) as second_viewer:
-                assert (await next_event(second_viewer))["whole"]
-                snapshots_before = len(snapshots)
-                next_events = [await next_event(first_viewer), await next_event(second_viewer)]
-                assert next_events[0]["models"]["a/1"]["recent"]["rate"] > 0
-                assert len(snapshots) <= snapshots_before + 3, "each viewer has looks of its own"
+@contextlib.asynccontextmanager
+async def running_feed(run_dir: Path) -> AsyncIterator[live.LiveFigures]:
+    """Yield the figures beside a publisher of events, and check that nothing remains at the end."""
+    feeds: list[EventFeed] = []
+    publisher = EventPublisher()
+    publisher.open(endpoints.events(run_dir), lambda *change: feeds[0].on_subscription(*change))
+    states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
+    healthy = HealthChanged(live=True, ready=True, exiting=False)
+    feeds.append(EventFeed(publisher, lambda: states, list, list, lambda: healthy, no_counters))
+    publisher.publish(m.ProcessEnded(7, "worker a.0 cpu", "signal SIGKILL"))
+    own_events = asyncio.all_tasks()
+    try:
+        yield feed(run_dir)
+        async with asyncio.timeout(5):
+            while asyncio.all_tasks() - own_events:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    finally:
+        publisher.close()
 
-    run(run_dir, scenario)
+
+async def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) -> None:
+    async with running_feed(run_dir) as figures, viewing(figures) as first_viewer:
+        first_event = await next_event(first_viewer)
+        assert first_event["whole"] and set(first_event["models"]) == {"a/1", "still/1", "b/2"}
+        assert first_event["models"]["b/2"]["because"] == "no such file"
+        assert "ProcessEnded" in [event["event"] for event in first_event["events"]]
+        async with viewing(figures) as second_viewer:
+            assert (await next_event(second_viewer))["whole"]
+            snapshots_before = len(snapshots)
+            next_events = [await next_event(first_viewer), await next_event(second_viewer)]
+            assert next_events[0]["models"]["a/1"]["recent"]["rate"] > 0
+            assert len(snapshots) <= snapshots_before + 3, "each viewer has looks of its own"
 
 
-def test_requests_are_handled_between_the_processes_whose_memory_is_read(
+async def test_requests_are_handled_between_the_processes_whose_memory_is_read(
     run_dir: Path, snapshots: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handled: list[int] = []
@@ -126,88 +125,73 @@ def test_requests_are_handled_between_the_processes_whose_memory_is_read(
             yield number + 1
             assert handled[-1] == number
 
-    async def scenario(feed: live.LiveFigures) -> None:
-        async with contextlib.aclosing(feed._stream_events()) as viewer:
-            server = (await next_event(viewer))["server"]
-            assert (server["processes"], server["pss_bytes"]) == (3, 6)
-
     monkeypatch.setattr(live, "proportional_sizes", sizes)
-    run(run_dir, scenario)
+    async with running_feed(run_dir) as figures, viewing(figures) as viewer:
+        server = (await next_event(viewer))["server"]
+        assert (server["processes"], server["pss_bytes"]) == (3, 6)
 
 
-def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[float]) -> None:
-    async def scenario(feed: live.LiveFigures) -> None:
-        async with contextlib.aclosing(feed._stream_events()) as viewer:
-            await next_event(viewer)
-            await next_event(viewer)
-            third_event = await next_event(viewer)
-            assert "whole" not in third_event and set(third_event["models"]) == {"a/1"}
-            assert third_event["events"] == [] and third_event["gone"] == []
-
-    run(run_dir, scenario)
+async def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[float]) -> None:
+    async with running_feed(run_dir) as figures, viewing(figures) as viewer:
+        await next_event(viewer)
+        await next_event(viewer)
+        third_event = await next_event(viewer)
+        assert "whole" not in third_event and set(third_event["models"]) == {"a/1"}
+        assert third_event["events"] == [] and third_event["gone"] == []
 
 
-def test_a_viewer_that_missed_one_receives_all(run_dir: Path, snapshots: list[float]) -> None:
-    async def scenario(feed: live.LiveFigures) -> None:
-        async with (
-            contextlib.aclosing(feed._stream_events()) as slow_viewer,
-            contextlib.aclosing(feed._stream_events()) as fast_viewer,
-        ):
-            await next_event(slow_viewer)
-            for _ in range(4):
-                await next_event(fast_viewer)
-            assert (await next_event(slow_viewer))["whole"]
-
-    run(run_dir, scenario)
+async def test_a_viewer_that_missed_one_receives_all(run_dir: Path, snapshots: list[float]) -> None:
+    async with (
+        running_feed(run_dir) as figures,
+        viewing(figures) as slow_viewer,
+        viewing(figures) as fast_viewer,
+    ):
+        await next_event(slow_viewer)
+        for _ in range(4):
+            await next_event(fast_viewer)
+        assert (await next_event(slow_viewer))["whole"]
 
 
-def test_no_snapshots_are_taken_without_viewers(run_dir: Path, snapshots: list[float]) -> None:
-    async def scenario(feed: live.LiveFigures) -> None:
-        assert feed._task is None and not snapshots
+async def test_no_snapshots_are_taken_without_viewers(
+    run_dir: Path, snapshots: list[float]
+) -> None:
+    async with running_feed(run_dir) as figures:
+        assert figures._task is None and not snapshots
         for _ in range(2):
-            async with contextlib.aclosing(feed._stream_events()) as viewer:
+            async with viewing(figures) as viewer:
                 await next_event(viewer)
-            assert feed._task is None
-
-    run(run_dir, scenario)
+            assert figures._task is None
 
 
-def test_the_exit_of_the_server_ends_the_feed(run_dir: Path, snapshots: list[float]) -> None:
-    async def scenario(feed: live.LiveFigures) -> None:
-        async with contextlib.aclosing(feed._stream_events()) as viewer:
-            await next_event(viewer)
-            feed.end_streams()
-            async for _ in viewer:
-                pass
-
-    run(run_dir, scenario)
+async def test_the_exit_of_the_server_ends_the_feed(run_dir: Path, snapshots: list[float]) -> None:
+    async with running_feed(run_dir) as figures, viewing(figures) as viewer:
+        await next_event(viewer)
+        figures.end_streams()
+        async for _ in viewer:
+            pass
 
 
 @pytest.mark.parametrize("failing", ["EventWatch", "_SnapshotSource"])
-def test_an_error_ends_the_streams_of_the_current_viewers_only(
+async def test_an_error_ends_the_streams_of_the_current_viewers_only(
     run_dir: Path, snapshots: list[float], monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    async def scenario(feed: live.LiveFigures) -> None:
+    async with running_feed(run_dir) as figures:
         with monkeypatch.context() as patch:
             patch.setattr(live, failing, None)
-            assert [event async for event in feed._stream_events()] == []
-        async with contextlib.aclosing(feed._stream_events()) as viewer:
+            assert [event async for event in figures._stream_events()] == []
+        async with viewing(figures) as viewer:
             assert (await next_event(viewer))["whole"]
 
-    run(run_dir, scenario)
 
-
-def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
-    async def scenario(feed: live.LiveFigures) -> None:
+async def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
+    async with running_feed(run_dir) as figures:
         gateway: Any = None
         cross_site: Any = SimpleNamespace(headers={"Sec-Fetch-Site": "cross-site"})
         with pytest.raises(PermissionDenied, match="pages of other origins"):
-            await feed.respond(gateway, cross_site)
-        feed._viewer_count = 32
+            await figures.respond(gateway, cross_site)
+        figures._viewer_count = 32
         with pytest.raises(QueueFull, match=r"32 dashboards \(the maximum\)"):
-            await feed.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]
-
-    run(run_dir, scenario)
+            await figures.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]
 
 
 def test_the_policy_allows_only_the_content_of_the_page() -> None:

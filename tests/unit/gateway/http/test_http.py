@@ -233,13 +233,6 @@ def test_a_huge_content_length_smuggles_nothing(connection: socket.socket, size:
     assert is_closed(connection)
 
 
-def test_a_request_may_arrive_byte_by_byte(gateway: Rig) -> None:
-    body = simple_body()
-    raw = head(len(body)) + body
-    reply = send_parts(gateway, *(raw[offset : offset + 1] for offset in range(len(raw))))
-    assert reply.ok().tensors()["OUTPUT0"][0][0] == 2
-
-
 @pytest.mark.parametrize("size", [1, 7, 100_000])
 def test_bodies_may_be_chunked(gateway: Rig, size: int) -> None:
     body = simple_body()

@@ -53,6 +53,13 @@ class RepeatedConnection:
         self.connection.sendall(pack_request(value))
         until("the request is there", lambda: self.scheduler.unanswered_submits)
 
+    def end_request(self, response: Callable[[int], Any]) -> Reply:
+        """Send the scheduler's response to the held request, by its number; return the reply."""
+        ((peer, submit),) = self.scheduler.unanswered_submits
+        self.scheduler.unanswered_submits.clear()
+        self.scheduler.send(peer, response(submit.id))
+        return read_reply(self.connection)
+
     def is_right(self, value: int) -> bool:
         """Return whether a further request is answered correctly."""
         self.scheduler.holds_responses = False
@@ -87,20 +94,14 @@ def test_an_invalid_request_is_refused(repeated: RepeatedConnection) -> None:
 )
 def test_failures_are_sent(repeated: RepeatedConnection, code: str, status: int, text: str) -> None:
     repeated.hold_request(30)
-    ((peer, submit),) = repeated.scheduler.unanswered_submits
-    repeated.scheduler.unanswered_submits.clear()
-    repeated.scheduler.send(peer, Failed(submit.id, code, text, 0, False))
-    reply = read_reply(repeated.connection)
+    reply = repeated.end_request(lambda number: Failed(number, code, text, 0, False))
     assert (reply.status, reply.error) == (status, text)
     assert repeated.is_right(31)
 
 
 def test_a_malformed_response_is_an_internal_error(repeated: RepeatedConnection) -> None:
     repeated.hold_request(32)
-    ((peer, submit),) = repeated.scheduler.unanswered_submits
-    repeated.scheduler.unanswered_submits.clear()
-    repeated.scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
-    reply = read_reply(repeated.connection)
+    reply = repeated.end_request(lambda number: Finished(number, b"garbage", [b"garbage"]))
     assert (reply.status, reply.error) == (500, Internal().message)
     assert repeated.is_right(33)
 

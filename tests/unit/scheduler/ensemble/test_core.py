@@ -31,6 +31,15 @@ MODELS = [model("a"), model("b"), model("c")]
 _EXPIRED_ERROR = Beginning("in ensemble 'e', Request timeout expired (")
 
 
+def begin(
+    steps: Any = CHAIN, models: Any = MODELS, **request: Any
+) -> tuple[EnsembleRig, dict[str, m.Submit]]:
+    """Return a rig that has one request, and the requests of its first steps by endpoint."""
+    rig = EnsembleRig(steps, models)
+    rig.submit(**request)
+    return rig, dict(rig.take_sent())
+
+
 def only_message(messages: list[Any], kind: type[Any]) -> Any:
     (message,) = messages
     assert type(message) is kind, message
@@ -38,11 +47,9 @@ def only_message(messages: list[Any], kind: type[Any]) -> Any:
 
 
 def test_steps_run_one_after_the_other() -> None:
-    rig = EnsembleRig(CHAIN, MODELS)
-    rig.submit()
-    ((endpoint, first_step),) = rig.take_sent()
-    assert endpoint == "a"
-    rig.finish("a", first_step.id, b"abcd")
+    rig, steps = begin()
+    assert steps.keys() == {"a"}
+    rig.finish("a", steps["a"].id, b"abcd")
     ((endpoint, second_step),) = rig.take_sent()
     assert (endpoint, inputs_of(second_step)) == ("b", {"X": b"abcd"})
     rig.finish("b", second_step.id, b"efgh")
@@ -63,12 +70,10 @@ def test_every_step_has_the_priority_of_the_request() -> None:
 
 def test_an_error_waits_for_the_steps_that_run() -> None:
     """The error is sent once all running steps have ended; no new step begins."""
-    rig = EnsembleRig(FORK, MODELS)
-    rig.submit()
-    running_steps = rig.take_submits()
-    rig.from_step("a", m.Failed(running_steps["a"], "INTERNAL", "boom", 0, False))
+    rig, steps = begin(FORK)
+    rig.from_step("a", m.Failed(steps["a"].id, "INTERNAL", "boom", 0, False))
     assert rig.take_client_messages() == []
-    rig.finish("b", running_steps["b"])
+    rig.finish("b", steps["b"].id)
     failed_message = only_message(rig.take_client_messages(), m.Failed)
     assert (failed_message.code, failed_message.message) == ("INTERNAL", "in ensemble 'e', boom")
     assert {reason: n for reason, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
@@ -88,37 +93,31 @@ def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
 
 
 def test_the_first_error_counts() -> None:
-    rig = EnsembleRig(FORK, MODELS)
-    rig.submit()
-    running_steps = rig.take_submits()
+    rig, steps = begin(FORK)
     for name in ("b", "a"):
-        rig.from_step(name, m.Failed(running_steps[name], "INTERNAL", name, 0, False))
+        rig.from_step(name, m.Failed(steps[name].id, "INTERNAL", name, 0, False))
     assert only_message(rig.take_client_messages(), m.Failed).message == "in ensemble 'e', b"
 
 
 def test_a_cancelled_request_begins_no_step() -> None:
     """Cancellation is checked before each step. Running steps are cancelled."""
-    rig = EnsembleRig(CHAIN, MODELS)
-    rig.submit()
-    running_steps = rig.take_submits()
+    rig, steps = begin()
     rig.from_client(m.Cancel(1))
-    assert rig.take_sent(m.Cancel) == [("a", m.Cancel(running_steps["a"]))]
+    assert rig.take_sent(m.Cancel) == [("a", m.Cancel(steps["a"].id))]
     assert rig.take_client_messages() == []
-    rig.finish("a", running_steps["a"])
+    rig.finish("a", steps["a"].id)
     assert only_message(rig.take_client_messages(), m.Failed).code == "CANCELLED"
     assert rig.take_submits() == {}
 
 
 def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
-    rig = EnsembleRig(CHAIN, MODELS)
-    rig.submit(deadline_ms=10)
-    ((_, submit),) = rig.take_sent()
-    assert submit.deadline_ns == rig.now_ns + 10_000_000
+    rig, steps = begin(deadline_ms=10)
+    assert steps["a"].deadline_ns == rig.now_ns + 10_000_000
     rig.pass_ms(11)
     failed_message = only_message(rig.take_client_messages(), m.Failed)
     assert (failed_message.early, failed_message.message) == (True, _EXPIRED_ERROR)
-    assert rig.take_sent(m.Cancel) == [("a", m.Cancel(submit.id))]
-    rig.from_step("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
+    assert rig.take_sent(m.Cancel) == [("a", m.Cancel(steps["a"].id))]
+    rig.from_step("a", m.Failed(steps["a"].id, "CANCELLED", "request cancelled", 0, False))
     only_message(rig.take_client_messages(), m.Settled)
     assert rig.core.live_requests == 0
 
@@ -164,7 +163,7 @@ def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None
     for endpoint, submit in rig.take_sent():
         rig.finish(endpoint, submit.id)
     failure = only_message(rig.take_client_messages(), m.Failed)
-    assert (failure.code, rig.core.live_requests, rig.memory.used_bytes) == ("UNSUPPORTED", 0, 0)
+    assert (failure.code, rig.core.live_requests, rig.used_bytes) == ("UNSUPPORTED", 0, 0)
     assert "has become decoupled" in failure.message
 
 
@@ -203,13 +202,11 @@ def test_requests_of_a_step_are_limited() -> None:
 
 
 def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() -> None:
-    rig = EnsembleRig(CHAIN, MODELS)
-    rig.submit(deadline_ms=10)
-    number = rig.take_submits()["a"]
+    rig, steps = begin(deadline_ms=10)
     rig.pass_ms(11)
     assert only_message(rig.take_client_messages(), m.Failed).early
     rig.from_control(ProcessExited(7000, ""))
-    rig.from_step("a", m.Failed(number, "CANCELLED", "request cancelled", 0, False))
+    rig.from_step("a", m.Failed(steps["a"].id, "CANCELLED", "request cancelled", 0, False))
     assert (rig.take_client_messages(), rig.core.live_requests) == ([], 0)
 
 
@@ -245,33 +242,29 @@ def test_endpoints_of_withdrawn_models_are_removed() -> None:
 
 def test_a_stream_receives_credit_as_its_client_reads() -> None:
     """A producer receives credit only as fast as the slowest reader of its responses."""
-    rig = EnsembleRig(CHAIN, [model("a", decoupled=True), model("b")])
-    rig.submit()
-    number = rig.take_submits()["a"]
+    rig, steps = begin(CHAIN, [model("a", decoupled=True), model("b")])
     for index in range(FIRST_CREDIT + 1):
-        rig.respond("a", number, b"%04d" % index)
+        rig.respond("a", steps["a"].id, b"%04d" % index)
         rig.finish("b", rig.take_submits()["b"])
     assert len(rig.take_client_messages()) == FIRST_CREDIT
     rig.from_client(m.Credit(1, 1))
     only_message(rig.take_client_messages(), m.Responded)
-    rig.respond("a", number, b"", final=True)
+    rig.respond("a", steps["a"].id, b"", final=True)
     assert only_message(rig.take_client_messages(), m.Responded).final
 
 
 def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
     """Its responses waited for an output of the failed step, so they are discarded."""
-    rig = EnsembleRig(FORK, [model("a", decoupled=True), model("b"), model("c")])
-    rig.submit()
-    running_steps = rig.take_submits()
+    rig, steps = begin(FORK, [model("a", decoupled=True), model("b"), model("c")])
     for index in range(FIRST_CREDIT):
-        rig.respond("a", running_steps["a"], b"%04d" % index)
+        rig.respond("a", steps["a"].id, b"%04d" % index)
     assert rig.take_sent(m.Credit) == []
-    rig.from_step("b", m.Failed(running_steps["b"], "INTERNAL", "boom", 0, False))
-    assert rig.take_sent(m.Credit) == [("a", m.Credit(running_steps["a"], 1))] * FIRST_CREDIT
-    rig.respond("a", running_steps["a"], b"more")
-    assert rig.take_sent(m.Credit) == [("a", m.Credit(running_steps["a"], 1))]
+    rig.from_step("b", m.Failed(steps["b"].id, "INTERNAL", "boom", 0, False))
+    assert rig.take_sent(m.Credit) == [("a", m.Credit(steps["a"].id, 1))] * FIRST_CREDIT
+    rig.respond("a", steps["a"].id, b"more")
+    assert rig.take_sent(m.Credit) == [("a", m.Credit(steps["a"].id, 1))]
     assert rig.take_client_messages() == []
-    rig.respond("a", running_steps["a"], b"", final=True)
+    rig.respond("a", steps["a"].id, b"", final=True)
     assert only_message(rig.take_client_messages(), m.Failed).message == "in ensemble 'e', boom"
 
 
@@ -284,7 +277,7 @@ def test_outputs_of_known_size_are_placed() -> None:
     ((_, first_step),) = rig.take_sent()
     (output,) = inference_of(first_step).outputs
     assert output.memory_range is not None
-    assert rig.memory.used_bytes >= 4 * elements
+    assert rig.used_bytes >= 4 * elements
     rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
     ((_, second_step),) = rig.take_sent()
     assert inputs_of(second_step)["X"] == output.memory_range
@@ -292,7 +285,7 @@ def test_outputs_of_known_size_are_placed() -> None:
     assert last_output.memory_range is not None
     rig.from_step("b", m.Finished(second_step.id, *place_output(last_output.memory_range)))
     only_message(rig.take_client_messages(), m.Finished)
-    assert 0 < rig.memory.used_bytes < 8 * elements
+    assert 0 < rig.used_bytes < 8 * elements
     rig.from_client(
         m.Release(
             last_output.memory_range.memory.pid,
@@ -300,7 +293,7 @@ def test_outputs_of_known_size_are_placed() -> None:
             last_output.memory_range.memory.id,
         )
     )
-    assert rig.memory.used_bytes == 0
+    assert rig.used_bytes == 0
 
 
 def test_an_input_that_a_step_returns_is_not_written_again() -> None:
@@ -319,10 +312,10 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     rig.from_step("b", m.Finished(second_step.id, *place_output(output.memory_range)))
     (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
     assert final_output.data == output.memory_range
-    assert 0 < rig.memory.used_bytes < 8 * elements
+    assert 0 < rig.used_bytes < 8 * elements
     freed = output.memory_range
     rig.from_client(m.Release(freed.memory.pid, [freed.offset], freed.memory.id))
-    assert rig.memory.used_bytes == 0
+    assert rig.used_bytes == 0
 
 
 def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
@@ -347,7 +340,7 @@ def test_memory_of_an_exited_client_is_freed() -> None:
     assert output.memory_range is not None
     rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
     rig.from_control(ProcessExited(7000, ""))
-    assert rig.memory.used_bytes == 0
+    assert rig.used_bytes == 0
 
 
 def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
@@ -363,7 +356,7 @@ def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
             assert output.memory_range is not None
             rig.from_step("a", m.Finished(submit.id, *place_output(output.memory_range)))
         (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
-        assert isinstance(final_output.data, Range) and rig.memory.used_bytes
+        assert isinstance(final_output.data, Range) and rig.used_bytes
         rig.from_client(
             m.Release(
                 final_output.data.memory.pid,
@@ -371,7 +364,7 @@ def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
                 final_output.data.memory.id,
             )
         )
-        assert rig.memory.used_bytes == 0
+        assert rig.used_bytes == 0
 
 
 def place_output(memory_range: Range) -> Packed:
@@ -381,34 +374,28 @@ def place_output(memory_range: Range) -> Packed:
 
 def test_steps_of_a_lost_scheduler_are_resubmitted() -> None:
     """Its steps are resubmitted to the successor. Without a successor they fail."""
-    rig = EnsembleRig(CHAIN, MODELS)
-    rig.submit()
-    ((_, first_step),) = rig.take_sent()
+    rig, steps = begin()
     rig.from_control(SchedulerLost("a", "a2"))
-    assert rig.take_sent() == [("a2", first_step)]
+    assert rig.take_sent() == [("a2", steps["a"])]
     rig.from_control(SchedulerLost("a2", ""))
     assert only_message(rig.take_client_messages(), m.Failed).code == "UNAVAILABLE"
 
 
 def test_messages_of_a_former_scheduler_of_a_step_are_ignored() -> None:
     """The step's model has moved to another scheduler, and the former one stops."""
-    rig = EnsembleRig(CHAIN, MODELS)
-    rig.submit()
-    ((_, first_step),) = rig.take_sent()
+    rig, steps = begin()
     rig.from_control(SchedulerLost("a", "a2"))
-    rig.from_step("a", m.Failed(first_step.id, "UNAVAILABLE", "stopping", 0, False))
-    assert rig.take_client_messages() == [] and rig.take_sent() == [("a2", first_step)]
-    rig.finish("a2", first_step.id)
+    rig.from_step("a", m.Failed(steps["a"].id, "UNAVAILABLE", "stopping", 0, False))
+    assert rig.take_client_messages() == [] and rig.take_sent() == [("a2", steps["a"])]
+    rig.finish("a2", steps["a"].id)
     assert rig.take_submits().keys() == {"b"}
 
 
 def test_a_rejected_step_is_sent_to_the_current_scheduler() -> None:
-    rig = EnsembleRig(CHAIN, MODELS)
-    rig.submit()
-    ((_, first_step),) = rig.take_sent()
+    rig, steps = begin()
     rig.publish(model("a"), "anew")
-    rig.from_step("a", m.Failed(first_step.id, "UNAVAILABLE", "stopping", 0, False))
-    assert rig.take_sent() == [("anew", first_step)]
+    rig.from_step("a", m.Failed(steps["a"].id, "UNAVAILABLE", "stopping", 0, False))
+    assert rig.take_sent() == [("anew", steps["a"])]
 
 
 def test_a_final_rejection_of_a_step_keeps_its_retry_hint() -> None:

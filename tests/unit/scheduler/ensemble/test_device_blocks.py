@@ -12,7 +12,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from shmserve.scheduler.ensemble.memory import DeviceBlocks
-from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step, used_device_bytes
 from tests.rigs.fake_cuda import FakeCuda, FakeExporting
 from tests.support.messages import inference_of
 
@@ -78,7 +78,7 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
     (message,) = rig.take_client_messages()
     assert isinstance(message, m.Finished)
     rig.from_client(m.Release(step_output.memory.pid, [step_output.offset], step_output.memory.id))
-    assert rig.memory.used_bytes == 0
+    assert rig.used_bytes == 0
 
 
 def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
@@ -89,9 +89,9 @@ def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
     assert memory_range is not None
     worker = Mappings(cuda.device_memory().open)
     worker.view(memory_range)
-    assert len(worker) == cuda.opened == 1
+    assert len(worker._mappings_by_id) == cuda.opened == 1
     worker.unmap_process(memory_range.memory.pid)
-    assert len(worker) == cuda.opened == 0
+    assert len(worker._mappings_by_id) == cuda.opened == 0
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,6 @@ def test_blocks_are_used_again_and_bounded() -> None:
     for block in first_blocks:
         assert block is not None
         block.release()
-    assert blocks.used_bytes == 10 * MB
+    assert used_device_bytes(blocks) == 10 * MB
     assert all(blocks.allocate(0, 60 * MB) for _ in range(2)) and len(cuda.allocated) == 3
     assert blocks.allocate(0, 200 * MB) is None

@@ -248,12 +248,3 @@ def test_a_timeout_expires_while_the_instance_is_busy(policy: dict[str, Any]) ->
     assert rig.wake_ns == rig.now + MS + 1
     rig.pass_time(MS + 1)
     assert rig.answers() == ([] if "timeout_action" in policy else [refusal(number, EXPIRED_TEXT)])
-
-
-def test_a_timeout_expires_after_its_microseconds() -> None:
-    rig, _, _ = busy_rig({"default_queue_policy": {"default_timeout_microseconds": 7}})
-    (number,) = rig.submit()
-    rig.pass_time(7_000)
-    assert rig.answers() == []
-    rig.pass_time(1)
-    assert rig.answers() == [refusal(number, EXPIRED_TEXT)]

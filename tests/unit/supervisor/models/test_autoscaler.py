@@ -1,9 +1,9 @@
 """The autoscaler: its changes of instances, its policy, and the capacity of the host."""
 
-import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -81,29 +81,23 @@ class Rig:
         return [message for message in self.sent if isinstance(message, kinds)]
 
 
-def run_scenario(
-    monkeypatch: pytest.MonkeyPatch, scenario: Callable[[Rig], Awaitable[None]], *flags: str
-) -> None:
-    """Yield a started version, and let a story run."""
-
-    async def run_rig() -> None:
-        rig = Rig(Processes(*flags), monkeypatch)
-        await rig.version.instances.complete_config()
-        await rig.version.instances.load()
-        rig.version.has_loaded = True
-        monkeypatch.setattr(ModelVersion, "ready", True)
-        await scenario(rig)
-        await rig.processes.end()
-
-    asyncio.run(run_rig())
+@contextlib.asynccontextmanager
+async def running_rig(monkeypatch: pytest.MonkeyPatch, *flags: str) -> AsyncIterator[Rig]:
+    """Yield a started version."""
+    rig = Rig(Processes(*flags), monkeypatch)
+    await rig.version.instances.complete_config()
+    await rig.version.instances.load()
+    rig.version.has_loaded = True
+    monkeypatch.setattr(ModelVersion, "ready", True)
+    yield rig
+    await rig.processes.end()
 
 
-def test_instances_change_one_at_a_time_and_every_change_is_logged(
+async def test_instances_change_one_at_a_time_and_every_change_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-
-    async def scenario(rig: Rig) -> None:
+    async with running_rig(monkeypatch) as rig:
         rig.target_count = 3
         assert [await rig.sample_once() for _ in range(3)] == [2, 3, 3]
         rig.target_count = 2
@@ -119,11 +113,11 @@ def test_instances_change_one_at_a_time_and_every_change_is_logged(
         ]
         assert "model 'm' has 3 instances (before: 2): it is wanted" in caplog.text
 
-    run_scenario(monkeypatch, scenario)
 
-
-def test_no_scaling_during_an_order_or_without_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(rig: Rig) -> None:
+async def test_no_scaling_during_an_order_or_without_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_rig(monkeypatch) as rig:
         rig.target_count = 3
         rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
         assert await rig.sample_once() == 1
@@ -137,13 +131,11 @@ def test_no_scaling_during_an_order_or_without_reports(monkeypatch: pytest.Monke
         rig.model.orders.clear()
         assert await rig.sample_once() == 2
 
-    run_scenario(monkeypatch, scenario)
 
-
-def test_an_instance_that_does_not_load_is_not_retried_at_once(
+async def test_an_instance_that_does_not_load_is_not_retried_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(rig: Rig) -> None:
+    async with running_rig(monkeypatch) as rig:
         rig.target_count = 2
         rig.processes.on_start = FakeChild.kill
         assert await rig.sample_once() == 1
@@ -158,13 +150,11 @@ def test_an_instance_that_does_not_load_is_not_retried_at_once(
         assert await rig.sample_once() == 2
         assert not [event for event in rig.events if event.count == event.before]
 
-    run_scenario(monkeypatch, scenario)
 
-
-def test_no_instance_is_added_without_capacity_of_the_host(
+async def test_no_instance_is_added_without_capacity_of_the_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(rig: Rig) -> None:
+    async with running_rig(monkeypatch) as rig:
         rig.target_count = 2
         monkeypatch.setattr(
             HostCapacity, "missing_resources", lambda capacity, count: f"room for {count}"
@@ -175,11 +165,11 @@ def test_no_instance_is_added_without_capacity_of_the_host(
         rig.target_count = 1
         assert not rig.events
 
-    run_scenario(monkeypatch, scenario)
 
-
-def test_a_reload_starts_the_instances_the_load_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(rig: Rig) -> None:
+async def test_a_reload_starts_the_instances_the_load_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_rig(monkeypatch) as rig:
         rig.target_count = 3
         await rig.sample_once()
         await rig.sample_once()
@@ -199,8 +189,6 @@ def test_a_reload_starts_the_instances_the_load_needs(monkeypatch: pytest.Monkey
         await reloaded_version.instances.complete_config()
         assert reloaded_version.instances.count == 3
         await reloaded_version.kill()
-
-    run_scenario(monkeypatch, scenario)
 
 
 def load(at_s: float, **sample_fields: Any) -> LoadSample:

@@ -1,9 +1,10 @@
 """Instances of a version, the states of their processes, and loads that hang."""
 
 import asyncio
+import contextlib
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,16 +143,14 @@ def stack_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return pending_calls
 
 
-def run_scenario(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:
-    async def run() -> None:
-        processes = Processes(*flags)
-        try:
-            async with asyncio.timeout(10):
-                await story(processes, processes.version(plan()))
-        finally:
-            await processes.end()
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def running_version(*flags: str) -> AsyncIterator[tuple[Processes, ModelVersion]]:
+    processes = Processes(*flags)
+    try:
+        async with asyncio.timeout(10):
+            yield processes, processes.version(plan())
+    finally:
+        await processes.end()
 
 
 def test_stacks_are_read_once_complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -194,20 +193,17 @@ def test_the_reported_frame_is_of_the_loading_thread(stacks: str, expected_frame
     assert instances.find_model_frame(stacks, Path("/tmp")) == expected_frame
 
 
-def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
+async def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
     stack_requests: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
-
-    async def scenario(processes: Processes, model: ModelVersion) -> None:
+    async with running_version() as (processes, model):
         processes.loads_hang = True
         load_task = asyncio.ensure_future(model.start())
         await until_async(lambda: len(stack_requests) == 3)
         processes.finish_hanging_loads()
         await load_task
         assert model.ready
-
-    run_scenario(scenario)
     reported = re.findall(r"instance 'm_0_0' has been loading for (\S+) s; its stacks", caplog.text)
     assert reported == ["0.01", "0.03", "0.07"]
     assert "| readinto (/usr/lib/python3.11/socket.py:706) < fetch (/tmp/1/model.py:12) < init" in (
@@ -216,10 +212,9 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
 
 
 @pytest.mark.parametrize("silent_type", [m.CompleteConfig, m.LoadInstance])
-def test_a_load_over_the_limit_reports_where_it_hangs(silent_type: type[Any]) -> None:
+async def test_a_load_over_the_limit_reports_where_it_hangs(silent_type: type[Any]) -> None:
     """Both what completes the configuration and what loads, and nothing of it is left."""
-
-    async def scenario(processes: Processes, model: ModelVersion) -> None:
+    async with running_version(*LIMIT) as (processes, model):
         send = processes.send
         processes.context.control.send = (  # type: ignore[method-assign]
             lambda address, message: (
@@ -230,33 +225,26 @@ def test_a_load_over_the_limit_reports_where_it_hangs(silent_type: type[Any]) ->
             await model.start()
         assert not [child for child in processes.children if child.alive]
 
-    run_scenario(scenario, *LIMIT)
 
-
-def test_a_hanging_restart_is_retried_and_abandoned(
+async def test_a_hanging_restart_is_retried_and_abandoned(
     stack_requests: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 2)
-
-    async def scenario(processes: Processes, model: ModelVersion) -> None:
+    async with running_version(*LIMIT) as (processes, model):
         await model.start()
         processes.loads_hang = True
         processes.children[0].kill()
         await until_async(lambda: model.instances.failure)
         assert model.instances.failure == LIMIT_ERROR
         assert len(stack_requests) == 2 and not model.ready
-
-    run_scenario(scenario, *LIMIT)
     assert caplog.text.count(f"did not restart: {LIMIT_ERROR}") == 2
 
 
-def test_without_a_limit_a_load_may_take_any_time(stack_requests: list[str]) -> None:
-    async def scenario(processes: Processes, model: ModelVersion) -> None:
+async def test_without_a_limit_a_load_may_take_any_time(stack_requests: list[str]) -> None:
+    async with running_version() as (processes, model):
         processes.loads_hang = True
         load_task = asyncio.ensure_future(model.start())
         await asyncio.sleep(0.05)
         processes.finish_hanging_loads()
         await load_task
-
-    run_scenario(scenario)
     assert stack_requests == []

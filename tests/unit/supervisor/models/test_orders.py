@@ -3,7 +3,7 @@
 import asyncio
 import json
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,14 +135,6 @@ class Server(Processes):
         return [p for p in self.children if p.title.startswith(f"worker {name}.")][-1]
 
 
-def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def run_limited() -> None:
-        async with asyncio.timeout(10):
-            await scenario()
-
-    asyncio.run(run_limited())
-
-
 async def run_ready_tasks() -> None:
     """Run all tasks that wait for no external event, including those in threads."""
     for _ in range(50):
@@ -150,10 +142,9 @@ async def run_ready_tasks() -> None:
         await run_loop_turns()
 
 
-def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step() -> None:
+async def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step() -> None:
     """Both ensembles that use the model are unloaded before it."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[], t=[], e=["s"], f=["s", "t"])
         await server.load("e")
         server.loads_hang = True
@@ -169,14 +160,11 @@ def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step
         assert server.state("t") == ("READY", "")
         await server.end()
 
-    run_scenario(scenario)
-
 
 @pytest.mark.parametrize("is_slow", [True, False])
-def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
+async def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
     """Also when the earlier one has to wait for what it needs."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[], t=[], e=["s"])
         await server.load("e")
         load_tasks: list[Any] = []
@@ -194,13 +182,10 @@ def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
         assert server.note("e") == "second"
         await server.end()
 
-    run_scenario(scenario)
 
-
-def test_an_override_survives_the_reload_of_a_step() -> None:
+async def test_an_override_survives_the_reload_of_a_step() -> None:
     """An ensemble is reloaded with its override and not with the configuration of its folder."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[], e=["s"])
         await server.load("e", ["s"], "sent")
         await server.load("s", [], "another")
@@ -217,13 +202,10 @@ def test_an_override_survives_the_reload_of_a_step() -> None:
         assert server.note("e") == ""
         await server.end()
 
-    run_scenario(scenario)
 
-
-def test_cyclic_overrides_are_refused() -> None:
+async def test_cyclic_overrides_are_refused() -> None:
     """The check uses the serving configurations, not those of the folders."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[], a=["s"], b=["s"])
         await server.load("b", ["a"], "on a")
         with pytest.raises(InvalidArgument, match="a -> b -> a"):
@@ -235,13 +217,10 @@ def test_cyclic_overrides_are_refused() -> None:
         assert server.state("b") == ("READY", "")
         await server.end()
 
-    run_scenario(scenario)
 
-
-def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> None:
+async def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> None:
     """The load may fail, and then it serves on."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[], t=[], a=["s"], b=["a"])
         await server.load("b")
         server.loads_hang = True
@@ -253,13 +232,12 @@ def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> None:
         await load
         await server.end()
 
-    run_scenario(scenario)
 
-
-def test_an_ensemble_reports_a_step_that_failed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ensemble_reports_a_step_that_failed_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[], e=["s"])
         await server.load("e")
         server.on_start = lambda child: child.kill(signal.SIGABRT)
@@ -274,13 +252,10 @@ def test_an_ensemble_reports_a_step_that_failed_for_good(monkeypatch: pytest.Mon
         assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
         await server.end()
 
-    run_scenario(scenario)
 
-
-def test_unchanged_versions_are_not_published() -> None:
+async def test_unchanged_versions_are_not_published() -> None:
     """One of two instances exits and restarts; the model accepts requests all the time."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[])
         two_instances = {"name": "s_0", "kind": "KIND_CPU", "count": 2}
         planner: Any = server.repository
@@ -306,13 +281,10 @@ def test_unchanged_versions_are_not_published() -> None:
         assert server.sent == [m.ReadinessChanged("s", "1", ready) for ready in (False, True)]
         await server.end()
 
-    run_scenario(scenario)
 
-
-def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> None:
+async def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> None:
     """The draining version still serves. The gateway also receives the changes that follow."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[])
         await server.load("s")
         server.repository.versions = ["2"]
@@ -331,14 +303,11 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
         assert [type(update) for update in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
         await server.end()
 
-    run_scenario(scenario)
 
-
-def test_a_load_that_failed_temporarily_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_that_failed_temporarily_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The poller repeats it. A load that the model itself refused waits for changed files."""
     monkeypatch.setattr("shmserve.supervisor.reload._FIRST_PAUSE_S", 0.0)
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[])
         server.on_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="ended while loading"):
@@ -358,13 +327,10 @@ def test_a_load_that_failed_temporarily_is_retried(monkeypatch: pytest.MonkeyPat
         assert server.state("s") == ("READY", "") and server.poller._retries == {}
         await server.end()
 
-    run_scenario(scenario)
 
-
-def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
+async def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
     """The long life counts once, so that a short shortage does not end the model."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[])
         await server.load("s")
         (instance,) = server.registry.model("s").serving["1"].instances._instances
@@ -379,18 +345,15 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
         assert later_pauses == [0.0] * 4
         await server.end()
 
-    run_scenario(scenario)
-
 
 def pids(server: Server, name: str) -> dict[str, list[int]]:
     serving = server.registry.model(name).serving
     return {version: live.instances.pids() for version, live in serving.items()}
 
 
-def test_a_reload_touches_only_versions_that_differ() -> None:
+async def test_a_reload_touches_only_versions_that_differ() -> None:
     """An unchanged version keeps its processes, and so its statistics and state."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[])
         server.repository.versions = ["1", "2"]
         await server.load("s")
@@ -411,14 +374,11 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
         await until_async(lambda: server.state("s", "2") == ("UNAVAILABLE", "unloaded"))
         await server.end()
 
-    run_scenario(scenario)
-
 
 @pytest.mark.parametrize("is_rewritten", [True, False])
-def test_a_reload_keeps_unchanged_versions(is_rewritten: bool) -> None:
+async def test_a_reload_keeps_unchanged_versions(is_rewritten: bool) -> None:
     """Files with the same content change nothing; an explicit load restarts everything."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[])
         await server.load("s")
         pids_before = pids(server, "s")
@@ -428,13 +388,10 @@ def test_a_reload_keeps_unchanged_versions(is_rewritten: bool) -> None:
         assert (pids(server, "s") == pids_before) is is_rewritten
         await server.end()
 
-    run_scenario(scenario)
 
-
-def test_a_failing_version_keeps_the_other_versions() -> None:
+async def test_a_failing_version_keeps_the_other_versions() -> None:
     """All of a load or none."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[])
         await server.load("s")
         pids_before = pids(server, "s")
@@ -445,17 +402,14 @@ def test_a_failing_version_keeps_the_other_versions() -> None:
         assert pids(server, "s") == pids_before and server.state("s") == ("READY", "")
         await server.end()
 
-    run_scenario(scenario)
-
 
 @pytest.mark.parametrize("more_names", [[], ["f"], ["s"]])
-def test_an_abandoned_load_cancels_its_steps_loads(
+async def test_an_abandoned_load_cancels_its_steps_loads(
     more_names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load of the step continues if another ensemble or a request waits for it."""
     monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[], e=["s"], f=["s"])
         server.loads_hang = True
         load = asyncio.ensure_future(server.load("e"))
@@ -473,13 +427,10 @@ def test_an_abandoned_load_cancels_its_steps_loads(
         assert bool(server.registry.model("s").serving) is bool(more_names)
         await server.end()
 
-    run_scenario(scenario)
 
-
-def test_an_ensemble_without_its_step_is_unavailable() -> None:
+async def test_an_ensemble_without_its_step_is_unavailable() -> None:
     """A serving ensemble whose step was removed is not ready, and reports the reason."""
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         server = Server(s=[], e=["s"])
         await server.load("e")
         ensemble = server.registry.model("e").serving["1"]
@@ -487,8 +438,6 @@ def test_an_ensemble_without_its_step_is_unavailable() -> None:
         with pytest.raises(Unavailable, match="model 's' is not available"):
             await ensemble.until_ready()
         await server.end()
-
-    run_scenario(scenario)
 
 
 def test_a_repository_that_is_polled_every_0_seconds_is_not_polled() -> None:

@@ -57,8 +57,9 @@ async def linked_servers(
     assert len(os.listdir("/proc/self/fd")) == fds_before
 
 
-def test_servers_share_their_regions() -> None:
-    async def scenario() -> None:
+async def test_servers_share_their_regions() -> None:
+    with SharedObject(SIZE) as first_object, SharedObject(SIZE) as second_object:
+        objects = first_object, second_object
         async with linked_servers() as (first, second):
             await first.register("a", objects[0].key)
             await second.register("b", objects[1].key)
@@ -76,15 +77,10 @@ def test_servers_share_their_regions() -> None:
             await first.register("a", objects[1].key)
             assert second.names() == ["b", "a"]
 
-    with SharedObject(SIZE) as first_object, SharedObject(SIZE) as second_object:
-        objects = first_object, second_object
-        asyncio.run(scenario())
 
-
-def test_simultaneous_registrations_do_not_deadlock() -> None:
+async def test_simultaneous_registrations_do_not_deadlock() -> None:
     """The servers do not wait for each other for ever; a name registered at both is one region."""
-
-    async def scenario() -> None:
+    with SharedObject(SIZE) as shared:
         async with linked_servers() as (first, second):
             registrations = [server.register("same", shared.key) for server in (first, second)]
             registrations += [first.register(f"{n}", shared.key) for n in range(20)]
@@ -95,25 +91,18 @@ def test_simultaneous_registrations_do_not_deadlock() -> None:
             await first.unregister("")
             assert first.names() == second.names() == []
 
-    with SharedObject(SIZE) as shared:
-        asyncio.run(scenario())
 
-
-def test_a_server_cannot_take_a_region_of_another_server() -> None:
+async def test_a_server_cannot_take_a_region_of_another_server() -> None:
     """The other server keeps it."""
-
-    async def scenario() -> None:
+    with SharedObject(SIZE) as shared_object:
         async with linked_servers(max_regions=1) as (first_server, second_server):
             for name in "ab":
                 await first_server.register(name, shared_object.key)
             assert (first_server.names(), second_server.names()) == (["a", "b"], ["a"])
 
+
+async def test_the_remaining_server_does_not_wait() -> None:
     with SharedObject(SIZE) as shared_object:
-        asyncio.run(scenario())
-
-
-def test_the_remaining_server_does_not_wait() -> None:
-    async def scenario() -> None:
         async with linked_servers() as (first_server, second_server):
             second_server.link.close()
             await first_server.link.end_future
@@ -121,34 +110,27 @@ def test_the_remaining_server_does_not_wait() -> None:
             assert (first_server.names(), second_server.names()) == (["a"], [])
             first_server.link.ask("anything")
 
-    with SharedObject(SIZE) as shared_object:
-        asyncio.run(scenario())
-
 
 @pytest.mark.parametrize("successor_exits", [False, True])
-def test_the_first_server_waits_for_the_others_run_directory(successor_exits: bool) -> None:
+async def test_the_first_server_waits_for_the_others_run_directory(successor_exits: bool) -> None:
     """Otherwise it would remove the directory, and both servers would end."""
+    link_ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    was_received, uses_directory = asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        link_ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        was_received, uses_directory = asyncio.Event(), asyncio.Event()
+    async def accept(*_: object) -> None:
+        was_received.set()
+        await uses_directory.wait()
 
-        async def accept(*_: object) -> None:
-            was_received.set()
-            await uses_directory.wait()
-
-        successor = HandoverLink(link_ends[1], accept)
-        handover = cast("Any", Handover.__new__(Handover))
-        handover._successor = HandoverLink(link_ends[0], accept)
-        waiting_task = asyncio.ensure_future(handover.let_successor_accept())
-        await was_received.wait()
-        assert not waiting_task.done()
-        if successor_exits:
-            successor.close()
-        else:
-            uses_directory.set()
-        await asyncio.wait_for(waiting_task, 20)
-        for link in (successor, handover._successor):
-            link.close()
-
-    asyncio.run(scenario())
+    successor = HandoverLink(link_ends[1], accept)
+    handover = cast("Any", Handover.__new__(Handover))
+    handover._successor = HandoverLink(link_ends[0], accept)
+    waiting_task = asyncio.ensure_future(handover.let_successor_accept())
+    await was_received.wait()
+    assert not waiting_task.done()
+    if successor_exits:
+        successor.close()
+    else:
+        uses_directory.set()
+    await asyncio.wait_for(waiting_task, 20)
+    for link in (successor, handover._successor):
+        link.close()
