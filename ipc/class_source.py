@@ -13,11 +13,11 @@ from typing import Any
 from shmserve.errors import InvalidArgument
 
 
-def source_positions(source: str, class_name: str) -> dict[str, str]:
+def source_positions(source: str | bytes, class_name: str) -> dict[str, str]:
     """Find the positions of attributes, methods and arguments in the class that declares a model.
 
     Args:
-        source: The text of a Python file.
+        source: The content of a Python file.
         class_name: The name of a class at the top level of the file.
 
     Returns:
@@ -36,7 +36,7 @@ _TRITON_CLASS_NAME, DEFAULT_CLASS_NAME = "TritonPythonModel", "Model"
 _NON_MODEL_BASES = {"NamedTuple", "TypedDict", "Protocol", "ABC", "Enum", "Exception", "BaseModel"}
 
 
-def served_class(source: str) -> str:
+def served_class(source: str | bytes) -> str:
     """Return the name of the class to serve, given the text of a model's file.
 
     The candidates are the classes with a method `predict` that no class of the file extends or
@@ -88,11 +88,11 @@ def _bases(class_node: ast.ClassDef) -> set[str]:
     return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in class_node.bases}
 
 
-def _defines_predict(source: str, name: str) -> bool:
+def _defines_predict(source: str | bytes, name: str) -> bool:
     return any("predict" in dict(_members(class_node)) for class_node in _classes(source, name))
 
 
-def class_attribute(source: str, class_name: str, attribute: str) -> Any:
+def class_attribute(source: str | bytes, class_name: str, attribute: str) -> Any:
     """Return the value of a class's attribute in the text of a file, which is not executed.
 
     The attribute may be inherited from a class in the same file. The result is None if the class
@@ -118,7 +118,7 @@ def class_attribute(source: str, class_name: str, attribute: str) -> Any:
     return None
 
 
-def _parsed(source: str) -> ast.Module:
+def _parsed(source: str | bytes) -> ast.Module:
     """Return the tree of a Python file; it is empty if the file is not valid Python."""
     try:
         return ast.parse(source)
@@ -130,7 +130,7 @@ def _top_classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def _classes(source: str, class_name: str) -> Iterator[ast.ClassDef]:
+def _classes(source: str | bytes, class_name: str) -> Iterator[ast.ClassDef]:
     """Yield a class and its bases in the text of a Python file, approximately in lookup order."""
     unvisited_classes, pending_names = _top_classes(_parsed(source)), [class_name]
     while pending_names:

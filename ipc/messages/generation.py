@@ -131,7 +131,7 @@ class Row(Record):
 class Step(Message):
     """Sent by the scheduler to a worker to execute one pass.
 
-    The worker begins sequences, copies blocks, computes the rows, and releases the sequences
+    The worker copies blocks, begins sequences, computes the rows, and releases the sequences
     `ended`, in this order. Blocks are first copied to the host pool (`swap_out`), then from it
     (`swap_in`), then inside the pool (`copies`, copy-on-write). The three lists alternate between
     source and destination.

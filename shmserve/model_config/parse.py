@@ -92,7 +92,7 @@ _KEYS: dict[str, tuple[Key, ...]] = {
 }
 
 
-def class_source(text: str, name: str, origin: str) -> Source:
+def class_source(text: str | bytes, name: str, origin: str) -> Source:
     """Return the positions of the attributes of class `name` in the text of the file `origin`."""
     positions: dict[Key, str] = {}
     for attribute, position in source_positions(text, name).items():

@@ -388,6 +388,13 @@ def running(
 Start = Callable[..., Server]
 
 
+def write_tokens(path: Path, *lines: str) -> Path:
+    """Write a file of tokens that only its owner reads, and return its path."""
+    path.write_text("".join(f"{line}\n" for line in lines))
+    path.chmod(0o600)
+    return path
+
+
 def run_command(
     *arguments: str, timeout_s: float = 60.0, **options: object
 ) -> subprocess.CompletedProcess[str]:

@@ -80,8 +80,9 @@ class AssignedRequest:
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        open_samples = {sample: (tokens, "") for sample, tokens in self.open_sample_tokens.items()}
-        samples = open_samples | self.ended_samples
+        # Samples that are generated again may not have begun.
+        open_tokens = self.replayed_tokens | self.open_sample_tokens
+        samples = {s: (tokens, "") for s, tokens in open_tokens.items()} | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # the other samples of the request had not begun
         return [
@@ -270,8 +271,7 @@ class GenerativeDispatcher(Dispatcher):
         self._counts.prompt_tokens.observe(len(generation.prompt))
         if request.timing is None:
             request.timing = Timing(now_ns, 0, 0, 0)
-        has_samples = can_resume and (resumed or assigned.ended_samples)
-        engine.add(generation, resumed if has_samples else None)
+        engine.add(generation, resumed if can_resume else None)
 
     def _handle_stepped(
         self, engine: Engine[AssignedRequest], slot: Slot, message: Stepped, now_ns: int

@@ -93,13 +93,14 @@ class Engine(Generic[T]):
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
 
-        `resumed` has the tokens of its open samples if it began at an instance that has died.
+        `resumed` has the tokens of its open samples if it began at an instance that has died. It is
+        empty if all samples have ended and only their texts must be sent.
         """
         # If a step has too few rows to fork all samples together, each sample is a sequence from
         # the beginning.
         forked = generation.beams is not None or generation.rows <= self.settings.max_batch_size
         count = 1 if forked else generation.samples
-        samples = resumed or dict.fromkeys(range(count), array("i"))
+        samples = dict.fromkeys(range(count), array("i")) if resumed is None else resumed
         for sample, tokens in samples.items():
             number, all_tokens = next(self.sequence_ids), generation.prompt + tokens
             sequence = Sequence(number, generation, sample, all_tokens)
@@ -184,6 +185,10 @@ class Engine(Generic[T]):
         running.sort(key=rank)
         decoding = [sequence for sequence in running if sequence.missing_tokens == 1]
         plan.decoding_count = max(len(decoding), 1)
+        # Drafts leave a token to each decoding sequence, and a chunk to prompts.
+        has_prompts = len(decoding) < len(running) + len(waiting_sequences)
+        prompt_share = self._cut_multiple if has_prompts else 0
+        plan.draft_budget = plan.token_budget - len(decoding) - prompt_share
         self._add_rows(plan, decoding, running)
         self._add_rows(plan, [s for s in running if s.missing_tokens > 1], running)
         waiting_sequences.sort(key=rank)
@@ -241,8 +246,8 @@ class Engine(Generic[T]):
                 limit -= limit % self._cut_multiple
             return max(min(missing_tokens, limit), 0), 0
         count = min(missing_tokens, plan.token_budget)
-        drafts = self._draft_count(sequence, plan)
-        return count, min(drafts, plan.token_budget - count) if drafts else 0
+        draft_budget = min(plan.draft_budget, plan.token_budget - count)
+        return count, max(min(self._draft_count(sequence, plan), draft_budget), 0)
 
     def _draft_count(self, sequence: Sequence[T], plan: StepPlan) -> int:
         """Return the number of draft tokens after a sequence's last token."""

@@ -217,18 +217,19 @@ class RunningStep(NamedTuple):
 
     def observe(self, message: Stepped, times: StepTimes, counts: GenerationStats) -> None:
         """Update the model of durations, and the statistics, from the results of the step."""
-        load, took_ms = self.load, (message.forward_ns + message.sample_ns) / 1e6
+        load, took_ns = self.load, message.forward_ns + message.sample_ns
+        gather_ns = message.gather_ns - message.draft_ns
         if self.copies:
-            times.observe_copies(self.copies, message.gather_ns / 1e6)
+            times.observe_copies(self.copies, gather_ns / 1e6)
         else:
-            took_ms += message.gather_ns / 1e6
+            took_ns += gather_ns
         if self.draft_count:
             times.observe_drafts(self.draft_count, message.draft_ns / 1e6)
-        times.observe(load, took_ms - message.draft_ns / 1e6)
+        times.observe(load, took_ns / 1e6)
         counts.batch_tokens.observe(load.decoded_tokens + load.prefilled_tokens)
         counts.iteration_seconds.observe(message.gather_ns + message.forward_ns + message.sample_ns)
         phases = counts.phases
-        phases["gather"] += message.gather_ns - message.draft_ns
+        phases["gather"] += gather_ns
         phases["forward"] += message.forward_ns
         phases["sample"] += message.sample_ns
         phases["draft"] += message.draft_ns
@@ -244,6 +245,7 @@ class StepPlan:
         self.message = Step(number, [])
         self.token_budget = settings.max_tokens_per_batch
         self.prompt_budget = settings.max_prefill_tokens
+        self.draft_budget = 0
         self.rows: dict[int, tuple[Sequence[Any], Row]] = {}
         self.load = StepWork()
         self.decoding_count = 1
@@ -262,6 +264,7 @@ class StepPlan:
         self.message.rows.append(row)
         self.rows[sequence.number] = (sequence, row)
         self.token_budget -= count + drafts
+        self.draft_budget -= drafts
         decodes = samples and count == 1
         if not decodes:
             self.prompt_budget -= count

@@ -342,13 +342,13 @@ def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
     return None if class_text is None else model_config.class_source(*class_text)
 
 
-def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str] | None:
-    """Return (text of the file, class name, file name) of a model's class; None if unreadable."""
+def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[bytes, str, str] | None:
+    """Return (content, class name, file name) of a class's file; None if it is unreadable."""
     file = config.default_model_filename or "model.py"
     relative_path = Path(str(folder.versions[-1] if folder.versions else 1), file)
     try:
-        text = (folder.path / relative_path).read_text(encoding="utf-8")
-    except (OSError, ValueError):  # the load reports the error
+        text = (folder.path / relative_path).read_bytes()
+    except OSError:  # the load reports the error
         return None
     name = config.parameters["class"].string_value if "class" in config.parameters else ""
     return text, name or DEFAULT_CLASS_NAME, f"{folder.name}/{relative_path}"

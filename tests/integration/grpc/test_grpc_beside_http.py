@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from shmserve.gateway.grpc.service import RPCS
 from tests.support import repositories
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, Start
+from tests.support.servers import Server, Start, write_tokens
 from tests.support.users import ALICE, BOB, needs_users, tunnel
 from tests.support.wire.grpc_calls import request_of, set_region_range, stub
 from tests.support.wire.raw_http import Http, region_request
@@ -178,9 +178,7 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
 def guarded(folder: Path, start: Start) -> Server:
     """Start a server on all addresses that admits clients with a token."""
     repositories.add(folder / "models", "identity")
-    tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n")
-    tokens.chmod(0o600)
+    tokens = write_tokens(folder / "tokens", TOKEN, f"{PROGRAM} inference,metadata")
     flags = [
         "--grpc-address=0.0.0.0",
         f"--auth-token-file={tokens}",

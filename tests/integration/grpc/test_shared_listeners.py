@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from tests.support import repositories
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, running
+from tests.support.servers import Server, running, write_tokens
 from tests.support.users import ALICE, BOB, FRIENDS_GID, as_user, needs_users
 from tests.support.waiting import until
 from tests.support.wire.cutting_proxy import CuttingProxy, connect_unix
@@ -49,9 +49,7 @@ SIZE = VALUES.nbytes
 def server(folder: Path) -> Iterator[Server]:
     """Over TCP it takes a token for all but health."""
     repositories.add(folder / "models", "simple", "identity")
-    tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n")
-    tokens.chmod(0o600)
+    tokens = write_tokens(folder / "tokens", TOKEN)
     flags = (
         "--grpc-workers=3",
         f"--grpc-unix-socket={folder / 'socket'}",

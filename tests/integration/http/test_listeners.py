@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.cli import client
 from tests.support import repositories
-from tests.support.servers import Server, run_command, running
+from tests.support.servers import Server, run_command, running, write_tokens
 from tests.support.users import ALICE, FRIENDS_GID, as_user, needs_users
 from tests.support.wire.raw_http import Http, Reply, UnixHttp, json_input
 
@@ -24,9 +24,9 @@ def guarded_server(folder: Path) -> Iterator[Server]:
     """Start a server on all addresses that admits clients with a token."""
     repository = folder / "models"
     repositories.add(repository, "identity")
-    tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n{SCRAPER} metrics\n")
-    tokens.chmod(0o600)
+    tokens = write_tokens(
+        folder / "tokens", TOKEN, f"{PROGRAM} inference,metadata", f"{SCRAPER} metrics"
+    )
     flags = [
         "--http-address=0.0.0.0",
         f"--http-unix-socket={folder / 'socket'}",
@@ -233,9 +233,7 @@ PREFLIGHT_HEADERS = {
 
 def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
     repositories.add(folder / "named", "identity")
-    tokens = folder / "named-tokens"
-    tokens.write_text(f"{TOKEN}\n")
-    tokens.chmod(0o600)
+    tokens = write_tokens(folder / "named-tokens", TOKEN)
     flags = [f"--cors-allow-origin={PAGE}", "--allowed-host=*.example.com"]
     unix_socket = folder / "named-socket"
     flags += [f"--auth-token-file={tokens}", f"--http-unix-socket={unix_socket}"]

@@ -15,7 +15,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.servers import Server, Start, running
+from tests.support.servers import Server, Start, running, write_tokens
 from tests.support.wire.grpc_calls import request_of, stub
 from tests.support.wire.raw_http import Http, json_input
 
@@ -209,9 +209,7 @@ def test_foreign_host_headers_are_refused_at_every_port(server: Server) -> None:
 def test_no_secret_is_seen_anywhere(folder: Path) -> None:
     """Logs, command lines, environments, the run directory and answers, also after a restart."""
     repositories.add(folder / "guarded", "constant")
-    tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{SCRAPER} metrics\n")
-    tokens.chmod(0o600)
+    tokens = write_tokens(folder / "tokens", TOKEN, f"{SCRAPER} metrics")
     flags = [
         f"--auth-token-file={tokens}",
         f"--http-restricted-api=statistics,logging:admin-key={ADMIN_KEY}",

@@ -28,6 +28,7 @@ from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailabl
 from shmserve.model import FP32
 from shmserve.supervisor.checks.access import server_pid
 from shmserve.testing import serve_model
+from tests.support.servers import write_tokens
 from tests.support.waiting import until
 
 __all__ = ["serve_model"]
@@ -224,9 +225,7 @@ def test_a_class_is_reloaded_when_its_file_or_helper_changes(tmp_path: Path, ser
 
 
 def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("M3hP9dJs6gVc1uAe\n")
-    tokens.chmod(0o600)
+    tokens = write_tokens(tmp_path / "tokens", "M3hP9dJs6gVc1uAe")
     server = serve_model(Double, auth_token_file=tokens, token="M3hP9dJs6gVc1uAe")
     assert server.ready("double") and server.metadata("double")["name"] == "double"
 

@@ -1,7 +1,6 @@
 """Untrusted clients: owners of regions, permissions of listeners, and limits."""
 
 import contextlib
-import ctypes
 import json
 import os
 import threading
@@ -39,7 +38,6 @@ VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
 MAX_REGIONS, SPARSE_BYTES = 40, 1 << 20
 OWN_UID = os.geteuid()
-_LIBC = ctypes.CDLL(None)
 
 
 @pytest.fixture(scope="module")

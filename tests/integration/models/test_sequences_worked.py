@@ -1,9 +1,7 @@
 """Triton's two worked examples of sequences, step by step, with the controls that the model saw."""
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +10,13 @@ from tests.support import repositories
 from tests.support.request_pool import RequestPool, request_pool
 from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME, instances
 from tests.support.servers import Server, Start
-from tests.support.wire.raw_http import Reply, json_input
-
-Ask = Callable[..., "Future[Reply]"]
+from tests.support.wire.raw_http import json_input
 
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, count, kind in (("pair", 2, "direct { }"), ("single", 1, "direct { }")):
-        config = f"{instances(count)} sequence_batching {{ {kind} {IDLE_TIME} {CONTROL_INPUTS} }}"
-        repositories.add_as(models, name, "sequencer", config)
+    config = f"{instances(1)} sequence_batching {{ direct {{ }} {IDLE_TIME} {CONTROL_INPUTS} }}"
+    repositories.add_as(models, "single", "sequencer", config)
     return start(models, "--exit-timeout-secs=2")
 
 
@@ -32,25 +27,18 @@ def pool(server: Server) -> Iterator[RequestPool]:
         server.gate.release_all()
 
 
-def step_sender(pool: RequestPool, model: str) -> Ask:
-    def send_step(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
-        parameters: dict[str, Any] = {"sequence_id": sequence}
-        parameters |= {"sequence_start": start, "sequence_end": end}
-        tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
-        return pool.infer(model, {"inputs": [tensor], "parameters": parameters})
-
-    return send_step
-
-
 def test_direct_strategy_with_requests_beside_an_idle_sequence(
     server: Server, pool: RequestPool
 ) -> None:
     """A lone request in slot 0 is one row; one in slot 1 is preceded by a null row."""
-    send_step, gate = step_sender(pool, "single"), server.gate
 
-    def controls_of(sequence: int, **flags: bool) -> tuple[list[int], list[int], list[int]]:
-        response = send_step(sequence, **flags)
-        visit = gate.next()
+    def controls_of(
+        sequence: int, start: bool = False, end: bool = False
+    ) -> tuple[list[int], list[int], list[int]]:
+        parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+        tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
+        response = pool.infer("single", {"inputs": [tensor], "parameters": parameters})
+        visit = server.gate.next()
         visit.release()
         response.result().ok()
         message = visit.message

@@ -18,7 +18,7 @@ from tests.rigs import watched
 from tests.rigs.chromium import CHROMIUM, Page, browser
 from tests.rigs.watched import Feed
 from tests.support import repositories
-from tests.support.servers import Server, Start, running
+from tests.support.servers import Server, Start, running, write_tokens
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
@@ -45,9 +45,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def guarded_server(models: Path, start: Start) -> Server:
     repositories.add(models / "models", "identity")
-    tokens = models / "tokens"
-    tokens.write_text(f"{TOKEN} metrics\n{INFERENCE_TOKEN} inference\n")
-    tokens.chmod(0o600)
+    tokens = write_tokens(models / "tokens", f"{TOKEN} metrics", f"{INFERENCE_TOKEN} inference")
     return start(models / "models", f"--auth-token-file={tokens}")
 
 
@@ -121,15 +119,6 @@ def test_the_dashboard_reports_a_dead_worker(server: Server) -> None:
     (ended_event,) = [event for event in new_events if event["event"] == "ProcessEnded"]
     assert ended_event["pid"] == worker.pid and ended_event["reason"] == "signal 9"
     until("it is back", lambda: server.find("worker half"))
-
-
-def cell(page: Page, model: str, column: str) -> str:
-    script = (
-        "[...document.querySelectorAll('#rows tr')].find(row => row.querySelector('button')"
-        f".textContent === '{model}').cells[[...document.querySelectorAll('#columns th')]"
-        f".findIndex(head => head.dataset.key === '{column}')].textContent"
-    )
-    return str(page.run(script))
 
 
 @needs_chromium

@@ -10,7 +10,7 @@ import shmserve.client
 from shmserve.cli import main
 from shmserve.errors import Internal
 from tests.support import repositories
-from tests.support.servers import Server, Start, running
+from tests.support.servers import Server, Start, running, write_tokens
 
 TOKEN = "a-token-for-inference"
 FAILING_MODEL = repositories.python_model("""
@@ -46,9 +46,7 @@ def server(models: Path, start: Start) -> Server:
     repositories.write(models, "fails", config, FAILING_MODEL)
     config = repositories.identity_config("stream", "FP32", [1]) + DECOUPLED
     repositories.write(models, "stream", config, STREAM)
-    tokens = models / "tokens"
-    tokens.write_text(f"{TOKEN} inference\n")
-    tokens.chmod(0o600)
+    tokens = write_tokens(models / "tokens", f"{TOKEN} inference")
     return start(models, f"--auth-token-file={tokens}", grpc=True)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.rigs import watched
 from tests.support import repositories
-from tests.support.servers import ROOT, Server, Start, run_command, running
+from tests.support.servers import ROOT, Server, Start, run_command, running, write_tokens
 
 FLAGS = ("--exit-on-error=false", "--strict-readiness=false", "--cache-config=local,size=1048576")
 
@@ -142,9 +142,7 @@ def test_a_missing_server_and_a_missing_token_are_reported(tmp_path: Path) -> No
     assert nobody.returncode == 1 and "] Connection refused; start a server by" in nobody.stderr
     assert len(nobody.stderr.splitlines()) == 1
     repositories.add(tmp_path / "models", "identity")
-    tokens = tmp_path / "tokens"
-    tokens.write_text("a-token-for-metrics metrics\n")
-    tokens.chmod(0o600)
+    tokens = write_tokens(tmp_path / "tokens", "a-token-for-metrics metrics")
     with running(tmp_path / "models", f"--auth-token-file={tokens}") as server:
         url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}"
         error_text = run_command("top", url).stderr

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,50 +19,45 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.transport.router import Router
 
 
-def test_responses_of_dead_workers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def running_process(tmp_path: Path) -> Iterator[process._Process]:
+    server: Any = None
+    settings = GatewaySettings(arena_byte_size=1 << 20)
+    with contextlib.closing(Router(control(tmp_path))):
+        new_process = process._Process(GatewayStart("0", tmp_path, settings), lambda _: server)
+        yield new_process
+        gateway = new_process._gateway
+        for part in (gateway.supervisor, gateway.schedulers, gateway.arena):
+            part.close()
+
+
+async def test_responses_of_dead_workers_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The exit and the responses arrive on two sockets, so the memory is unmapped after a delay."""
     monkeypatch.setattr(process, "_UNMAP_DELAY_S", 0.05)
-
-    async def run_process() -> None:
-        server: Any = None
-        settings = GatewaySettings(arena_byte_size=1 << 20)
-        gateway = process._Process(GatewayStart("0", tmp_path, settings), lambda gateway: server)
-        mappings = gateway._gateway.mappings
-        worker = Arena(4096)
-        memory_range = worker.allocate(64)
-        worker.view(memory_range)[:] = bytes(range(64))
+    worker = Arena(4096)
+    memory_range = worker.allocate(64)
+    worker.view(memory_range)[:] = bytes(range(64))
+    with running_process(tmp_path) as gateway_process:
+        mappings = gateway_process._gateway.mappings
         mappings.view(memory_range)
         worker.close()  # from here on, only a process that has mapped it can read it
-        gateway._handle_message(m.ProcessExited(memory_range.memory.pid, ""))
+        gateway_process._handle_message(m.ProcessExited(memory_range.memory.pid, ""))
         assert bytes(mappings.view(memory_range)) == bytes(range(64))
         await asyncio.sleep(0.1)  # a later timer
         assert not mappings._mappings_by_id
-        gateway._gateway.supervisor.close()
-        gateway._gateway.schedulers.close()
-        gateway._gateway.arena.close()
-
-    with contextlib.closing(Router(control(tmp_path))):
-        asyncio.run(run_process())
 
 
-def test_a_message_that_cannot_be_handled_is_acknowledged(tmp_path: Path) -> None:
+async def test_a_message_that_cannot_be_handled_is_acknowledged(tmp_path: Path) -> None:
     """Otherwise the supervisor would wait for the acknowledgement for ever."""
     posted: list[Any] = []
-
-    async def run_process() -> None:
-        server: Any = None
-        settings = GatewaySettings(arena_byte_size=1 << 20)
-        gateway = process._Process(GatewayStart("0", tmp_path, settings), lambda gateway: server)
-        parts = gateway._gateway
-        parts.supervisor.post = posted.append  # type: ignore[assignment, method-assign]
-        parts.models = MagicMock(withdraw=MagicMock(side_effect=KeyError))
+    with running_process(tmp_path) as gateway_process:
+        gateway = gateway_process._gateway
+        gateway.supervisor.post = posted.append  # type: ignore[assignment, method-assign]
+        gateway.models = MagicMock(withdraw=MagicMock(side_effect=KeyError))
         with pytest.raises(KeyError):
-            gateway._handle_message(m.ModelWithdrawn("m", "1", 7))
-        parts.supervisor.close()
-        parts.arena.close()
-
-    with contextlib.closing(Router(control(tmp_path))):
-        asyncio.run(run_process())
+            gateway_process._handle_message(m.ModelWithdrawn("m", "1", 7))
     assert posted == [m.Acknowledged(7)]
 
 

@@ -338,7 +338,7 @@ def test_reasoning_is_returned_by_either_member(returned: str) -> None:
     assert message["reasoning_content"] == "hm\nhm"
     foreign_item = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
     (message,) = convert_chat(input=[foreign_item])["messages"]
-    assert not message["reasoning_content"]
+    assert "reasoning_content" not in message
 
 
 def test_a_text_that_is_too_long_is_incomplete() -> None:
@@ -366,6 +366,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
         ("messages: the prompt is too long", "input"),
         ("continue_final_message: the last message has no text", "input"),
         ("max_completion_tokens: -1 is not an integer", "max_output_tokens"),
+        ("min_tokens: 1 is more than 0; max_completion_tokens: 0 is too few", "min_tokens"),
         ("response_format: cannot be compiled", "text.format"),
         ("reasoning_effort: the template does not use it", "reasoning.effort"),
         ("tool_choice: 'x' is wrong", "tool_choice"),
@@ -376,6 +377,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
 def test_an_error_names_the_field_as_the_client_does(message: str, param: str) -> None:
     error_body = json.loads(responses.response_error(InvalidArgument(message)))["error"]
     assert error_body["param"] == param and error_body["message"].startswith(f"{param}: ")
+    assert "max_completion_tokens" not in error_body["message"]
     assert ROUTES.find("/v1/responses")[0].encode_error is responses.response_error  # type: ignore[index]
 
 

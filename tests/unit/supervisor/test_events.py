@@ -131,44 +131,34 @@ def _count_events(reader: EventReader, total: int = 0) -> tuple[int, int]:
     raise AssertionError
 
 
-def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
+async def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> None:
     count = 50_000
+    async with open_publisher(run_dir) as publisher:
+        with EventReader(run_dir, [publications.PROCESSES]) as reader:
+            await until_async(lambda: publisher.is_followed(publications.PROCESSES))
+            for number in range(count):  # the publisher does not wait for subscribers
+                publisher.publish(m.ProcessStarted(number, "x"))
 
-    async def run_reader() -> tuple[int, int]:
-        async with open_publisher(run_dir) as publisher:
-            with EventReader(run_dir, [publications.PROCESSES]) as reader:
-                await until_async(lambda: publisher.is_followed(publications.PROCESSES))
-                for number in range(count):  # the publisher does not wait for subscribers
-                    publisher.publish(m.ProcessStarted(number, "x"))
-
-                reading_task = asyncio.ensure_future(asyncio.to_thread(_count_events, reader))
-                while (
-                    not reading_task.done()
-                ):  # until an event arrives, when the queue has space again
-                    publisher.publish(m.ProcessStarted(-1, "x"))
-                    await asyncio.sleep(0.01)
-                return await reading_task
-
-    read_count, lost_count = asyncio.run(run_reader())
+            reading_task = asyncio.ensure_future(asyncio.to_thread(_count_events, reader))
+            while not reading_task.done():  # until an event arrives, when the queue has space again
+                publisher.publish(m.ProcessStarted(-1, "x"))
+                await asyncio.sleep(0.01)
+            read_count, lost_count = await reading_task
     assert 0 < read_count < count
     assert lost_count >= count + 1 - read_count
 
 
-def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
+async def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     """Nothing follows them that could show a gap."""
     count = 50_000
-
-    async def run_reader() -> tuple[int, int]:
-        feeds: list[EventFeed] = []
-        async with open_publisher(run_dir, lambda *c: feeds[0].on_subscription(*c)) as publisher:
-            feeds.append(feed(publisher, {}, []))
-            with EventReader(run_dir, [publications.PROCESSES]) as reader:
-                await until_async(lambda: publisher.is_followed(publications.PROCESSES))
-                for number in range(count):
-                    publisher.publish(m.ProcessStarted(number, "x"))
-                return await asyncio.to_thread(_count_events, reader, count)
-
-    read_count, lost_count = asyncio.run(run_reader())
+    feeds: list[EventFeed] = []
+    async with open_publisher(run_dir, lambda *c: feeds[0].on_subscription(*c)) as publisher:
+        feeds.append(feed(publisher, {}, []))
+        with EventReader(run_dir, [publications.PROCESSES]) as reader:
+            await until_async(lambda: publisher.is_followed(publications.PROCESSES))
+            for number in range(count):
+                publisher.publish(m.ProcessStarted(number, "x"))
+            read_count, lost_count = await asyncio.to_thread(_count_events, reader, count)
     assert 0 < read_count < count
     assert read_count + lost_count == count
 

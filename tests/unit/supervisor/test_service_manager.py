@@ -125,24 +125,22 @@ def test_notifications_queue_up_without_watchdog_messages(
     assert sock.recv(1000) == b"WATCHDOG=1"
 
 
-def test_a_flush_ends_when_no_message_waits(address_and_socket: tuple[str, socket.socket]) -> None:
+async def test_a_flush_ends_when_no_message_waits(
+    address_and_socket: tuple[str, socket.socket],
+) -> None:
     address, sock = address_and_socket
     count = 40  # more than the kernel queues
-
-    async def flush_repeatedly() -> int:
-        manager = ServiceManager(address)
-        for number in range(count):
-            manager.keep(str(number), [0])
-        flush_task, read_count = asyncio.ensure_future(manager.wait_until_flushed()), 0
+    manager = ServiceManager(address)
+    for number in range(count):
+        manager.keep(str(number), [0])
+    flush_task, read_count = asyncio.ensure_future(manager.wait_until_flushed()), 0
+    async with asyncio.timeout(5):
         while not flush_task.done():
             await asyncio.sleep(0)
             with contextlib.suppress(BlockingIOError):
                 sock.recv(1000)
                 read_count += 1
-        manager.close()
-        return read_count
-
-    read_count = asyncio.run(asyncio.wait_for(flush_repeatedly(), 5))
+    manager.close()
     queued_count = 0
     with contextlib.suppress(BlockingIOError):
         while sock.recv(1000):

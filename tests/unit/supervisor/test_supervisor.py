@@ -87,27 +87,21 @@ async def test_an_exit_is_one_message_to_the_handler_of_its_role(role: str) -> N
 READER_ROLES, NON_READERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
 
 
-def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are as many processes as models, and each would be woken for each that is unloaded."""
     monkeypatch.setattr("shmserve.supervisor.supervisor._EXIT_REPORT_DELAY_S", 0.0)
-
-    async def report_exits() -> list[Any]:
-        mock_supervisor = supervisor()
-        for pid in (7, 8):
-            child = Child(pid, "it", asyncio.get_running_loop().create_future(), is_stopping=True)
-            child.exited.set_result("exit status 0")
-            mock_supervisor._process_exited(child)
-        sent = mock_supervisor.context.broadcast.mock_calls
-        assert sent == [call(ProcessExited(pid, "exit status 0"), *READER_ROLES) for pid in (7, 8)]
-        sent.clear()
-        outcomes = asyncio.Event()
-        mock_supervisor.context.broadcast.side_effect = lambda *_: outcomes.set()
-        await outcomes.wait()
-        return list(sent)
-
-    assert asyncio.run(report_exits()) == [
-        call(ProcessExited(pid, "exit status 0"), *NON_READERS) for pid in (7, 8)
-    ]
+    mock_supervisor = supervisor()
+    for pid in (7, 8):
+        child = Child(pid, "it", asyncio.get_running_loop().create_future(), is_stopping=True)
+        child.exited.set_result("exit status 0")
+        mock_supervisor._process_exited(child)
+    sent = mock_supervisor.context.broadcast.mock_calls
+    assert sent == [call(ProcessExited(pid, "exit status 0"), *READER_ROLES) for pid in (7, 8)]
+    sent.clear()
+    outcomes = asyncio.Event()
+    mock_supervisor.context.broadcast.side_effect = lambda *_: outcomes.set()
+    await outcomes.wait()
+    assert sent == [call(ProcessExited(pid, "exit status 0"), *NON_READERS) for pid in (7, 8)]
 
 
 async def test_a_background_failure_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:

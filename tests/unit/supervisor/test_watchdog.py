@@ -1,7 +1,6 @@
 """Signs of life for a service manager."""
 
 import asyncio
-import itertools
 from collections.abc import Hashable
 from unittest.mock import MagicMock
 
@@ -10,6 +9,7 @@ import pytest
 from shmserve.ipc.messages.supervision import Ping
 from shmserve.supervisor.health import Watchdog
 from shmserve.supervisor.processes.control_socket import Acknowledgements
+from tests.support.waiting import until_async
 
 
 class Control:
@@ -30,31 +30,28 @@ class Control:
             self.acknowledgements.record_acknowledged(peer, number)
 
 
-def test_an_unresponsive_process_is_named_without_pings(caplog: pytest.LogCaptureFixture) -> None:
-    async def watch() -> None:
-        control, manager, processes = Control(), MagicMock(watchdog_s=0.4), MagicMock()
-        processes.all.return_value = [MagicMock(pid=7, title="a"), MagicMock(pid=8, title="b")]
-        watching = asyncio.ensure_future(
-            Watchdog(control, processes, manager).run()  # type: ignore[arg-type]
-        )
+async def test_an_unresponsive_process_is_named_without_pings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    control, manager, processes = Control(), MagicMock(watchdog_s=0.4), MagicMock()
+    processes.all.return_value = [MagicMock(pid=7, title="a"), MagicMock(pid=8, title="b")]
+    watching = asyncio.ensure_future(
+        Watchdog(control, processes, manager).run()  # type: ignore[arg-type]
+    )
+    async with asyncio.timeout(20):
         for signs in range(2):
             number = await control.pings.get()
             assert manager.notify_alive.call_count == signs
             control.answer(number, 7, 8)
         number = await control.pings.get()
         control.answer(number, 7)
-        for _ in itertools.takewhile(
-            lambda _: "do not respond" not in caplog.text, itertools.count()
-        ):
-            await asyncio.sleep(0)
+        await until_async(lambda: "do not respond" in caplog.text)
         assert caplog.text.strip().endswith("these processes do not respond: b (pid 8)")
         assert (manager.notify_alive.call_count, control.pings.qsize()) == (2, 0)
         control.answer(number, 8)
         await control.pings.get()
         assert manager.notify_alive.call_count == 3
-        watching.cancel()
-
-    asyncio.run(asyncio.wait_for(watch(), 20))
+    watching.cancel()
 
 
 async def test_the_watchdog_ends_when_the_last_answer_arrives_with_the_stop() -> None:
@@ -69,7 +66,7 @@ async def test_the_watchdog_ends_when_the_last_answer_arrives_with_the_stop() ->
     assert watching.cancelled()
 
 
-def test_no_liveness_check_without_a_watchdog() -> None:
+async def test_no_liveness_check_without_a_watchdog() -> None:
     control, manager = MagicMock(), MagicMock(watchdog_s=0.0)
-    asyncio.run(Watchdog(control, MagicMock(), manager).run())
+    await Watchdog(control, MagicMock(), manager).run()
     assert not control.mock_calls

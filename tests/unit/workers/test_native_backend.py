@@ -1,5 +1,6 @@
 """Native models: annotations, whole batches, and errors that tell the author what to write."""
 
+import py_compile
 import re
 import shutil
 from collections.abc import Callable
@@ -69,6 +70,21 @@ def test_the_example_is_served(worker: Rig) -> None:
     for row, reply in zip(rows, replies, strict=True):
         assert reply.array("output").shape == row.shape
         assert reply.array("output")[0, 2, 2] == 1
+
+
+def test_a_class_whose_source_is_not_readable(worker: Rig) -> None:
+    """The positions of its attributes are unknown, or read in the encoding of the file."""
+    folder = worker.context.version_dir
+    source = f"# coding: latin-1\n{HEAD}# \xe9\nclass Model:\n    predict = 1\n".encode("latin-1")
+    (folder / "model.py").write_bytes(source)
+    lines = source.count(b"\n")
+    with pytest.raises(InvalidArgument, match=f"^m/1/model.py:{lines}:5: 'Model.predict' must be"):
+        complete(worker)
+    compiled = folder / "compiled_only.pyc"
+    py_compile.compile(str(folder / "model.py"), str(compiled), doraise=True)
+    (folder / "model.py").write_text("from compiled_only import Model\n")
+    with pytest.raises(InvalidArgument, match=f"^{compiled}: 'Model.predict' must be"):
+        complete(worker)
 
 
 def test_annotations_are_checked_when_they_are_written() -> None:

@@ -417,6 +417,18 @@ class Scores(torch.nn.Module):
         return {"mean": tokens.float().mean(1), "doubled": tokens * 2}
 
 
+class Repeated(torch.nn.Module):
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        return x[:n]
+
+
+def test_an_exported_integer_is_refused(worker: Rig) -> None:
+    sizes: Any = ({0: torch.export.Dim.DYNAMIC}, torch.export.Dim.DYNAMIC)
+    export(Repeated(), worker, torch.zeros(4, 2), 3, dynamic_shapes=sizes)
+    with pytest.raises(InvalidArgument, match="tensor 'n' of the exported program is SymInt"):
+        PytorchBackend(worker.context).complete_config(model_config([], []))
+
+
 def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
     length = torch.export.Dim("length")
     export(

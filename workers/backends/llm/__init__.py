@@ -156,9 +156,7 @@ class LlmBackend(Backend):
             try:
                 return replace(engine.step(message), text_ns=text_thread.spent_ns())
             except Exception as error:
-                text_thread.fail_requests(engine.request_keys(message), error)
-                skipped = [row.sequence for row in message.rows]
-                return Stepped(message.step, [], 0, 0, 0, skipped=skipped)
+                return engine.fail_step(message, error)
 
         def choose(message: Choose, _: list[WorkerRequest]) -> None:
             text_thread.put(partial(text_thread.end_beam_search, message))

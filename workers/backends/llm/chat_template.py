@@ -132,11 +132,11 @@ class ChatTemplate:
     def _select_name(self, requested: Any, tools: Any) -> str:
         """Return the name of the template to use."""
         name = requested or ("tool_use" if tools and "tool_use" in self.sources else "default")
-        if name not in self.sources:
+        if not isinstance(name, str) or name not in self.sources:
             allowed_names = ", ".join(sorted(self.sources))
             text = f"chat_template: {clip(repr(name))} is unknown (allowed: {allowed_names})"
             raise InvalidArgument(text)
-        return str(name)
+        return name
 
     def _compile(self, name: str) -> _CompiledTemplate:
         if name not in self._compiled_templates:
@@ -267,7 +267,7 @@ def parse_conversation(text: str) -> dict[str, Any]:
     allowed_text = "a JSON list of messages, each with a role and a content"
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidArgument(f"messages: {clip(repr(text))} is not {allowed_text}") from None
     chat: dict[str, Any] = value if isinstance(value, dict) else {"messages": value}
     messages = chat.get("messages")
@@ -333,7 +333,7 @@ _VARIABLE_TYPES: Mapping[str, tuple[type[Any], str]] = {
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and "role" in value
+    return isinstance(value, dict) and value.get("role") is not None
 
 
 def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> dict[str, Any]:
@@ -445,7 +445,7 @@ def _prepare_call(call: Any, is_text: bool) -> Any:
             arguments = _to_json(arguments or {})
     elif not isinstance(arguments, dict):
         value = None
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(arguments or "{}")
         arguments = value if isinstance(value, dict) else {}
     return {**call, "function": {**function, "arguments": arguments}}

@@ -47,7 +47,7 @@ class Prompt:
     """The state that all sequences of a request share.
 
     Attributes:
-        end_tokens: The tokens that end a text.
+        end_tokens: The tokens that end a text, with those of the parameter `stop_token_ids`.
         grammar: The matcher of the grammar, of which each sequence has a copy, or None.
         resumed_tokens: The tokens that another instance generated, by sample; a part of the input.
         replayed_tokens: As `resumed_tokens`, but computed again, because the request needs their
@@ -78,6 +78,12 @@ class Prompt:
     message_format: MessageFormat | None = None
     message_grammar: str = ""
     eos: int = -1
+
+    @property
+    def needs_compilation(self) -> bool:
+        """Return whether the prompt has a grammar or bad words, which are compiled."""
+        parameters = self.parameters
+        return bool(parameters.grammar[0] or self.message_grammar or parameters.bad_words)
 
     def begin_sequence(self, number: int, sample: int) -> TokenSequence:
         """Return a sequence of the prompt and the resumed tokens of a sample."""
@@ -157,20 +163,16 @@ class TokenSequence:
 
     def append(self, tokens: list[int]) -> tuple[list[int], str]:
         """Append tokens until the sequence ends; return them, and the finish reason or ""."""
-        parameters, end_tokens = self.prompt.parameters, self.prompt.end_tokens
         prompt_length = len(self.prompt.tokens)
         if self.replayed_tokens:
             replayed = self.replayed_tokens[len(self.tokens) - prompt_length :][: len(tokens)]
             tokens = [*replayed, *tokens[len(replayed) :]]
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
-            finish_reason = ""
-            if token in end_tokens or token in parameters.stop_token_ids:
-                finish_reason = "stop"
-            elif len(self.tokens) - prompt_length >= parameters.max_tokens:
-                finish_reason = "length"
-            if finish_reason:
-                return tokens[:count], finish_reason
+            if token in self.prompt.end_tokens:
+                return tokens[:count], "stop"
+            if len(self.tokens) - prompt_length >= self.prompt.parameters.max_tokens:
+                return tokens[:count], "length"
         return tokens, ""
 
 
@@ -315,8 +317,8 @@ class WorkerEngine:
     def step(self, message: Step) -> Stepped:
         """Execute a step; sequences whose requests have ended are reported as skipped."""
         start_ns = time.perf_counter_ns()
-        self._begin_sequences(message)
         self.passes.cache.copy(message.swap_out, message.swap_in, message.copies)
+        self._begin_sequences(message)
         rows = self._prepare_rows(message)
         prepared = time.perf_counter_ns()
         plans = self._plan_rows(rows)
@@ -337,10 +339,15 @@ class WorkerEngine:
             skipped=skipped,
         )
 
-    def request_keys(self, message: Step) -> set[int]:
-        """Return the keys of the requests whose sequences have rows in a step."""
-        live = self._sequences
-        return {live[row.sequence].prompt.key for row in message.rows if row.sequence in live}
+    def fail_step(self, message: Step, error: Exception) -> Stepped:
+        """Fail the requests of a step that has raised an error; return the result of the step."""
+        live, numbers = self._sequences, [row.sequence for row in message.rows]
+        keys = {live[number].prompt.key for number in numbers if number in live}
+        not_begun = {new.key for new in message.new_sequences if new.sequence not in live}
+        self.fail(keys | not_begun, error)
+        for sequence in message.ended:
+            live.pop(sequence, None)
+        return Stepped(message.step, [], 0, 0, 0, skipped=numbers)
 
     def _begin_sequences(self, message: Step) -> None:
         if message.step <= self._last_step:

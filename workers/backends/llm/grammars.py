@@ -87,8 +87,8 @@ class Grammars:
             if not new_matcher.get_error():
                 new_matcher.compute_bitmask()  # raises for grammars that allow no text
             error = new_matcher.get_error() or _list_unsupported(new_matcher.get_grammar_warnings())
-        except ValueError as raised:
-            error = str(raised)
+        except Exception as raised:  # of any kind, since a schema may have any values
+            error = str(raised) or repr(raised)
         if error:
             raise InvalidArgument(f"{name}: cannot be compiled: {_shorten(error)}")
         return new_matcher
@@ -196,16 +196,13 @@ _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 def _compile_lark(text: str) -> Any:
-    """Compile a grammar in Lark's language or in GBNF. Raises ValueError if it is neither."""
+    """Compile a grammar in Lark's language or in GBNF."""
     import llguidance
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    try:
-        # The library's own test takes Lark grammars for GBNF if they begin with `?start`.
-        lark = gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
-        return llguidance.LLMatcher.grammar_from_lark(lark)
-    except Exception as error:  # the library raises a bare Exception
-        raise ValueError(str(error)) from None
+    # The library's own test takes Lark grammars for GBNF if they begin with `?start`.
+    lark = gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
+    return llguidance.LLMatcher.grammar_from_lark(lark)
 
 
 def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:

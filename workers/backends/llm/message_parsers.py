@@ -226,7 +226,8 @@ class MessageParser:
     def add_arguments(self, text: str) -> None:
         """Pass on a part of the call's arguments."""
         call = self.current_call
-        call.arguments += text
+        # Half of a surrogate pair, which the value of a literal may have, is escaped as in JSON.
+        call.arguments += text.encode(errors="backslashreplace").decode()
         self._pass_on_call(call)
 
     @property
@@ -474,12 +475,11 @@ def overlap(text: str, tag: str) -> int:
 def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise MalformedCall from None
 
 
 def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
+    with suppress(MalformedCall):
+        return isinstance(_parse_json(text), dict)
+    return False

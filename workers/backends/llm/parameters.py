@@ -121,7 +121,7 @@ class GenerationParameters:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
-    forbidden: Callable[[Sequence[int]], list[int]] | None = None
+    forbidden: Callable[[Sequence[int]], NDArray[np.int64]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _NO_GRAMMAR
     grammar_name: str = "tools"
@@ -313,9 +313,14 @@ def _parse_number(name: str, value: Any) -> dict[str, Any]:
     raise ValueError(f"not {kind} from {minimum} to {maximum}")
 
 
-def _parse_flag(name: str, value: Any) -> dict[str, Any]:
+def as_flag(value: Any) -> Any:
+    """Return the flag that a text is ("true", "false"); any other value is returned unchanged."""
     texts = {"true": True, "false": False}
-    flag = texts.get(value.lower()) if isinstance(value, str) else value
+    return texts.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _parse_flag(name: str, value: Any) -> dict[str, Any]:
+    flag = as_flag(value)
     _check(isinstance(flag, bool), "true or false")
     return {name: flag}
 

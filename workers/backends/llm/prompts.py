@@ -30,7 +30,7 @@ from shmserve.workers.backends.llm.chat_template import (
 from shmserve.workers.backends.llm.engine import Prompt
 from shmserve.workers.backends.llm.grammars import Grammars
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
+from shmserve.workers.backends.llm.parameters import GenerationParameters, as_flag, parse
 from shmserve.workers.backends.llm.token_texts import (
     BadWords,
     TokenTexts,
@@ -236,7 +236,7 @@ class PromptReader:
     ) -> tuple[Prompt, str]:
         """Return the prompt of a request, and the text with which its response begins.
 
-        The grammar of the prompt, if any, is not compiled; see `compile`.
+        A prompt with `needs_compilation` is not complete; see `compile`.
 
         Raises:
             InvalidArgument: An input or a parameter is wrong.
@@ -260,12 +260,9 @@ class PromptReader:
         if max_tokens == UNLIMITED:
             max_tokens = self._checkpoint.defaults.get("max_new_tokens") or max_tokens
         max_tokens = min(max_tokens, self.max_length - len(tokens))
-        words = parameters.bad_words
         parameters = replace(
             parameters,
             max_tokens=max_tokens,
-            stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            forbidden=BadWords(words, self._token_texts).forbidden_after if words else None,
             # The probabilities determine the best samples.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
@@ -273,7 +270,8 @@ class PromptReader:
             _ = parameters.bias_arrays, parameters.allowed_array
         # A sample with a grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
-        end_tokens = () if ignores else self._checkpoint.end_tokens
+        stop_tokens = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
+        end_tokens = stop_tokens if ignores else (*self._checkpoint.end_tokens, *stop_tokens)
         earlier = {item.sample: np.frombuffer(item.tokens, np.int32).tolist() for item in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
         prompt.message_format, prompt.message_grammar = message_format, message_grammar
@@ -332,14 +330,19 @@ class PromptReader:
         return Response(Output.select(outputs, requested))
 
     def compile(self, prompt: Prompt) -> None:
-        """Set the grammar of a prompt, which may take seconds without the GIL.
+        """Set the grammar and the forbidden tokens of a prompt, which may take seconds.
 
         Raises:
             InvalidArgument: The grammar is invalid, or allows no text.
         """
         parameters = prompt.parameters
-        grammar = parameters.grammar, prompt.message_grammar, parameters.grammar_name
-        prompt.grammar = self._grammars.matcher(*grammar)
+        if parameters.bad_words:
+            words = BadWords(parameters.bad_words, self._token_texts, self._vocab_size)
+            prompt.parameters = replace(parameters, forbidden=words.forbidden_after)
+            _ = prompt.parameters.bias_arrays, prompt.parameters.allowed_array
+        if parameters.grammar[0] or prompt.message_grammar:
+            grammar = parameters.grammar, prompt.message_grammar, parameters.grammar_name
+            prompt.grammar = self._grammars.matcher(*grammar)
 
     def _render(self, text: str | memoryview) -> RenderedChat:
         """Render a conversation, in a separate process if it is long."""
@@ -495,10 +498,14 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     if "messages" in inputs:
         # A chat template writes the special tokens itself.
         merged_values.setdefault("add_special_tokens", False)
-    echoes = merged_values.get("echo") in (True, "true")
-    if merged_values.get("exclude_input_in_output") is not None:
-        echoes = False
-        merged_values["echo"] = not merged_values["exclude_input_in_output"]
+    flags = ("stream", "echo", "exclude_input_in_output")
+    merged_values |= {n: as_flag(merged_values[n]) for n in flags if n in merged_values}
+    echoes = merged_values.get("echo") is True
+    if (excludes := merged_values.get("exclude_input_in_output")) is not None:
+        if not isinstance(excludes, bool):
+            problem = f"{clip(repr(excludes))} is not true or false"
+            raise InvalidArgument(f"exclude_input_in_output: {problem}")
+        echoes, merged_values["echo"] = False, not excludes
     elif merged_values.get("echo") is None:
         # Like Triton's vLLM backend: a single response begins with its prompt, a stream does not.
         merged_values["echo"] = not merged_values.get("stream", False)

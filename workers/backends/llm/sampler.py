@@ -42,7 +42,7 @@ class SampledRow:
         sample: The index of the sample in its request.
         tokens: The tokens of the sequence up to the sampled one.
         prompt_length: The number of tokens of the prompt.
-        end_tokens: The tokens that end a text.
+        end_tokens: The tokens that end a text, with those of the parameter `stop_token_ids`.
         allowed: The tokens that the grammar allows, as a bitmask of int32 words [vocabulary / 32].
     """
 
@@ -150,7 +150,7 @@ def process(logits: Tensor, rows: Sequence[SampledRow]) -> None:
         if row.allowed is not None:
             _mask(row_logits, row.allowed)
         if row.generated_count < parameters.min_tokens:
-            end_tokens = [*row.end_tokens, *parameters.stop_token_ids]
+            end_tokens = [*row.end_tokens]
             end_logits, row_logits[end_tokens] = row_logits[end_tokens], -math.inf
             if row.allowed is not None and row_logits.max() == -math.inf:
                 row_logits[end_tokens] = end_logits  # a completed grammar allows only end tokens
@@ -168,7 +168,8 @@ def _restrict(logits: Tensor, row: SampledRow) -> None:
         logits.fill_(-math.inf)
         logits[allowed_ids] = allowed_logits
     if parameters.forbidden is not None:
-        logits[parameters.forbidden(row.tokens[row.prompt_length :])] = -math.inf
+        forbidden = torch.from_numpy(parameters.forbidden(row.tokens[row.prompt_length :]))
+        logits[forbidden.to(logits.device)] = -math.inf
 
 
 def _penalise(logits: Tensor, row: SampledRow) -> None:

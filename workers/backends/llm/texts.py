@@ -14,8 +14,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -167,7 +168,7 @@ class SampleText:
         The result is None for the tokenizer's end token, and for a token that ends no text.
         """
         parameters = self._prompt.parameters
-        if token not in (*self._prompt.end_tokens, *parameters.stop_token_ids):
+        if token not in self._prompt.end_tokens:
             return None
         if token == self._prompt.eos and not parameters.beams:
             return None
@@ -177,7 +178,7 @@ class SampleText:
     def _append_text(self, token: int, finish_reason: str) -> str:
         """Append the text of a token; return the stop string that it completes, or ""."""
         parameters = self._prompt.parameters
-        is_end = token in self._prompt.end_tokens or token in parameters.stop_token_ids
+        is_end = token in self._prompt.end_tokens
         is_excluded = is_end and not parameters.include_stop_str_in_output
         text = "" if is_excluded or token in self._dropped_tokens else self._detokenizer.add(token)
         if finish_reason:
@@ -395,6 +396,15 @@ class RequestSamples:
         return token_entry(token, text, logprob, token_bytes, shows_id)
 
 
+@contextmanager
+def _fails(stream: OutputStream) -> Iterator[None]:
+    """Fail a request with the error that the block raises, such as a panic of a library in Rust."""
+    try:
+        yield
+    except BaseException as error:
+        stream.fail_raised(error)
+
+
 class TextThread:
     """The thread that processes the texts of all running requests.
 
@@ -413,7 +423,7 @@ class TextThread:
         self._token_texts = TokenTexts(checkpoint.tokenizer)
         self._link = link
         self.reader = PromptReader(checkpoint, settings, self._token_texts)
-        # Long prompts and grammars are processed in another thread, which delays no other text.
+        # Another thread processes long prompts, grammars and bad words, which delay no other text.
         self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
         # A long conversation waits seconds for the process that renders it.
         self._renderings = ThreadPoolExecutor(1, "long conversations")
@@ -475,47 +485,46 @@ class TextThread:
 
         This method may run in any thread.
         """
-        try:
+        with _fails(stream):
             converted = self.reader.convert(stream.request, inputs)
             if converted is not None:
                 stream.send(converted, final=True)
                 return
             prompt, echo = self.reader.read(stream.request, inputs, resumed)
-        except Exception as error:
-            stream.fail_raised(error)
-            return
-        start = partial(self._start, stream, prompt, echo, resumed)
-        if prompt.parameters.grammar[0] or prompt.message_grammar:
-            self._slow_jobs.submit(self._compile, prompt, stream, start)
-        elif threading.current_thread() is self._thread:
-            start()
-        else:
-            self.put(start)
+            start = partial(self._start, stream, prompt, echo, resumed)
+            if prompt.needs_compilation:
+                self._slow_jobs.submit(self._compile, prompt, stream, start)
+            elif threading.current_thread() is self._thread:
+                start()
+            else:
+                self.put(start)
 
     def _compile(self, prompt: Prompt, stream: OutputStream, start: Callable[[], None]) -> None:
-        try:
+        with _fails(stream):
             self.reader.compile(prompt)
-        except Exception as error:
-            stream.fail_raised(error)
-        else:
             self.put(start)
 
     def _start(
         self, stream: OutputStream, prompt: Prompt, echo: str, resumed: list[Resumed]
     ) -> None:
         key = prompt.key
-        request = RequestSamples(prompt, self._token_texts, stream, self._link, echo)
-        if not prompt.parameters.beams:
-            for earlier in resumed:
-                tokens = prompt.resumed_tokens.get(earlier.sample, [])
-                request.samples[earlier.sample].resume(earlier, tokens)
-        self._requests[key] = request
-        self._unread_since_ns.pop(key, None)
-        self.prompts[key] = prompt
-        stream.on_credit(partial(self.put, partial(self._respond, key)))
-        self._link.send(prompt.describe(stream.request.work.priority))
-        # Registered last: a stream that is already cancelled calls the function immediately.
-        stream.on_cancel(partial(self.put, partial(self._cancel, key)))
+        with _fails(stream):
+            request = RequestSamples(prompt, self._token_texts, stream, self._link, echo)
+            if not prompt.parameters.beams:
+                for earlier in resumed:
+                    tokens = prompt.resumed_tokens.get(earlier.sample, [])
+                    request.samples[earlier.sample].resume(earlier, tokens)
+            with self._link.lock:
+                if stream.is_cancelled():
+                    # If the scheduler was replaced, the key may have a request of its successor.
+                    stream.send(final=True)
+                    return
+                self._requests[key] = request
+                self._unread_since_ns.pop(key, None)
+                self.prompts[key] = prompt
+                stream.on_credit(partial(self.put, partial(self._respond, key)))
+                stream.on_cancel(partial(self.put, partial(self._cancel, key)))
+                self._link.send(prompt.describe(stream.request.work.priority))
         if prompt.resumed_tokens:
             self._respond(key)
 
@@ -535,8 +544,16 @@ class TextThread:
                 continue
             sample = request.samples[sequence.sample]
             if sample.finish_reason:
+                # The text may have ended in a worker that died before it notified the scheduler.
+                if not output.finish_reason:
+                    self._link.send(StopStringFound(sequence.number))
                 continue
-            if sample.add(output.tokens, output.finish_reason, output.logprobs):
+            try:
+                has_stopped = sample.add(output.tokens, output.finish_reason, output.logprobs)
+            except BaseException as error:
+                self.fail_requests({key}, error)
+                continue
+            if has_stopped:
                 self._link.send(StopStringFound(sequence.number))
             updated_keys[key] = None
         for key in updated_keys:
@@ -546,7 +563,8 @@ class TextThread:
         """Respond with the best hypotheses of a beam search."""
         request = self._requests.get(message.key)
         if request is not None:
-            request.add_hypotheses(message.hypotheses)
+            with _fails(request.output_stream):
+                request.add_hypotheses(message.hypotheses)
             self._respond(message.key)
 
     def fail_requests(self, keys: set[int], error: BaseException) -> None:
@@ -564,7 +582,12 @@ class TextThread:
         request = self._requests.get(key)
         if request is None:
             return
-        if request.respond():
+        try:
+            is_complete = request.respond()
+        except BaseException as error:
+            request.output_stream.fail_raised(error)
+            is_complete = True
+        if is_complete:
             self._remove(request)
         elif request.output_stream.may_send:
             self._unread_since_ns.pop(key, None)

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeVar
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from shmserve.workers.backends.llm.message_parsers import overlap
@@ -155,8 +157,18 @@ class TokenTexts:
     def _sorted_tokens(self) -> tuple[list[bytes], list[int]]:
         """Return the sorted bytes of the tokens that are not special, and these tokens."""
         tokens = self.tokenizer.get_vocab().values()
-        pairs = sorted((self.bytes_of(t), t) for t in tokens if t not in self.special)
+        pairs = sorted((self.bytes_of(t), t) for t in with_pauses(tokens) if t not in self.special)
         return [data for data, _ in pairs], [token for _, token in pairs]
+
+    @functools.cached_property
+    def _joined_tokens(self) -> tuple[bytes, list[int]]:
+        """Return the bytes of `_sorted_tokens` with 0xFF, which no text contains, after each token.
+
+        The second result is the index of each 0xFF.
+        """
+        pieces, _ = self._sorted_tokens
+        ends = itertools.accumulate(len(piece) + 1 for piece in pieces)
+        return b"".join(b"%b\xff" % piece for piece in pieces), [end - 1 for end in ends]
 
     def beginning_with(self, data: bytes) -> list[int]:
         """Return the tokens whose bytes begin with `data`."""
@@ -167,8 +179,10 @@ class TokenTexts:
 
     def containing(self, data: bytes) -> list[int]:
         """Return the tokens whose bytes contain `data` at any position."""
-        pieces, tokens = self._sorted_tokens
-        return [token for piece, token in zip(pieces, tokens) if data in piece]  # noqa: B905
+        text, ends = self._joined_tokens
+        matches = re.finditer(re.escape(data), text)
+        indices = {bisect.bisect_left(ends, match.end()) for match in with_pauses(matches)}
+        return [self._sorted_tokens[1][index] for index in indices]
 
     def ends_word(self, token: int) -> bool:
         """Return whether the decoder writes a space after a token once another token follows."""
@@ -227,35 +241,37 @@ class TokenTexts:
 class BadWords:
     """A filter of the tokens that would complete a forbidden word.
 
-    A word is forbidden in any tokenization, and as a part of another word.
+    A word is forbidden in any tokenization, and as a part of another word. The tokenizer may have
+    more tokens than the `vocab_size` tokens of the model.
     """
 
-    def __init__(self, words: Iterable[str], texts: TokenTexts) -> None:
+    def __init__(self, words: Iterable[str], texts: TokenTexts, vocab_size: int) -> None:
         self._bytes_of = texts.bytes_of
         # No text contains a lone surrogate.
         self._words = [word.encode(errors="surrogatepass") for word in words]
         self._longest = max(map(len, self._words))
-        # Tokens that contain a whole word; tokens that complete a word, by the word's beginning.
-        self._containing_tokens = [
-            token for word in self._words for token in texts.containing(word)
-        ]
-        self._completing_tokens: dict[bytes, list[int]] = {}
+        # The tokens that complete a word after its beginning, by this beginning.
+        containing = {token for word in self._words for token in texts.containing(word)}
+        completing: dict[bytes, list[int]] = {}
         for word in self._words:
             for size in range(1, len(word)):
-                completing = self._completing_tokens.setdefault(word[:size], [])
-                completing += texts.beginning_with(word[size:])
+                completing.setdefault(word[:size], []).extend(texts.beginning_with(word[size:]))
+        lists = {b"": containing, **completing}
+        self._completing_tokens = {
+            beginning: np.array([token for token in tokens if token < vocab_size], np.int64)
+            for beginning, tokens in lists.items()
+        }
 
-    def forbidden_after(self, tokens: Sequence[int]) -> list[int]:
+    def forbidden_after(self, tokens: Sequence[int]) -> NDArray[np.int64]:
         """Return the tokens that would complete a word after the tokens of a text."""
         tail = b""
         for token in reversed(tokens):
             if len(tail) >= self._longest:
                 break
             tail = self._bytes_of(token) + tail
-        forbidden = self._containing_tokens[:]
-        for size in range(1, min(self._longest, len(tail) + 1)):
-            forbidden += self._completing_tokens.get(tail[len(tail) - size :], ())
-        return forbidden
+        endings = (tail[len(tail) - size :] for size in range(min(self._longest, len(tail) + 1)))
+        completing = self._completing_tokens
+        return np.concatenate([completing[end] for end in endings if end in completing])
 
 
 class Detokenizer:

@@ -97,7 +97,7 @@ class Lark:
         """Return an expression for the JSON values of a schema."""
         try:
             extended = with_patterns(schema, schema)
-        except ValueError as error:
+        except Exception as error:  # of any kind, since a schema may have any values
             raise InvalidArgument(
                 f"tools: the parameters of a tool cannot be compiled to a grammar: {error}"
             ) from None
@@ -577,7 +577,7 @@ def _read_python_escape(parser: MessageParser) -> Reading[str]:
         return f"\\{sequence}"
     if kind not in {*"/\\'\"\nabfnrtv", *_HEX_DIGITS}:
         return _escape(f"\\{sequence}")
-    with suppress(SyntaxError):
+    with suppress(SyntaxError, ValueError):
         return _escape("/" if kind == "/" else ast.literal_eval(f'"\\{sequence}"'))
     raise MalformedCall
 

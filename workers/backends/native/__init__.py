@@ -247,7 +247,8 @@ class NativeBackend(Backend):
                 defining = getattr(sys.modules.get(model.__module__), "__file__", None)
                 path = Path(defining or path)
                 self._where, name = str(path), model.__name__
-            self._positions = source_positions(path.read_text(encoding="utf-8"), name)
+            with contextlib.suppress(OSError):  # a module may be in an archive
+                self._positions = source_positions(path.read_bytes(), name)
         return self._class
 
     def _position_prefix(self, name: str) -> str:

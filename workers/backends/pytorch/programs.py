@@ -504,9 +504,10 @@ def describe(exported: torch.export.ExportedProgram) -> FileDescription:
 
 
 def _describe_tensor(name: str, value: Any) -> FileTensor:
-    datatype = PROTOCOL_DATATYPES.get(value.dtype)
+    dtype: Any = getattr(value, "dtype", type(value).__name__)  # an integer may be an input, too
+    datatype = PROTOCOL_DATATYPES.get(dtype)
     if datatype is None:
-        text = f"tensor '{name}' of the exported program is {value.dtype}, which no client can send"
+        text = f"tensor '{name}' of the exported program is {dtype}, which no client can send"
         raise InvalidArgument(text)
     dims = tuple(size if isinstance(size, int) else -1 for size in value.shape)
     symbols = tuple("" if isinstance(size, int) else str(size) for size in value.shape)

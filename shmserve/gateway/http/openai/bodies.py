@@ -498,8 +498,8 @@ def _describe_type(value: Any) -> str:
 
 
 _REQUEST_ID = re.compile(r"\[request id: .*?\] ")
-# Messages about a field begin with its name.
-_FIELD_PREFIX = re.compile(r"([a-z][a-z_.\[\]0-9]*): ")
+# Messages about fields have the name of each field before its problem.
+_FIELD_PREFIX = re.compile(r"(^|; )([a-z][a-z_.\[\]0-9]*): ")
 # Inputs of models, and the fields that they are made of.
 _FIELDS_BY_INPUT = {"text_input": "prompt", "input_ids": "prompt"}
 
@@ -558,12 +558,15 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
     elif invalid and PROMPT_TOO_LONG in error.message:
         code = "context_length_exceeded"
     message = _REQUEST_ID.sub("", error.message, count=1).encode(errors="replace").decode()
+    if invalid and not isinstance(error, RefusedFields):
+
+        def rename(prefix: re.Match[str]) -> str:
+            name = names.get(prefix[2], prefix[2])
+            for infix in (".function.", ".custom."):  # "tools[0].function.name"
+                name = name.replace(infix, names.get(infix, infix))
+            return f"{prefix[1]}{name}: "
+
+        message = _FIELD_PREFIX.sub(rename, message)
     field = _FIELD_PREFIX.match(message) if invalid else None
-    param = None
-    if field is not None:
-        names = {} if isinstance(error, RefusedFields) else names
-        param = names.get(field[1], field[1])
-        for infix in (".function.", ".custom."):  # "tools[0].function.name"
-            param = param.replace(infix, names.get(infix, infix))
-        message = f"{param}{message[len(field[1]) :]}"
+    param = None if field is None else field[2]
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

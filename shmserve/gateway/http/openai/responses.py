@@ -317,8 +317,9 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
             text = returned.removeprefix(_PLAIN_PREFIX)
         else:
             text = _chat_content(item.get("content") or item.get("summary") or [], position)
-        earlier = last.get("reasoning_content")
-        last["reasoning_content"] = f"{earlier}\n{text}" if earlier else text
+        if text:  # reasoning of another server may be encrypted
+            earlier = last.get("reasoning_content")
+            last["reasoning_content"] = f"{earlier}\n{text}" if earlier else text
     else:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 

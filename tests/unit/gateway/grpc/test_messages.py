@@ -226,19 +226,14 @@ def test_compressed_messages_are_inflated(data: bytes, encoding: str, level: int
 
 
 @pytest.mark.parametrize("size", [0, 1, LARGE_MESSAGE_BYTES, 3 * LARGE_MESSAGE_BYTES + 5])
-def test_a_large_message_is_deflated_in_turns(size: int) -> None:
+async def test_a_large_message_is_deflated_in_turns(size: int) -> None:
     data = (bytes(range(256)) * (size // 256 + 1))[:size]
     turn_count = 0
-
-    async def run() -> tuple[bytes, bytes]:
-        nonlocal turn_count
-        task = asyncio.ensure_future(compress_in_turns(data, "gzip", 6))
-        while not task.done():
-            turn_count += 1
-            await asyncio.sleep(0)
-        return await task
-
-    prefix, compressed_data = asyncio.run(run())
+    task = asyncio.ensure_future(compress_in_turns(data, "gzip", 6))
+    while not task.done():
+        turn_count += 1
+        await asyncio.sleep(0)
+    prefix, compressed_data = await task
     flag, length = PREFIX.unpack(prefix)
     assert length == len(compressed_data) <= len(data)
     assert (gzip.decompress(compressed_data) if flag else compressed_data) == data

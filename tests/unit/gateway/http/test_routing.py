@@ -244,6 +244,9 @@ class Transport:
         self.written.append(data)
         self.writing_paused = len(self.written) == self.lost_after
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     async def drain(self) -> None:
         raise ConnectionResetError("the client has disconnected")
 

@@ -250,6 +250,7 @@ def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int
     for pid, turns in enumerate((first_turns, second_turns, 10_000), 100):
         llm = FakeLlmWorker(rig, pid=pid, most=20, samples=2, replays=True)
         for prepare in [message for message in llm.receive() if isinstance(message, g.Prepare)]:
+            assert known_tokens.keys() <= {resumed.sample for resumed in prepare.resumed}
             for resumed in prepare.resumed:
                 assert resumed.tokens.startswith(known_tokens.get(resumed.sample, b""))
                 known_tokens[resumed.sample] = resumed.tokens
@@ -275,6 +276,23 @@ def test_a_finished_sample_is_not_restarted() -> None:
         resumed_sample.sample: resumed_sample.finish_reason for resumed_sample in prepare.resumed
     } == {0: "stop", 1: ""}
     successor.run()
+    assert take_ended(rig) == {number: ""}
+
+
+def test_samples_that_have_ended_are_not_generated_again_if_their_client_reads_late() -> None:
+    rig = LlmRig()
+    llm = FakeLlmWorker(rig)
+    (number,) = submit(rig)
+    llm._end = lambda key, code="": None  # type: ignore[method-assign]
+    while 0 not in llm.open.values():
+        assert llm.turn()
+    rig.supervisor(ProcessExited(100, "killed"))
+    successor = FakeLlmWorker(rig, pid=101)
+    (prepare,) = successor.receive()
+    successor.run()
+    assert [resumed.finish_reason for resumed in prepare.resumed] == ["length"]
+    assert not successor.worker.sequences and rig.snapshot()["finished"]["length"] == 1
+    successor._end(next(iter(successor.open)))
     assert take_ended(rig) == {number: ""}
 
 

@@ -262,3 +262,17 @@ def test_a_stream_of_short_requests_starves_no_long_one() -> None:
             break
     else:
         raise AssertionError("it never ran")
+
+
+def test_drafts_leave_tokens_to_other_sequences() -> None:
+    speculation = {"enabled": True, "num_spec_tokens": 15, "adaptive_length": False}
+    rig = make_rig(max_tokens_per_batch=40, speculative_decoding=speculation)
+    for token in (1, 2, 3):
+        submit(rig, [token] * 4, 40)
+    rig.run_turn()
+    submit(rig, [4] * 16, 2)
+    assert rig.plan() and rig.engine.running_step is not None
+    counts = [row.count for _, row in rig.engine.running_step.rows.values()]
+    assert counts == [1, 1, 1, 16] and rig.engine.running_step.draft_count
+    rig.complete_step()
+    rig.drain()

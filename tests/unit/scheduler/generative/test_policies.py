@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.ipc.messages.generation import Stepped
 from shmserve.scheduler.generative.sequences import Generation, Sequence, ranking
-from shmserve.scheduler.generative.steps import Acceptance, StepTimes, StepWork
+from shmserve.scheduler.generative.steps import (
+    Acceptance,
+    RunningStep,
+    StepTimes,
+    StepWork,
+)
+from shmserve.scheduler.tables import GenerationStats
 
 SECOND_NS = 1_000_000_000
 NOW = 100 * SECOND_NS
@@ -182,6 +189,19 @@ def test_a_prompt_that_a_draft_model_reads_does_not_end_its_proposals() -> None:
     for _ in range(100):
         step_times.observe_drafts(4, 400.0)
     assert step_times.draft_ms == pytest.approx(100.0, rel=0.05)
+
+
+def test_a_step_with_copies_and_drafts_is_divided_into_its_parts() -> None:
+    times, expected = StepTimes(), StepTimes()
+    step = RunningStep(1, {}, StepWork(2), copies=10, draft_count=4)
+    milliseconds = {"gather_ns": 9, "forward_ns": 20, "sample_ns": 3, "draft_ns": 8}
+    spent: Any = {name: value * 1_000_000 for name, value in milliseconds.items()}
+    step.observe(Stepped(1, [], **spent), times, GenerationStats())
+    expected.observe_copies(10, 1.0)
+    expected.observe_drafts(4, 8.0)
+    expected.observe(StepWork(2), 23.0)
+    assert (times.copy_ms, times.draft_ms) == (expected.copy_ms, expected.draft_ms)
+    assert times.expected_ms(StepWork(3)) == expected.expected_ms(StepWork(3))
 
 
 def test_rejected_drafts_cause_a_pause() -> None:

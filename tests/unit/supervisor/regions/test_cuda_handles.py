@@ -130,14 +130,12 @@ async def test_an_equal_registration_is_accepted_and_another_refused() -> None:
             await rig.registry.register_cuda("r", other_handle, offset, size, ME)
 
 
-def test_both_kinds_of_regions_share_their_names() -> None:
+async def test_both_kinds_of_regions_share_their_names() -> None:
     key = f"/test-{os.getpid()}-cuda"
     posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096).close_fd()
-
-    async def scenario() -> None:
-        rig = CudaRegionRig()
-        registry = rig.registry
-        name_taken = pytest.raises(AlreadyExists, match="already in manager")
+    registry = CudaRegionRig().registry
+    name_taken = pytest.raises(AlreadyExists, match="already in manager")
+    try:
         await registry.register_cuda("device", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.register("host", key, 0, 4096, ME)
         with name_taken:
@@ -151,10 +149,7 @@ def test_both_kinds_of_regions_share_their_names() -> None:
         assert [region.name for region in registry.active_regions()] == ["host"]
         await registry.unregister("", ME)
         assert registry.active_regions() == []
-        rig.registry.draining.gateway_exited(7)
-
-    try:
-        asyncio.run(scenario())
+        registry.draining.gateway_exited(7)
     finally:
         posix_ipc.unlink_shared_memory(key)
 

@@ -273,7 +273,7 @@ def _required_roles(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the roles of the tensors that asymmetric quantisation and act-order require."""
     parts = _weight_settings(config) or [config]
     is_asymmetric = all(part.get("symmetric", part.get("sym")) is False for part in parts)
-    if is_asymmetric or config.get("zero_point") is True:
+    if is_asymmetric or config.get("zero_point", config.get("quant_method") == "awq") is True:
         yield "zeros"
     if config.get("desc_act") or all(part.get("actorder") in _ACT_ORDERS for part in parts):
         yield "groups"

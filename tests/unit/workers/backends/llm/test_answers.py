@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from shmserve.workers.backends.llm import texts
 from shmserve.workers.backends.llm.engine import Prompt
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.parameters import parse
+from shmserve.workers.backends.llm.prompts import PromptReader
 from shmserve.workers.backends.llm.texts import SampleText
 from shmserve.workers.backends.llm.token_texts import (
     Detokenizer,
@@ -30,7 +32,7 @@ from shmserve.workers.backends.llm.token_texts import (
     with_pauses,
 )
 from shmserve.workers.backends.llm.tool_formats import FAMILIES
-from tests.rigs.llm_rig import Scheduler, llm_rig
+from tests.rigs.llm_rig import Scheduler, llm_rig, work
 from tests.support.hf_folders import END, tokenizer_text
 from tests.unit.workers.backends.llm.conftest import generate, reference
 
@@ -88,7 +90,13 @@ def test_a_token_without_a_part_of_the_message_is_sent_if_it_is_shown(
 
 @pytest.mark.parametrize(
     ("fields", "is_echoed"),
-    [({}, True), ({"stream": True}, False), ({"exclude_input_in_output": True}, False)],
+    [
+        ({}, True),
+        ({"stream": "false"}, True),
+        ({"stream": True}, False),
+        ({"exclude_input_in_output": True}, False),
+        ({"exclude_input_in_output": "False"}, True),
+    ],
 )
 def test_a_text_begins_with_its_prompt_as_in_triton(
     scheduler: Scheduler, fields: dict[str, Any], is_echoed: bool
@@ -399,6 +407,8 @@ def test_without_an_option_only_the_generated_text_is_returned(scheduler: Schedu
 
 
 def test_beams_have_candidates_and_chosen_texts(scheduler: Scheduler, folder: Folder) -> None:
+    scheduler.prepare(2, input_ids=PROMPT, use_beam_search=True, n=2, stop_token_ids=[7])
+    assert scheduler.prepared.pop(2).beams[0].end_tokens == [0, 7]
     scheduler.prepare(1, input_ids=PROMPT, use_beam_search=True, n=2, max_tokens=5)
     (beams,) = scheduler.prepared[1].beams
     assert (beams.width, beams.end_tokens, beams.early_stopping) == (2, [0], "false")
@@ -446,6 +456,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"input_ids": [1] * 512},
          "length is 512 tokens, and the prompt is too long: 512 tokens and one generated"),
         ({"messages": "[1]"}, "messages: [1] is not a JSON list of messages"),
+        ({"text_input": "a", "exclude_input_in_output": 1}, "exclude_input_in_output: 1 is not"),
         ({"messages": '[{"role": "u", "content": [{"type": "image"}]}]'}, "'image' is not 'text'"),
         ({"text_input": "a", "regex": "[a"}, "regex: cannot be compiled"),
         ({"text_input": "a", "json_schema": {"type": 3}}, "json_schema: cannot be compiled"),
@@ -482,6 +493,73 @@ def test_a_failing_step_ends_calls(scheduler: Scheduler, monkeypatch: pytest.Mon
     scheduler.add(2, max_tokens=5, **GREEDY)
     scheduler.run()
     assert len(scheduler.tokens(2)) == 5
+
+
+def test_a_sequence_that_cannot_begin_ends_its_request(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.add(1, max_tokens=5, **GREEDY)
+    with monkeypatch.context() as patched:
+        patched.setattr(Prompt, "begin_sequence", lambda *_: 1 / 0)
+        assert not scheduler.step()
+    assert scheduler.errors[1][0] == "INTERNAL"
+
+
+class Panic(BaseException):
+    """An error that a library in Rust raises."""
+
+
+@pytest.mark.parametrize(
+    ("function", "fields"),
+    [
+        ("prompts.PromptReader.read", {}),
+        ("prompts.PromptReader.read", {"input_ids": None, "text_input": "a " * 3000}),
+        ("prompts.PromptReader.compile", {"regex": "a"}),
+        ("prompts.PromptReader.compile", {"bad_words": ["a"]}),
+        ("texts.RequestSamples._sample", {}),
+        ("texts.SampleText.add", {"stream": True}),
+        ("texts.RequestSamples._encode_outputs", {}),
+    ],
+)
+def test_a_panic_ends_only_its_own_request(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, function: str, fields: dict[str, Any]
+) -> None:
+    path = f"shmserve.workers.backends.llm.{function}"
+    calls: list[str] = []
+
+    def fail_once(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        calls.append(function)
+        raise Panic
+
+    settings = {**GREEDY, "max_tokens": 4, **fields}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    monkeypatch.setattr(path, fail_once)
+    scheduler.add(1, **settings)
+    scheduler.add(2, max_tokens=4, **GREEDY)
+    scheduler.run()
+    assert calls and scheduler.errors[1][0] == "INTERNAL" and 2 in scheduler.responses
+    assert scheduler.is_idle
+
+
+def test_a_late_prompt_of_a_lost_scheduler_does_not_replace_its_successors(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_replaced = threading.Event()
+    compile_grammar = PromptReader.compile
+
+    def compile_late(reader: PromptReader, prompt: Prompt) -> None:
+        assert is_replaced.wait(30)
+        compile_grammar(reader, prompt)
+
+    monkeypatch.setattr(PromptReader, "compile", compile_late)
+    scheduler.send(g.Prepare([work(1, text_input="the", regex="a")]))
+    scheduler.rig.instance.link._disconnect()
+    scheduler.add(1, max_tokens=5, **GREEDY)
+    is_replaced.set()
+    scheduler.add(2, max_tokens=1, regex="a", **{**GREEDY, "ignore_eos": False})
+    scheduler.run()
+    assert len(scheduler.tokens(1)) == 5 and not scheduler.errors
 
 
 @pytest.mark.parametrize(
@@ -666,3 +744,28 @@ def expected_text(text: str, stop_strings: list[str], includes_stop: bool) -> tu
             if text[:end].endswith(stop_string):
                 return text[: end if includes_stop else end - len(stop_string)], stop_string
     return text, ""
+
+
+def test_a_resumed_sample_whose_text_has_ended_stops(scheduler: Scheduler) -> None:
+    settings: dict[str, Any] = {"n": 2, "max_tokens": 30, **GREEDY, "temperature": 1, "seed": 1}
+    scheduler.add(1, **settings)
+    scheduler.run()
+    texts = scheduler.responses[1][0]["text_output"]
+    tokens = np.array(scheduler.tokens(1), np.int32).reshape(2, 30)
+    stop = next(c for c in texts[0] if c.isascii() and c not in texts[1])
+    resumed_samples = [g.Resumed(index, tokens[index, :29].tobytes(), 0) for index in range(2)]
+    scheduler.add(2, resumed_samples, **settings | {"max_tokens": 200, "stop": [stop]})
+    first, _ = scheduler.running
+    for _ in range(4):
+        scheduler.step()
+        time.sleep(0.05)
+    scheduler.listen(0.1)
+    assert first not in scheduler.running
+
+
+def test_a_bad_word_may_have_tokens_that_the_model_lacks(tmp_path: Path, folder: Folder) -> None:
+    assert TOKENIZER.encode("the").ids[0] >= 300
+    with llm_rig(tmp_path / "rig", folder(vocab_size=300)) as scheduler:
+        scheduler.add(1, max_tokens=4, bad_words=["the"], **GREEDY)
+        scheduler.run()
+        assert len(scheduler.tokens(1)) == 4

@@ -166,6 +166,17 @@ def test_a_variable_of_another_type_is_refused(name: str) -> None:
             parse_conversation(json.dumps({"messages": messages, name: value}))
 
 
+@pytest.mark.parametrize("text", ['[{"role": null, "content": "a"}]', "[" * 50_000])
+def test_a_text_that_is_no_list_of_messages_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="is not a JSON list of messages"):
+        parse_conversation(text)
+
+
+def test_the_name_of_a_template_is_a_text() -> None:
+    with pytest.raises(InvalidArgument, match=r"^chat_template: \['a'\] is unknown"):
+        render(ROLES, messages=[{"role": "user", "content": "a"}], chat_template=["a"])
+
+
 @pytest.mark.parametrize(
     "message",
     [

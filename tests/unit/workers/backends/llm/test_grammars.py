@@ -142,6 +142,8 @@ def test_integers_that_would_be_rounded_are_refused(schema: dict[str, Any]) -> N
     [
         ({"format": []}, "cannot be compiled: .*format"),
         ({"x-guidance": True}, "x-guidance: True is not an object"),
+        ({"type": "object", "propertyNames": {"enum": 5}}, "cannot be compiled: .*int"),
+        ({"pattern": "^(?=a)b", "allOf": 5}, "cannot be compiled: .*int"),
     ],
 )
 def test_keywords_have_their_types(schema: dict[str, Any], error: str) -> None:

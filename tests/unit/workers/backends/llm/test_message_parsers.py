@@ -4,6 +4,7 @@ import json
 import random
 from typing import Any
 
+import orjson
 import pytest
 
 from shmserve.ipc import engine_settings
@@ -50,6 +51,12 @@ VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] =
     "hermes with a text of arguments": ("hermes",
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         *("", [("f", {"a": 1})])),
+    "hermes with half a character": ("hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>',
+        *("", [("f", {"a": "\ud800"})])),
+    "pythonic with half a character": ("pythonic",
+        "[weather(city='\\U0000d800', places=['\\ud83d'])]",
+        *("", [("weather", {"city": "\ud800", "places": ["\ud83d"]})])),
     "hermes with null": ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>',
         *("", [NOW])),
     "hermes with other members": ("hermes",
@@ -127,6 +134,10 @@ LATE_MISTAKES = {
     "text after the object": ("hermes", f"<tool_call>{JSON}}}</tool_call>"),
     "cut XML": ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=a>\nb"),
     "a name alone": ("pythonic", "[weather(days=x y)]"),
+    "a null byte": ("pythonic", '[weather(city="\\x\0a")]'),
+    "a deep list": (
+        *("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": {"[" * 1500}{"]" * 1500}}}}}'),
+    ),
 }
 
 
@@ -141,6 +152,7 @@ def parse_message(
     for index, chunk in enumerate([*chunks, ""]):
         parser.feed(chunk, index == len(chunks))
         delta = parser.take()
+        orjson.dumps(delta)
         for part in message:
             message[part] += delta.get(part, "")
         for call in delta.get("tool_calls", ()):

@@ -41,7 +41,8 @@ SETTINGS: list[dict[str, Any]] = [
 
 def new_row(**fields: Any) -> sampler.SampledRow:
     parameters = GenerationParameters(**{"seed": 1, **fields})
-    return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), (2,))
+    end_tokens = (2, *parameters.stop_token_ids)
+    return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), end_tokens)
 
 
 def expected_probabilities(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
@@ -202,7 +203,7 @@ def test_requests_without_a_grammar_call_no_grammar_code(
 def test_allowed_tokens_and_bad_words() -> None:
     logits = torch.zeros(2, 10)
     allowed_only = GenerationParameters(allowed_token_ids=(2, 3), logit_bias={2: 1.0})
-    banned = GenerationParameters(forbidden=lambda tokens: [4, len(tokens), 4])
+    banned = GenerationParameters(forbidden=lambda tokens: np.array([4, len(tokens), 4]))
     rows = [
         sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), ())
         for parameters in (allowed_only, banned)

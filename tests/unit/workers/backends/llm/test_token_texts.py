@@ -175,13 +175,13 @@ def test_long_json_is_parsed_with_pauses(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_bad_word_that_no_text_contains_forbids_no_token() -> None:
     texts = TokenTexts(VOCABULARIES["fallback"])
-    assert BadWords(["\ud800"], texts).forbidden_after([]) == []
+    assert not len(BadWords(["\ud800"], texts, 320).forbidden_after([]))
 
 
 @pytest.mark.parametrize("words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]])
 def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: list[str]) -> None:
     texts, rng = TokenTexts(tokenizer), random.Random(0)
-    bad_words = BadWords(words, texts)
+    bad_words = BadWords(words, texts, tokenizer.get_vocab_size())
     letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]
     likely = [*tokenize(tokenizer, "".join(words)), *tokenize(tokenizer, "the sea abab")]
     emitted_tokens: list[int] = []
