@@ -55,7 +55,8 @@ _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
 )
-_INVALID_OUTPUT = "inference output '"  # part of errors that do not depend on the inputs
+# Parts of errors about outputs, which do not depend on the inputs.
+_INVALID_OUTPUTS = ("inference output '", "configuration expects datatype ")
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
 
@@ -248,7 +249,9 @@ class _Model:
                     match message:
                         case Responded(code="", schema=b""):  # the response only marks the end
                             return _Verdict("ok")
-                        case Failed() | Responded() if _INVALID_OUTPUT in message.message:
+                        case Failed() | Responded() if any(
+                            part in message.message for part in _INVALID_OUTPUTS
+                        ):
                             return _Verdict("differs", message.message)
                         case Failed() | Responded() if message.code:
                             # No input may end the process of a model.

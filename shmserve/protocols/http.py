@@ -40,6 +40,7 @@ _JSON_LINES = "application/x-ndjson"
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _find_content_length = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n").search
 _is_chunked = re.compile(rb"(?i)\r\ntransfer-encoding: *chunked\r\n").search
+_is_chunk_size = re.compile(rb"[0-9a-fA-F]+").fullmatch
 _closes_connection = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
 _CHUNKED = -1
 _MAX_ERROR_LENGTH = 300
@@ -396,7 +397,8 @@ class HttpLane:
         self._in_body, self._partial_data = True, b""
         self._is_ok = head[9:12] == b"200"
         self._error = b""
-        self._closes_after_response = _closes_connection(head) is not None
+        is_old = head.startswith(b"HTTP/1.0")
+        self._closes_after_response = is_old or _closes_connection(head) is not None
         length = _find_content_length(head)
         if length is not None:
             self._remaining_body_bytes = int(length[1])
@@ -412,7 +414,10 @@ class HttpLane:
             line_end = data.find(b"\r\n", position)
             if line_end < 0:
                 break
-            size = int(data[position:line_end].partition(b";")[0], 16)
+            size_text = data[position:line_end].partition(b";")[0].strip()
+            if not _is_chunk_size(size_text):
+                raise TransportError("the server's response is malformed")
+            size = int(size_text, 16)
             chunk_end = line_end + 2 + size + 2
             if len(data) < chunk_end:
                 break

@@ -13,9 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.perf.load import SCHEDULES, LoadGenerator, constant, parse_loads, poisson, probe
-from shmserve.protocols import LaneObserver
+from shmserve.perf.load import (
+    SCHEDULES,
+    LoadGenerator,
+    Probe,
+    constant,
+    parse_loads,
+    poisson,
+    probe,
+)
+from shmserve.protocols import Credentials, LaneObserver, TransportError, servers
 from shmserve.protocols.connection import Poller
+from shmserve.protocols.http import HttpLaneFactory
+from tests.support.servers import reply_once
 
 
 class InstantLaneFactory:
@@ -107,6 +117,30 @@ def test_a_load_against_a_silent_server_ends(transport: InstantLaneFactory) -> N
     with pytest.raises(Unavailable, match=r"not responded within 0\.1 s"):
         probe(transport.poller, transport, None, 0.1)
     assert probe(transport.poller, transport, "error!", 5) == "error!"
+
+
+def lane_factory(port: int, poller: Poller) -> HttpLaneFactory:
+    address = servers.parse_address(f"http://127.0.0.1:{port}")
+    return HttpLaneFactory(address, Credentials(), poller)
+
+
+@pytest.mark.parametrize("size", [b"zz", b"-5", b""])
+def test_a_malformed_chunk_ends_the_load(transport: InstantLaneFactory, size: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with reply_once(head + size + b"\r\nabc\r\n") as port:
+        lanes = lane_factory(port, transport.poller)
+        with pytest.raises(TransportError, match="response is malformed"):
+            probe(transport.poller, lanes, b"GET / HTTP/1.1\r\n\r\n", 5)
+
+
+def test_a_connection_is_not_used_again_after_http_1_0(transport: InstantLaneFactory) -> None:
+    observer = Probe()
+    with reply_once(b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n{}") as port:
+        lane = lane_factory(port, transport.poller).lane(observer)
+        lane.send(b"GET / HTTP/1.1\r\n\r\n")
+        while observer.error is None:
+            transport.poller.run_turn(10_000_000)
+        assert observer.error == "" and not lane._connection.is_open
 
 
 RATES = st.floats(0.5, 1e6)
