@@ -360,7 +360,7 @@ class KillInstance(Message):
 
 
 class SnapshotStatistics(Message):
-    """Sent by the supervisor to a scheduler every second to request `StatisticsSnapshot`.
+    """Sent by the supervisor to a scheduler to request `StatisticsSnapshot`.
 
     The snapshot is brief: it lacks the statistics of each response index of a decoupled model.
     """

@@ -319,7 +319,7 @@ class Acceptor:
     """
 
     _create_connection: Callable[[Acceptor], LimitedConnection]
-    _listener: ListenerRules
+    listener: ListenerRules
     _max_connections: int
 
     def __post_init__(self) -> None:
@@ -349,7 +349,7 @@ class Acceptor:
         """
         transport = connection.transport
         assert transport is not None
-        client = ClientIdentity(self._listener, transport.get_extra_info("socket"))
+        client = ClientIdentity(self.listener, transport.get_extra_info("socket"))
         self._connections.add(connection)
         peer = self._peer_of(client, transport)
         if peer is not None:
@@ -398,9 +398,9 @@ class Acceptor:
 
         On loopback, clients are not distinguished.
         """
-        if self._listener.kind is ListenerKind.UNIX:
+        if self.listener.kind is ListenerKind.UNIX:
             return client.uid
-        if self._listener.kind is ListenerKind.LOOPBACK:
+        if self.listener.kind is ListenerKind.LOOPBACK:
             return None
         return network(str((transport.get_extra_info("peername") or ("",))[0]))
 

@@ -22,7 +22,7 @@ from shmserve import logs
 from shmserve.gateway.context import Gateway, ModelTable
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.links import GatewaySchedulers, GatewaySupervisorLink
-from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules
+from shmserve.gateway.listener import Acceptor, ActiveCount
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
 from shmserve.gateway.tracer import Tracer
@@ -65,9 +65,8 @@ class ProtocolServer(ABC):
 
     def __init__(self) -> None:
         self._accepting_servers: list[asyncio.Server] = []
-        self._acceptors: list[Acceptor] = []
+        self.acceptors: list[Acceptor] = []
         self._refuses_connections = False
-        self.listeners: list[ListenerRules] = []
 
     @abstractmethod
     async def open(self) -> None:
@@ -75,6 +74,7 @@ class ProtocolServer(ABC):
 
     async def listen(self, sock: socket.socket, acceptor: Acceptor) -> None:
         """Create the server of a listening socket, which accepts connections later."""
+        self.acceptors.append(acceptor)
         loop = asyncio.get_running_loop()
         is_unix = sock.family == socket.AF_UNIX
         create: Callable[..., Any] = loop.create_unix_server if is_unix else loop.create_server
@@ -85,7 +85,6 @@ class ProtocolServer(ABC):
                 acceptor, sock=sock, backlog=_LISTEN_BACKLOG, start_serving=False, **options
             )
         )
-        self._acceptors.append(acceptor)
 
     async def accept(self) -> None:
         """Accept connections, unless the gateway drains."""
@@ -103,17 +102,16 @@ class ProtocolServer(ABC):
         """
         self._refuse_connections()
         refuses = self.refuses_while_busy and not has_successor
-        listeners = ActiveCount()
-
-        def disconnect() -> None:
-            # The listeners are counted here, since some may have been opened in the meantime.
-            listeners.active = len(self._acceptors)
-            for acceptor in self._acceptors:
-                acceptor.drain(listeners.decrement, refuses=refuses)
-            listeners.call_when_idle(on_notified)
-
         # Deferred, because asyncio creates the protocols of accepted connections in this turn.
-        asyncio.get_running_loop().call_soon(disconnect)
+        asyncio.get_running_loop().call_soon(self._drain_acceptors, on_notified, refuses)
+
+    def _drain_acceptors(self, on_drained: Callable[[], None], refuses: bool = False) -> None:
+        """Drain all acceptors, and call `on_drained` once; see `Acceptor.drain`."""
+        listeners = ActiveCount()
+        listeners.active = len(self.acceptors)
+        for acceptor in self.acceptors:
+            acceptor.drain(listeners.decrement, refuses=refuses)
+        listeners.call_when_idle(on_drained)
 
     @abstractmethod
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
@@ -127,7 +125,7 @@ class ProtocolServer(ABC):
     async def close(self) -> None:
         """Close all connections. Written bytes are still sent."""
         self._refuse_connections()
-        for acceptor in self._acceptors:
+        for acceptor in self.acceptors:
             for connection in acceptor.connections:
                 connection.force_close()
 
@@ -239,7 +237,7 @@ class _Process:
                 gateway.tracer.record_local_request(message)
             case m.SetTokens(tokens):
                 gateway.settings = replace(gateway.settings, tokens=tokens)
-                for listener in self._server.listeners:
+                for listener in [acceptor.listener for acceptor in self._server.acceptors]:
                     listener.authorisation = listener.authorisation.with_tokens(tokens)
             case m.Ping():
                 pass

@@ -162,6 +162,9 @@ class LifecycleRig:
     def publish(self, model: Any) -> None:
         self.publisher.update(self, model.name, *self.registry.publications(model))
 
+    def remove(self, model: Any) -> None:
+        self.publisher.remove(model.name)
+
     def is_published(self, model: Any) -> bool:
         return self.publisher.are_acknowledged(self, model.name)
 

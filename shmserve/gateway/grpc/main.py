@@ -17,7 +17,7 @@ from shmserve.gateway.grpc.call import GrpcContext
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
-from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules, listener_kind
+from shmserve.gateway.listener import Acceptor, ListenerRules, listener_kind
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
 from shmserve.ipc import processes
 from shmserve.ipc.messages.supervision import decode_start
@@ -63,14 +63,12 @@ class GrpcServer(process.ProtocolServer):
 
     async def open(self) -> None:
         """Create a server, which accepts no connections yet, for each listening socket."""
-        gateway_settings = self._gateway.settings
-        rules = Authorisation(gateway_settings.tokens, gateway_settings.grpc_restricted, "protocol")
-        limit = min(
-            gateway_settings.max_connections, fd_limits.connections_share(len(self._sockets))
-        )
+        share = fd_limits.connections_share(len(self._sockets))
         for sock in self._sockets:
-            listener = ListenerRules(listener_kind(sock), rules, gateway_settings.allow_client_shm)
-            self.listeners.append(listener)
+            settings = self._gateway.settings  # read for each socket, since the tokens may change
+            rules = Authorisation(settings.tokens, settings.grpc_restricted, "protocol")
+            listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm)
+            limit = min(settings.max_connections, share)
             is_unix = sock.family == socket.AF_UNIX
             context = replace(self._context, tls=None) if is_unix else self._context
             await self.listen(
@@ -79,8 +77,4 @@ class GrpcServer(process.ProtocolServer):
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
         # Idle: no request is in flight, also in streams. Streams without requests may be open.
-        listeners = ActiveCount()
-        listeners.active = len(self._acceptors)
-        for acceptor in self._acceptors:
-            acceptor.drain(listeners.decrement)
-        listeners.call_when_idle(partial(self._inferences.call_when_idle, on_idle))
+        self._drain_acceptors(partial(self._inferences.call_when_idle, on_idle))

@@ -9,7 +9,7 @@ from functools import partial
 import uvloop
 
 from shmserve.common import fd_limits
-from shmserve.common.auth_tokens import Authorisation
+from shmserve.common.auth_tokens import Authorisation, Restrictions
 from shmserve.gateway import process
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
@@ -53,25 +53,24 @@ class HttpServer(process.ProtocolServer):
 
     async def open(self) -> None:
         """Create the servers. Metrics are served while models are loaded."""
-        settings = self._gateway.settings
-        http_rules = Authorisation(settings.tokens, settings.http_restricted)
-        metrics_rules = Authorisation(settings.tokens, {})
         exporter = MetricsExporter(self._gateway)
         metrics_app = App(self._gateway, metrics_routes(exporter, self._figures))
         for sock in self._metrics_sockets:
-            await self._serve_socket(sock, metrics_app, metrics_rules)
+            await self._serve_socket(sock, metrics_app, {})
         if self._metrics_sockets:
             self._figures.start_recording()
         await self.accept()
         for sock in self._http_sockets:
-            await self._serve_socket(sock, self._app, http_rules)
+            await self._serve_socket(sock, self._app, self._gateway.settings.http_restricted)
 
-    async def _serve_socket(self, sock: socket.socket, app: App, rules: Authorisation) -> None:
-        settings = self._gateway.settings
+    async def _serve_socket(
+        self, sock: socket.socket, app: App, restrictions: Restrictions
+    ) -> None:
+        settings = self._gateway.settings  # read for each socket, since the tokens may change
+        rules = Authorisation(settings.tokens, restrictions)
         host_names = (settings.http_address, socket.gethostname(), *settings.allowed_hosts)
         names = frozenset(map(str.lower, host_names))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
-        self.listeners.append(listener)
         http, metrics = len(self._http_sockets), len(self._metrics_sockets)
         descriptor_limit = fd_limits.connections_share(http, metrics)
         if sock in self._metrics_sockets:

@@ -2,7 +2,7 @@
 
 ensembles.py       rules for ensembles
 parameters.py      rules for parameters that the server interprets
-scheduling.py      rules for the dynamic batcher and the sequence batcher
+scheduling.py      rules for the dynamic batcher, the sequence batcher and the response cache
 tensors.py         rules for inputs, outputs and warm-up samples
 """
 
@@ -28,6 +28,7 @@ from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, f
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.parameters import parameter_problems
 from shmserve.model_config.rules.scheduling import (
+    cache_problems,
     dynamic_problems,
     initial_state_problems,
     sequence_problems,
@@ -126,7 +127,7 @@ def _file_problems(config: ModelConfig, is_complete: bool) -> Iterator[Problem]:
         yield from sequence_problems(config, is_complete=is_complete)
     if _is_ensemble(config):
         yield from ensemble_problems(config)
-    yield from _cache_problems(config)
+    yield from cache_problems(config)
     yield from _metric_problems(config)
     yield from _name_problems(config)
 
@@ -214,21 +215,6 @@ def _group_problems(path: Key, group: ModelInstanceGroup, gpu_count: int) -> Ite
                 f"required CUDA compute compatibility of 6.000000 are: {available_gpus}"
             )
             yield Problem((*gpus_at, index), text)
-
-
-def _cache_problems(config: ModelConfig) -> Iterator[Problem]:
-    if not config.response_cache.enable:
-        return
-    for reason, applies in (
-        ("sequence batching scheduler", config.HasField("sequence_batching")),
-        ("'decoupled' transaction policy", config.model_transaction_policy.decoupled),
-    ):
-        if applies:
-            text = (
-                f"Response Cache does not currently support model {config.name} with {reason}. "
-                "Please disable the response cache."
-            )
-            yield Problem(("response_cache", "enable"), text)
 
 
 def _metric_problems(config: ModelConfig) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.signature import shape_text, shapes_match
 from shmserve.model_config.diagnostics import Key, Problem, find_repeats, member
+from shmserve.model_config.rules.scheduling import cache_problems
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 _STEP: Key = ("ensemble_scheduling", "step")
@@ -190,6 +191,8 @@ def compose(
     _check_streams(config, available_models)
     full = copy.deepcopy(config)
     full.model_transaction_policy.decoupled = any(map(_is_decoupled, available_models))
+    for problem in cache_problems(full):
+        raise GraphProblem(problem.text, problem.key)
     return full
 
 

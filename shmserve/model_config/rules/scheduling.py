@@ -1,4 +1,4 @@
-"""Rules for the dynamic batcher and the sequence batcher."""
+"""Rules for the dynamic batcher, the sequence batcher and the response cache."""
 
 from __future__ import annotations
 
@@ -226,3 +226,19 @@ def _initial_problems(
                 f"description. {initial_size} != {state_size}"
             )
             yield Problem((*dims, index), text, related_keys)
+
+
+def cache_problems(config: ModelConfig) -> Iterator[Problem]:
+    """Yield the problems of the response cache, which has no streams and no sequences."""
+    if not config.response_cache.enable:
+        return
+    for reason, applies in (
+        ("sequence batching scheduler", config.HasField("sequence_batching")),
+        ("'decoupled' transaction policy", config.model_transaction_policy.decoupled),
+    ):
+        if applies:
+            text = (
+                f"Response Cache does not currently support model {config.name} with {reason}. "
+                "Please disable the response cache."
+            )
+            yield Problem(("response_cache", "enable"), text)

@@ -372,7 +372,7 @@ class Lifecycle:
                 self._open_orders.remove(order)
                 order.is_answered = self._has_changed = True
                 for model in self._registry.remove_unused(order.model):
-                    self._actions.publish(model)
+                    self._actions.remove(model)
                 self._actions.answer(order)
 
     def _advance(self, model: ModelEntry) -> None:

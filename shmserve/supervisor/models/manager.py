@@ -113,9 +113,12 @@ class ModelPublisher:
             if version not in sent or not isinstance(sent[version].message, ModelWithdrawn):
                 withdrawn = ModelWithdrawn(name, version, 0)
                 sent[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
-        # A model without published or withdrawn versions was removed from the registry.
-        if not (published or absent) and self.are_acknowledged(audience, name):
+        if not sent:
             del self._sent_messages[name]
+
+    def remove(self, name: str) -> None:
+        """Remove the record of a model that was withdrawn."""
+        self._sent_messages.pop(name, None)
 
     def are_acknowledged(self, audience: Audience, name: str) -> bool:
         """Check whether every client has acknowledged the publications of a model."""
@@ -208,6 +211,9 @@ class LifecycleExecutor(LifecycleActions):
 
     def publish(self, model: ModelEntry) -> None:
         self._publisher.update(self._audience, model.name, *self.registry.publications(model))
+
+    def remove(self, model: ModelEntry) -> None:
+        self._publisher.remove(model.name)
 
     def is_published(self, model: ModelEntry) -> bool:
         return self._publisher.are_acknowledged(self._audience, model.name)

@@ -152,6 +152,9 @@ class LifecycleActions(Protocol):
     def publish(self, model: ModelEntry) -> None:
         """Publish the changes of a model to every client."""
 
+    def remove(self, model: ModelEntry) -> None:
+        """Remove the record of the publications of a model that the registry has removed."""
+
     def is_published(self, model: ModelEntry) -> bool:
         """Check whether every client has acknowledged the publications of a model."""
 

@@ -41,7 +41,7 @@ class ModelRegistry:
         """Remove a model that has neither orders nor statuses, and the oldest unloaded models.
 
         Returns:
-            The removed models, which have no status.
+            The removed models.
         """
         is_unused = not (model.orders or statuses(model)) and self.models.get(model.name) is model
         removed = [model] if is_unused else []
@@ -51,7 +51,6 @@ class ModelRegistry:
             unloaded = [m for m in models if m.is_unloaded and not any(m.versions)]
             removed += unloaded[:-MAX_UNLOADED]
         for entry in removed:
-            entry.outcomes.clear()
             del self.models[entry.name]
             self._summaries.pop(entry.name, None)
         return removed

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from shmserve.ipc.messages.publications import ModelPublished, ReadinessChanged
+from shmserve.ipc.messages.publications import ModelPublished, ModelWithdrawn, ReadinessChanged
 from shmserve.supervisor.models.manager import Publication
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from tests.simulation.world import SECOND, World
@@ -102,6 +102,12 @@ class SimulatedAudience:
         for version, peer in peers.items():
             self._send(version, peer, update, number)
         return number
+
+    def model_removed(self, name: str) -> None:
+        """Forget a model that the registry has removed; its versions must be withdrawn."""
+        for key in [key for key in self.last_publications if key[0] == name]:
+            if not isinstance(self.last_publications.pop(key), ModelWithdrawn):
+                self._report_violation(f"9: {name} {key[1]} is published, but was removed")
 
     def is_acknowledged(self, number: int) -> bool:
         return self.acknowledgements.is_acknowledged(number)

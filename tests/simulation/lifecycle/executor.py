@@ -17,7 +17,7 @@ from shmserve.supervisor.events import EventPublisher
 from shmserve.supervisor.models.instances import Instance, VersionSpec, bounds_of
 from shmserve.supervisor.models.manager import LifecycleExecutor, ModelPublisher
 from shmserve.supervisor.models.model_version import ModelVersion
-from shmserve.supervisor.models.orders import Order
+from shmserve.supervisor.models.orders import ModelEntry, Order
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.scheduler_process import Group
 from shmserve.supervisor.processes.control_socket import LogControl, TraceControl
@@ -179,6 +179,10 @@ class SimulatedExecutor(LifecycleExecutor):
     def move(self, order: Order, group: Group) -> None:
         self._record_action("move", order.model.name, sorted(group.names))
         super().move(order, group)
+
+    def remove(self, model: ModelEntry) -> None:
+        super().remove(model)
+        self.audience.model_removed(model.name)
 
     def kill(self, version: ModelVersion) -> None:
         self._record_action("kill", version)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.gateway import process
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.grpc.main import GrpcServer
+from shmserve.gateway.http.main import HttpServer
+from shmserve.gateway.listener import Acceptor
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc.endpoints import control
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import publications as m
@@ -78,3 +82,29 @@ async def test_a_drain_during_the_start_completes_without_connections() -> None:
         assert records == [True]
         assert not any(accepting.is_serving() for accepting in server._accepting_servers)
         await server.close()
+
+
+def test_tokens_that_change_while_listeners_open_apply_to_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway: Any = MagicMock(settings=GatewaySettings())
+    tokens = {"0" * 64: ("all",)}
+
+    async def listen(server: process.ProtocolServer, sock: Any, acceptor: Acceptor) -> None:
+        """Change the tokens while the server of a socket is created, as `_Process` does."""
+        server.acceptors.append(acceptor)
+        gateway.settings = replace(gateway.settings, tokens=tokens)
+        for listener in [acceptor.listener for acceptor in server.acceptors]:
+            listener.authorisation = listener.authorisation.with_tokens(tokens)
+
+    monkeypatch.setattr(process.ProtocolServer, "listen", listen)
+    start = GatewayStart("0", tmp_path, gateway.settings, http_sockets=2)
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        for server in (
+            HttpServer(gateway, start, (first, second)),
+            GrpcServer(gateway, GrpcSettings(), (first, second)),
+        ):
+            gateway.settings = replace(gateway.settings, tokens={})
+            asyncio.run(server.open())
+            rules = [acceptor.listener.authorisation for acceptor in server.acceptors]
+            assert [rule.asks_for_tokens for rule in rules] == [True, True]

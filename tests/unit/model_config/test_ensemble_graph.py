@@ -97,6 +97,9 @@ def build_ensemble(*steps: str, fields: str = "", out: tuple[str, ...] = ("OUT",
          "", "step[2]",
          "in ensemble e, step of model 'two' receives inputs originated from different "
          "decoupled models"),
+        ((step("dec", "X=IN", "Y=OUT"), ), "response_cache { enable: true }",
+         "response_cache.enable", "Response Cache does not currently support model e with "
+         "'decoupled' transaction policy. Please disable the response cache."),
         ((step("add", "X=IN", "Y=m"), step("add", "X=IN", "Y=OUT")),
          'parameters { key: "step[1].condition" value { string_value: "m" } }',
          'parameters["step[1].condition"]',

@@ -544,6 +544,9 @@ class TextThread:
                 continue
             sample = request.samples[sequence.sample]
             if sample.finish_reason:
+                # The text may have ended in a worker that died before it notified the scheduler.
+                if not output.finish_reason:
+                    self._link.send(StopStringFound(sequence.number))
                 continue
             try:
                 has_stopped = sample.add(output.tokens, output.finish_reason, output.logprobs)

@@ -746,6 +746,23 @@ def expected_text(text: str, stop_strings: list[str], includes_stop: bool) -> tu
     return text, ""
 
 
+def test_a_resumed_sample_whose_text_has_ended_stops(scheduler: Scheduler) -> None:
+    settings: dict[str, Any] = {"n": 2, "max_tokens": 30, **GREEDY, "temperature": 1, "seed": 1}
+    scheduler.add(1, **settings)
+    scheduler.run()
+    texts = scheduler.responses[1][0]["text_output"]
+    tokens = np.array(scheduler.tokens(1), np.int32).reshape(2, 30)
+    stop = next(c for c in texts[0] if c.isascii() and c not in texts[1])
+    resumed_samples = [g.Resumed(index, tokens[index, :29].tobytes(), 0) for index in range(2)]
+    scheduler.add(2, resumed_samples, **settings | {"max_tokens": 200, "stop": [stop]})
+    first, _ = scheduler.running
+    for _ in range(4):
+        scheduler.step()
+        time.sleep(0.05)
+    scheduler.listen(0.1)
+    assert first not in scheduler.running
+
+
 def test_a_bad_word_may_have_tokens_that_the_model_lacks(tmp_path: Path, folder: Folder) -> None:
     assert TOKENIZER.encode("the").ids[0] >= 300
     with llm_rig(tmp_path / "rig", folder(vocab_size=300)) as scheduler:
