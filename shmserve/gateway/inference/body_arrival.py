@@ -20,7 +20,8 @@ from operator import attrgetter, methodcaller
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import processes
 
-LARGE_BYTES = 1024 * 1024
+# `keep_freed_blocks` lets malloc keep the freed memory of bodies that are larger than this.
+LARGE_BYTES = 128 * 1024
 _TRIM_DELAY_S = 0.5
 
 # The number of received bytes that extends the time limit of a body by one second, and the bytes
