@@ -248,7 +248,7 @@ class SizeTimes:
         time = max(target_rate / _MIN_TRIAL_RATIO, rate) * shortest.get(lower, 0.0)
         if last_index > lower == self._observed[-1] and _size(last_index) > time:
             # Larger sizes were never observed, and a batch may take long. The size therefore grows
-                # in small steps.
+            # in small steps.
             candidate = _middle_size(lower, last_index)
             worst_duration = times[last_index] * candidate / _size(lower)
         return candidate, worst_duration * self._time_scale * (1 + 3 * self._spread)
