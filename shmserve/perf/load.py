@@ -131,7 +131,7 @@ class LoadGenerator:
         poller: Poller,
         lane_factory: LaneFactory,
         requests: Callable[[int], Sequence[Any]],
-        slots: int,
+        slot_count: int,
         schedule: Iterator[int] | None,
         patience_s: float,
     ) -> None:
@@ -141,7 +141,7 @@ class LoadGenerator:
             poller: The event loop.
             lane_factory: Opens the lane of each slot.
             requests: Returns the requests that slot n sends in turn.
-            slots: The number of slots.
+            slot_count: The number of slots, each with at most one request in flight.
             schedule: Offsets of requests from the start in nanoseconds; None: a closed loop.
             patience_s: Seconds without a response after which the server counts as lost.
 
@@ -157,9 +157,9 @@ class LoadGenerator:
         self._queued: deque[int] = deque()  # scheduled times of requests without a free slot
         self._is_running = False
         self._free_slots: list[LoadSlot] = []
-        self._slot_count = slots
+        self._slot_count = slot_count
         self._last_completion_ns = 0  # the time of the last completion
-        for number in range(slots):
+        for number in range(slot_count):
             slot = LoadSlot(self, requests(number))
             slot.lane = lane_factory.lane(slot)
             self._free_slots.append(slot)

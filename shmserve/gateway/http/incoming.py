@@ -289,7 +289,12 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._parse(unparsed, False)
 
     def _handle_parsed(self, data: bytes, is_between_requests: bool) -> None:
-        """Notify the task and the body of the parsed bytes, and start the timeout of a head."""
+        """Tell the connection's task and the body's stream that bytes were parsed.
+
+        Args:
+            data: The bytes.
+            is_between_requests: Whether no request was incomplete before these bytes.
+        """
         waiter = self._waiter
         if self._messages and waiter is not None:
             self._waiter = None
