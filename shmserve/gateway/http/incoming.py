@@ -534,8 +534,9 @@ class TensorReceiver(asyncio.BufferedProtocol):
         if self._arriving is not None:
             # Bytes after the last tensor, or of a request that was released, are dropped.
             buffer = self._arriving.next_buffer(self._missing_bytes)
-            is_direct = buffer is not None and len(buffer) >= _MIN_DIRECT_BYTES
-            self._buffer = buffer if is_direct else _READ_BUFFER[: self._missing_bytes]
+            if buffer is None or len(buffer) < _MIN_DIRECT_BYTES:
+                buffer = _READ_BUFFER[: self._missing_bytes]
+            self._buffer = buffer
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
