@@ -122,7 +122,8 @@ def test_a_whole_response_has_the_logprobs_of_its_content() -> None:
     streamed = stream.whole_response()["output"][1]["content"][0]["logprobs"]
     assert streamed == [*entries[5:8], entries[-1]]
     call = {"index": 0, "id": "c", "name": "f", "arguments": "m"}
-    for members, count in (({}, 11), ({"tool_calls": [call]}, 8)):
+    cases: list[tuple[dict[str, Any], int]] = [({}, 11), ({"tool_calls": [call]}, 8)]
+    for members, count in cases:
         message = {"reasoning": "km", "content": "m k", **members}
         response_object = ResponseObject({})
         response_object.add(0, Delta(0, "", "stop", {"content": entries}, message=message))

@@ -362,8 +362,8 @@ def test_a_part_of_a_long_text_has_the_same_tokens(
     with llm_rig(tmp_path / "rig", path) as scheduler:
         for key, text in enumerate((words, solid, f"{words}{solid}", f"{solid} {words}")):
             count = (50, 50, 2, 1)[key]
-            limits = {"truncate_prompt_tokens": count, "truncation_side": side, "max_tokens": 2}
-            scheduler.prepare(key, text_input=text, **limits)
+            limits: dict[str, Any] = {"truncate_prompt_tokens": count, "truncation_side": side}
+            scheduler.prepare(key, text_input=text, max_tokens=2, **limits)
             expected = reference.encode(text, truncation=side is None, max_length=count)
             expected = expected[:count] if side == "right" else expected[-count:]
             assert np.frombuffer(scheduler.prepared[key].prompt, np.int32).tolist() == expected

@@ -111,9 +111,11 @@ def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_its_field(door: str)
         messages = [{"role": "user", "content": "\ud83d\ude00 \\ud83d"}]
         text = json.dumps({name: ["\ud83d"], "messages": messages})
         request = MagicMock(schema=MagicMock(parameters={}))
-        parse = parse_conversation if door == "messages" else partial(merged_parameters, request)
+        parse: Any = parse_conversation
+        if door != "messages":
+            parse = partial(merged_parameters, request)
         with pytest.raises(InvalidArgument) as caught:
-            parse(text if door == "messages" else {door: text})  # type: ignore[operator]
+            parse(text if door == "messages" else {door: text})
         shown = name.encode("ascii", "backslashreplace").decode()
         assert caught.value.message.startswith(f"{shown}: '\\ud83d' is a half of a surrogate pair")
 
