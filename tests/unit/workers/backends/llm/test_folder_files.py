@@ -571,7 +571,7 @@ def test_one_of_several_templates_is_used(
         ("{{ 1 / 0 }}", MESSAGES, {}, "rejects them: division by zero"),
         ("{{ 1 | tojson(1, 2, none, true, 5) }}", MESSAGES, {}, "rejects them: "),
         (ROLES, [{"role": "user", "content": "\ud800"}], {},
-         "the prompt has '\\ud800', which is a"),
+         "messages: '\\ud800' is a half of a"),
         ("{{ messages.append(1) }}", MESSAGES, {}, "rejects them: "),
         ("{% nothing %}", MESSAGES, {}, "rejects them: Encountered unknown tag 'nothing'"),
         (ROLES, MESSAGES, {"chat_template": "x"},
