@@ -158,7 +158,9 @@ def parse_file(text: str, path: str) -> FlagValues:
     """
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except RecursionError:
+        raise Problems([f"{_at(path, None)}: invalid YAML: it is nested too deeply"]) from None
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or clip(str(error), 200)
         raise Problems([f"{_at(path, mark)}: invalid YAML: {reason}"]) from None

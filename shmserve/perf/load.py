@@ -24,7 +24,8 @@ _MAX_ERRORS = 20  # maximum number of distinct error texts that are counted
 _OTHER_ERRORS = "other errors"
 _CHECK_INTERVAL_NS = 1_000_000_000
 _MAX_LOADS = 1000  # maximum number of loads in a sweep
-_MAX_LOAD = 1_000_000  # far above what one process can send
+# Far below a useful load, and far above what one process can send.
+_MIN_LOAD, _MAX_LOAD = 0.001, 1_000_000
 _NS = 1e9
 _clock = time.monotonic_ns
 
@@ -317,7 +318,7 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
     Raises:
         InvalidArgument: A number is out of range, or there are too many loads.
     """
-    allowed = f"allowed: N, N,N,... or FIRST:LAST[:STEP], above 0 and at most {_MAX_LOAD}"
+    allowed = f"allowed: N, N,N,... or FIRST:LAST[:STEP], from {_MIN_LOAD} to {_MAX_LOAD}"
     invalid = InvalidArgument(f"--{flag}: '{text}' is invalid ({allowed})")
     try:
         if ":" not in text:
@@ -335,6 +336,6 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
             loads = [float(first + step * number) for number in range(count)]
     except (ValueError, OverflowError):
         raise invalid from None
-    if any(not 0 < load <= _MAX_LOAD for load in loads):
+    if any(not _MIN_LOAD <= load <= _MAX_LOAD for load in loads):
         raise invalid
     return loads
