@@ -56,12 +56,6 @@ class Verb(NamedTuple):
             parser.add_argument("--model-version", default="", metavar="V", help=help_text)
 
 
-def _add_infer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    parser.add_argument("model", metavar="MODEL", help="the name of the model")
-    add_flags(parser, "infer")
-
-
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Send the request given on the command line, and yield its responses.
 
@@ -119,7 +113,7 @@ def _call(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterab
 _INFER = "send one request to a model and print each response on a line"
 _READY_DEFAULTS = ("[every version]", "[the whole server]")
 VERBS = {
-    "infer": Verb(_INFER),
+    "infer": Verb(_INFER, True),
     "ready": Verb("check whether the server or a model is ready", True, *_READY_DEFAULTS),
     "models": Verb("list the models of the repository and their states"),
     "load": Verb("load or reload a model", True),
@@ -207,7 +201,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
         allow_abbrev=False,
     )
     if name == "infer":
-        _add_infer_arguments(parser)
+        add_flags(parser, "infer")
     VERBS[name].add_arguments(parser)
     return name, parser.parse_args(words, args)
 
