@@ -48,12 +48,18 @@ class Verb(NamedTuple):
         """Define the command's arguments."""
         if self.optional:
             help_text = f"the name of the model {self.optional}"
-            parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=help_text)
+            parser.add_argument("model", metavar="MODEL", nargs="?", type=_name, help=help_text)
         elif self.takes_model:
-            parser.add_argument("model", metavar="MODEL", help="the name of the model")
+            parser.add_argument("model", metavar="MODEL", type=_name, help="the name of the model")
         if self.version:
             help_text = f"the version of the model {self.version}"
             parser.add_argument("--model-version", default="", metavar="V", help=help_text)
+
+
+def _name(text: str) -> str:
+    if not text:  # an unset shell variable must not select all models
+        raise InvalidArgument("MODEL: the name of the model is empty")
+    return text
 
 
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -101,8 +107,8 @@ def _parse_parameter(text: str) -> tuple[str, Parameter]:
 
 def _call(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
     """Call the transport's operation for a verb, and return the objects to print."""
-    arguments = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
-    result = getattr(server, name)(*arguments)
+    names = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
+    result = getattr(server, name)(*(value or "" for value in names))
     if name == "ready":
         return [{"ready": True}]
     if result is None:

@@ -80,7 +80,8 @@ def parse_address(url: str) -> Address:
             path = url.removeprefix("unix:").replace("///", "/", 1)
             return Address("unix:" + path, "http", unix_socket=path)
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        has_more = "@" in parts.netloc or parts.path not in ("", "/") or parts.query
+        path = parts.path.removeprefix("/")
+        has_more = any(("@" in parts.netloc, path, parts.query, parts.fragment, parts.port == 0))
         if parts.scheme in _DEFAULT_PORTS and parts.hostname and not has_more:
             parts.hostname.encode("idna")  # as when connecting; a UnicodeError is a ValueError
             host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname

@@ -165,7 +165,7 @@ class Arrival:
         return data
 
     async def until(self, complete: asyncio.Future[None]) -> None:
-        """Wait until a body is complete whose receiver updates `received_bytes`.
+        """Wait for the end of a body whose receiver updates `received_bytes`.
 
         Raises:
             BodyTimeout: As in `next`.

@@ -164,7 +164,10 @@ class Autoscaler:
         except ShmserveError as error:
             state.next_change_s = time.monotonic() + _RETRY_S
             logger.error(
-                "model '%s' keeps %d instances: %s", name, version.instances.count, error.message
+                "model '%s' cannot change its number of instances, which is still %d: %s",
+                name,
+                version.instances.count,
+                error.message,
             )
             return
         finally:

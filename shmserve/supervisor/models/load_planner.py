@@ -167,7 +167,7 @@ class LoadPlanner:
         ]
 
     def discard(self, spec: VersionSpec) -> None:
-        """Remove the folder of a load request's files when no process uses it."""
+        """Remove the folder of a load request's files, which no process uses any more."""
         self._remove(spec.model_dir)
 
     def has_environments(self) -> bool:

@@ -610,16 +610,17 @@ def _contains(folder: Path, patterns: Sequence[str]) -> bool:
 
 
 def _imported_files(file: Path) -> set[Path]:
-    """Return a Python file and the files in its folder that it imports, directly or not."""
+    """Return a Python file and the files in its folder that it may import, directly or not."""
     imported, remaining_files = set[Path](), [file]
     while remaining_files:
         source = remaining_files.pop()
-        if source in imported or not source.is_file():
+        if source in imported:
             continue
         imported.add(source)
         for name in _imported_packages(source):
             package = file.parent / name
-            remaining_files += [package.with_suffix(".py"), *package.glob("*.py")]
+            with contextlib.suppress(OSError):  # such as a name that is too long for a file
+                remaining_files += [package.with_suffix(".py"), *package.glob("*.py")]
     return imported
 
 

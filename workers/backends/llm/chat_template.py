@@ -26,7 +26,7 @@ from shmserve.errors import Internal, InvalidArgument, clip
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-# The member with the text, by the type of a part of a content. vLLM also accepts these types.
+# The member that has the text of a part, by the type of the part. vLLM has the same types.
 _PART_TEXTS = {
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",

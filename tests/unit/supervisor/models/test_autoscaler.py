@@ -139,7 +139,7 @@ async def test_an_instance_that_does_not_load_is_not_retried_at_once(
         rig.target_count = 2
         rig.processes.on_start = FakeChild.kill
         assert await rig.sample_once() == 1
-        assert "model 'm' keeps 1 instances: the process of instance 'm_0_1'" in caplog.text
+        assert "instances, which is still 1: the process of instance 'm_0_1'" in caplog.text
         rig.processes.on_start = lambda child: None
         started_count = len(rig.processes.children)
         assert await rig.sample_once() == 1
