@@ -62,12 +62,6 @@ def _name(text: str) -> str:
     return text
 
 
-def _add_infer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    parser.add_argument("model", metavar="MODEL", type=_name, help="the name of the model")
-    add_flags(parser, "infer")
-
-
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Send the request given on the command line, and yield its responses.
 
@@ -125,7 +119,7 @@ def _call(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterab
 _INFER = "send one request to a model and print each response on a line"
 _READY_DEFAULTS = ("[every version]", "[the whole server]")
 VERBS = {
-    "infer": Verb(_INFER),
+    "infer": Verb(_INFER, True),
     "ready": Verb("check whether the server or a model is ready", True, *_READY_DEFAULTS),
     "models": Verb("list the models of the repository and their states"),
     "load": Verb("load or reload a model", True),
@@ -213,7 +207,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
         allow_abbrev=False,
     )
     if name == "infer":
-        _add_infer_arguments(parser)
+        add_flags(parser, "infer")
     VERBS[name].add_arguments(parser)
     return name, parser.parse_args(words, args)
 

@@ -149,6 +149,7 @@ class LoadGenerator:
             Unavailable: The server cannot be reached.
         """
         self.records = Records()
+        self.is_decoupled = lane_factory.is_decoupled
         self._poller = poller
         self._patience_ns = int(patience_s * 1e9)
         self._schedule = schedule

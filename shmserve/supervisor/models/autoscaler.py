@@ -99,7 +99,7 @@ class Autoscaler:
             await asyncio.sleep(SAMPLE_EVERY_S)
             try:
                 self.sample()
-            except OSError:  # such as a file of the host that cannot be opened
+            except Exception:  # such as a file of the host that cannot be opened
                 logger.exception("the load of models could not be measured")
 
     def sample(self) -> None:

@@ -159,10 +159,10 @@ class LoadPlanner:
             lines = _format_unavailable(versions, fault)
             raise InvalidArgument(f"load failed for model '{name}': {lines}")
         spec = ModelSpec.of(model_config.to_dict(config))
-        read_config, path = ReadConfig(folder, written_config, config, source), folder.path
+        read_config = ReadConfig(folder, written_config, config, source)
         digests = {version: repository.version_fingerprint(folder, version) for version in versions}
         return [
-            VersionSpec(name, str(version), path, path.parent, spec, labels, digest, read_config)
+            VersionSpec(name, str(version), folder.path, spec, labels, digest, read_config)
             for version, digest in digests.items()
         ]
 

@@ -96,13 +96,13 @@ class Child:
 class ProcessTable:
     """All children of this server.
 
-    `on_start(child)` is called when a child is adopted. Watchers are called when a child exits,
-    before the waiters of its `exited`.
+    `on_start(child)` is called when a child is adopted. `on_exit(child)` is called when a child
+    exits, before the waiters of its `exited`.
     """
 
     def __init__(self, on_start: Callable[[Child], None] = lambda child: None) -> None:
         self._on_start = on_start
-        self._exit_callbacks: list[Callable[[Child], None]] = []
+        self.on_exit: Callable[[Child], None] = lambda child: None
         self._children: dict[int, Child] = {}
         self._early_exits: dict[int, str] = {}
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
@@ -114,10 +114,6 @@ class ProcessTable:
         self._inherited = set(processes.children(os.getpid()))
         processes.adopt_orphans()
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
-
-    def watch(self, on_exit: Callable[[Child], None]) -> None:
-        """Call `on_exit(child)` for each later exit."""
-        self._exit_callbacks.append(on_exit)
 
     def all(self) -> list[Child]:
         """Return every running child."""
@@ -194,11 +190,10 @@ class ProcessTable:
         self._reserved_pids.append(pid)
         logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
         child.exited.set_result(reason)  # calls its waiters in the loop's next turn
-        for on_exit in self._exit_callbacks:
-            try:
-                on_exit(child)
-            except Exception:  # any exception, because other processes may have exited, too
-                logger.exception("the exit of %s could not be handled", child.title)
+        try:
+            self.on_exit(child)
+        except Exception:  # any exception, because other processes may have exited, too
+            logger.exception("the exit of %s could not be handled", child.title)
 
     def _on_stopped(self, child: Child) -> None:
         logger.warning(
