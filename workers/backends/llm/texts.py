@@ -456,7 +456,7 @@ class TextThread:
             except queue.Empty:
                 pass
             except Exception:
-                logger.exception("the text thread of the model failed to process a job")
+                logger.exception("the thread that decodes the texts of the model failed")
             self._fail_overdue()
             self._cpu_ns = time.thread_time_ns()
 
