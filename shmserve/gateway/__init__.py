@@ -2,6 +2,7 @@
 
 The files that an HTTP request passes through, in order:
 
+    http/main.py                    opens the listeners
     listener.py                     accepts connections: the access rules of a listener, the
                                     identity of its clients, and the limits of its connections
     http/incoming.py                parses bytes into requests (http/messages.py), within limits of
@@ -14,8 +15,8 @@ The files that an HTTP request passes through, in order:
                                     share
     http/body.py                    reads the body and decodes it to a request
     http/json/fingerprint.py        fills a template if the header is known, otherwise
-    http/json/codec.py              decodes JSON (values: tensors.py) to inference/request.py, and
-                                    checks it
+    http/json/codec.py              decodes JSON (text: parser.py, values: tensors.py) to
+                                    inference/request.py, and checks it
     inference/prepare.py            places and checks the tensors; large ones while they arrive
                                     (body_arrival.py limits the time and the memory)
     inference/inference.py          submits the request, and unpacks the response
