@@ -45,7 +45,14 @@ from shmserve.ipc.messages.supervision import (
     decode_start,
 )
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.processes import SPIN_NS, BusyPoll, raise_oom_score, set_process_title
+from shmserve.ipc.processes import (
+    SPIN_NS,
+    BusyPoll,
+    keep_freed_blocks,
+    raise_oom_score,
+    set_process_title,
+    trim_heap,
+)
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.samples import Sample, warmup_samples
 from shmserve.ipc.tensors.signature import Signature
@@ -74,6 +81,7 @@ from shmserve.workers.user_code import (
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 1.0
+_TRIM_DELAY_S = 0.5  # the pause after which freed memory is returned to the system
 # A worker has the most memory, and its death affects only the requests that it executes.
 OOM_SCORE_ADJ = 400
 
@@ -102,6 +110,7 @@ def run(start_record: bytes) -> None:
     set_process_title(f"worker {model}.{index} {device}")
     raise_oom_score(OOM_SCORE_ADJ)
     _limit_threads(start.threads)
+    keep_freed_blocks()
     # As in Triton: a model that parses its command line finds no arguments, not the zygote's.
     sys.argv[:] = [""]
     pid = os.getpid()
@@ -303,11 +312,16 @@ class WorkerInstance:
         """Connect the instance to the scheduler at `endpoint`, and serve until `Stop`."""
         self.attach(endpoint)
         control = self._context.control
-        timeout_s: float | None = None
+        # The load was the last activity before the first pause.
+        timeout_s: float | None = _TRIM_DELAY_S
+        has_worked = True
         while True:
             self.link.loop_reads = True
             if self._wait(timeout_s):
                 self.link.receive()
+            elif has_worked and not control.inbox:
+                trim_heap()
+                has_worked = False
             self.link.loop_stops_reading()
             while control.inbox:
                 message = control.inbox.popleft()
@@ -316,9 +330,11 @@ class WorkerInstance:
                 self._handle(message)
             if self._writer.abandoned_streams:
                 self._writer.end_abandoned()
-            if not self.link.commands:
-                timeout_s = self._metrics.send_if_due()
-            self.serve_commands()
+            if self.link.commands:
+                has_worked, timeout_s = True, _TRIM_DELAY_S
+                self.serve_commands()
+            else:
+                timeout_s = self._metrics.send_if_due() or (_TRIM_DELAY_S if has_worked else None)
 
     def serve_commands(self) -> None:
         """Execute the received messages of the scheduler, such as batches, in order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,10 +93,11 @@ class FileDescription:
 
 
 def complete(
-    config: dict[str, Any], description: FileDescription, default_max_batch_size: int
+    config: dict[str, Any], description: FileDescription, backend_config: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return `config` with the inputs, outputs, batch size and batching that it lacks."""
     completed = dict(config)
+    default_max_batch_size = int(backend_config.get("default-max-batch-size", "4"))
     if not config.get("input") and not config.get("output") and not config.get("max_batch_size"):
         completed["max_batch_size"] = min(description.largest_batch, default_max_batch_size)
         if completed["max_batch_size"] > 1 and not ModelSpec.of(config).has_scheduler:

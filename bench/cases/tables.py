@@ -52,9 +52,9 @@ def through_shm(elements: int, in_flight: int, listener: str = "http") -> Load:
     return Load("identity", in_flight, (*flags, "--shape", f"INPUT0:{elements}"), listener)
 
 
-def _in_messages(elements: int, in_flight: int) -> Load:
-    """Return a load of `elements` FP32 values in and out in gRPC messages."""
-    return Load("identity", in_flight, ("--shape", f"INPUT0:{elements}"), "grpc")
+def _in_messages(elements: int, in_flight: int, listener: str = "grpc") -> Load:
+    """Return a load of `elements` FP32 values in and out in messages."""
+    return Load("identity", in_flight, ("--shape", f"INPUT0:{elements}"), listener)
 
 
 _GRPC = tuple(
@@ -111,6 +111,14 @@ LOADS = (
         THROUGHPUT,
         1.5,
         3.0,
+    ),
+    _load(
+        "http-600k",
+        "identity, 600 KB in HTTP messages, 8 in flight",
+        _in_messages(153_600, 8, "http"),
+        THROUGHPUT,
+        1.0,
+        1.2,
     ),
     _load(
         "shm16m",

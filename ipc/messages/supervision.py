@@ -100,7 +100,6 @@ class WorkerStart:
     model_name: str
     version: str
     model_dir: Path
-    repository: Path
     run_dir: Path
     device: str
     kind: str

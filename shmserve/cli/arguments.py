@@ -67,7 +67,7 @@ def _parse_value(flag: Flag, text: str) -> Value:
 
 def with_scheme(url: str) -> str:
     """Return a URL, to which `http://` is added if it begins with a host."""
-    return f"http://{url}" if re.match(r"(\[[\da-f:]+\]|[\w.-]+)(:\d|/|$)", url) else url
+    return f"http://{url}" if re.match(r"(\[[^]]+\]|[\w.-]+)(:\d|/|$)", url) else url
 
 
 def check_files(args: argparse.Namespace, *flags: str) -> None:

@@ -48,18 +48,18 @@ class Verb(NamedTuple):
         """Define the command's arguments."""
         if self.optional:
             help_text = f"the name of the model {self.optional}"
-            parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=help_text)
+            parser.add_argument("model", metavar="MODEL", nargs="?", type=_name, help=help_text)
         elif self.takes_model:
-            parser.add_argument("model", metavar="MODEL", help="the name of the model")
+            parser.add_argument("model", metavar="MODEL", type=_name, help="the name of the model")
         if self.version:
             help_text = f"the version of the model {self.version}"
             parser.add_argument("--model-version", default="", metavar="V", help=help_text)
 
 
-def _add_infer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
-    parser.add_argument("model", metavar="MODEL", help="the name of the model")
-    add_flags(parser, "infer")
+def _name(text: str) -> str:
+    if not text:  # an unset shell variable must not select all models
+        raise InvalidArgument("MODEL: the name of the model is empty")
+    return text
 
 
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -107,8 +107,8 @@ def _parse_parameter(text: str) -> tuple[str, Parameter]:
 
 def _call(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
     """Call the transport's operation for a verb, and return the objects to print."""
-    arguments = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
-    result = getattr(server, name)(*arguments)
+    names = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
+    result = getattr(server, name)(*(value or "" for value in names))
     if name == "ready":
         return [{"ready": True}]
     if result is None:
@@ -119,7 +119,7 @@ def _call(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterab
 _INFER = "send one request to a model and print each response on a line"
 _READY_DEFAULTS = ("[every version]", "[the whole server]")
 VERBS = {
-    "infer": Verb(_INFER),
+    "infer": Verb(_INFER, True),
     "ready": Verb("check whether the server or a model is ready", True, *_READY_DEFAULTS),
     "models": Verb("list the models of the repository and their states"),
     "load": Verb("load or reload a model", True),
@@ -207,7 +207,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
         allow_abbrev=False,
     )
     if name == "infer":
-        _add_infer_arguments(parser)
+        add_flags(parser, "infer")
     VERBS[name].add_arguments(parser)
     return name, parser.parse_args(words, args)
 

@@ -241,13 +241,7 @@ def flags_reference() -> str:
     lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
     for alternative, flags in IDLE.items():
         names = ", ".join(f"--{flag.name}" for flag in flags)
-        lines += textwrap.wrap(
-            f"{names}: {alternative}",
-            92,
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_on_hyphens=False,
-        )
+        lines += _wrapped(f"{names}: {alternative}", "  ", "    ")
     return "\n".join(lines)
 
 
@@ -258,14 +252,14 @@ def _flag_help(flag: Flag) -> list[str]:
     default = "" if flag.default is None else f" [{str(flag.default).lower()}]"
     return [
         f"  --{flag.name} {kind}{' (repeatable)' if flag.is_repeatable else ''}",
-        *textwrap.wrap(
-            flag.help + default,
-            92,
-            initial_indent="      ",
-            subsequent_indent="      ",
-            break_on_hyphens=False,
-        ),
+        *_wrapped(flag.help + default, "      ", "      "),
     ]
+
+
+def _wrapped(text: str, indent: str, next_indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, 92, initial_indent=indent, subsequent_indent=next_indent, break_on_hyphens=False
+    )
 
 
 _GENERATED = {"client": client_reference, "flags": flags_reference}

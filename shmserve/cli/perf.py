@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import platform
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from shmserve import __version__
@@ -89,9 +90,7 @@ def _measure(
     requests = target.requests(slots)
     load = LoadGenerator(poller, target.lane_factory, requests, slots, schedule, args.patience)
     with contextlib.closing(load):
-        point = measure.measure_load(
-            load, plan, kind, value, target.is_decoupled, target.statistics
-        )
+        point = measure.measure_load(load, plan, kind, value, target.statistics)
     print(f"{point.name}: {point.per_second:,.1f} requests/s", file=sys.stderr)
     return point
 
@@ -100,7 +99,7 @@ def _write_files(args: argparse.Namespace, server: str, points: Sequence[measure
     metadata = {
         "model": args.model,
         "server": server,
-        "at": measure.current_time(),
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "shmserve": __version__,
         "machine": {"processor": platform.machine(), "system": platform.platform()},
         "settings": {key: value for key, value in vars(args).items() if key != "header"},

@@ -109,7 +109,7 @@ def _scrape(url: str, token: str, model: str) -> defaultdict[str, float]:
     url = with_scheme(url)
     if urlsplit(url).path in ("", "/") and url.startswith("http"):
         url = url.rstrip("/") + "/metrics"
-    with convert_os_errors(f"--metrics-url: cannot use '{url}'", "it is no URL"):
+    with convert_os_errors(f"--metrics-url: cannot use '{url}'", "it is not a URL"):
         request = urllib.request.Request(url)
     if token:
         request.add_header("Authorization", f"Bearer {token}")

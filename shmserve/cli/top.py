@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise Unavailable(missing_package("shmserve top", error, "top")) from None
     address = with_scheme(args.metrics_url).rstrip("/").removesuffix("/metrics") + "/live"
-    with convert_os_errors(f"--metrics-url: cannot use '{args.metrics_url}'", "it is no URL"):
+    with convert_os_errors(f"--metrics-url: cannot use '{args.metrics_url}'", "it is not a URL"):
         request = urllib.request.Request(address)
     if args.token_file:
         request.add_header("Authorization", f"Bearer {read_token(args.token_file)}")
@@ -94,7 +94,7 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
                 if line.startswith(b"data: "):
                     figures = json.loads(line[6:])
                     if not {"server", "models", "events"} <= set(figures):
-                        raise ValueError("these are not the figures of a server")
+                        raise ValueError("the page does not contain the figures of shmserve")
                     yield figures
     except urllib.error.HTTPError as error:
         body = error.read(1000).decode(errors="replace")

@@ -171,5 +171,4 @@ class _TrialRunner:
         lane_factory = self.target.lane_factory
         load = LoadGenerator(self.poller, lane_factory, requests, in_flight, None, patience_s)
         with contextlib.closing(load):
-            is_decoupled = self.target.is_decoupled
-            return measure.measure_load(load, plan, "concurrency", in_flight, is_decoupled, dict)
+            return measure.measure_load(load, plan, "concurrency", in_flight, dict)

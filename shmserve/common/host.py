@@ -28,15 +28,15 @@ class CpuUtilization:
     """A meter of the utilisation of the host's processors."""
 
     def __init__(self) -> None:
-        self._previous = (0, 0)
+        self._previous_times = (0, 0)
 
     def read(self) -> float:
         """Return the share of busy time since the last call; for the first call, since boot."""
         first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
         fields = [int(word) for word in first_line.split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]
-        previous_total, previous_idle = self._previous
-        self._previous = (total, idle)
+        previous_total, previous_idle = self._previous_times
+        self._previous_times = (total, idle)
         ticks = total - previous_total
         return 1.0 - (idle - previous_idle) / ticks if ticks > 0 else 0.0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from shmserve.config.flags import ACTED_ON, FLAGS, Flag, Value, find_flags
+from shmserve.config.flags import FLAGS, SUPPORTED_FLAGS, Flag, Value, find_flags
 from shmserve.errors import Collector, InvalidArgument, Problems, clip, nearest, read_text
 
 _NULL = "tag:yaml.org,2002:null"
@@ -109,9 +109,11 @@ def parse(arguments: Sequence[str]) -> Parsed:
     file_values = FlagValues() if file_path is None else collected(read, str(file_path))
     collected.check()
     on_command_line = {*flag_values.values, *flag_values.repeated}
-    defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.is_repeatable}
+    defaults = {flag.name: flag.default for flag in SUPPORTED_FLAGS if not flag.is_repeatable}
     values = {**defaults, **file_values.values, **flag_values.values}
-    repeated: dict[str, list[str]] = {flag.name: [] for flag in ACTED_ON if flag.is_repeatable}
+    repeated: dict[str, list[str]] = {
+        flag.name: [] for flag in SUPPORTED_FLAGS if flag.is_repeatable
+    }
     repeated |= file_values.repeated | flag_values.repeated
     without_effect = file_values.without_effect + flag_values.without_effect
     positions = {k: v for k, v in file_values.positions.items() if k not in on_command_line}
@@ -156,7 +158,9 @@ def parse_file(text: str, path: str) -> FlagValues:
     """
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except RecursionError:
+        raise Problems([f"{_at(path, None)}: invalid YAML: it is nested too deeply"]) from None
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or clip(str(error), 200)
         raise Problems([f"{_at(path, mark)}: invalid YAML: {reason}"]) from None

@@ -153,7 +153,7 @@ def _read_table(name: str) -> dict[str, tuple[Flag, ...]]:
 
 
 GROUPS = _read_table("flags.txt")
-ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
+SUPPORTED_FLAGS: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
 
 # Flags of tritonserver without a counterpart, by the reason or the alternative.
 IDLE: dict[str, tuple[Flag, ...]] = {
@@ -161,7 +161,7 @@ IDLE: dict[str, tuple[Flag, ...]] = {
     for alternative, flags in _read_table("ignored_flags.txt").items()
 }
 ACCEPTED: tuple[Flag, ...] = tuple(flag for flags in IDLE.values() for flag in flags)
-FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*ACTED_ON, *ACCEPTED)}
+FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*SUPPORTED_FLAGS, *ACCEPTED)}
 # Triton's older names of flags: the newer flag, and the text before the value in that flag.
 _OLDER_NAMES = {
     "model-store": ("model-repository", ""),

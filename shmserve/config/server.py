@@ -278,7 +278,8 @@ def _on_demand(value: dict[str, Any], name: str) -> Any:
 
 def _config_name(name: str | None) -> str:
     if name is not None and (not name or "/" in name or "\0" in name):
-        raise InvalidArgument(f"--model-config-name: '{name}' is empty, or contains / or NUL")
+        text = "is not a file name (allowed: at least one character, no / and no NUL)"
+        raise InvalidArgument(f"--model-config-name: '{name}' {text}")
     return name or ""
 
 

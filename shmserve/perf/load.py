@@ -24,7 +24,8 @@ _MAX_ERRORS = 20  # maximum number of distinct error texts that are counted
 _OTHER_ERRORS = "other errors"
 _CHECK_INTERVAL_NS = 1_000_000_000
 _MAX_LOADS = 1000  # maximum number of loads in a sweep
-_MAX_LOAD = 1_000_000  # far above what one process can send
+# Far below a useful load, and far above what one process can send.
+_MIN_LOAD, _MAX_LOAD = 0.001, 1_000_000
 _NS = 1e9
 _clock = time.monotonic_ns
 
@@ -130,7 +131,7 @@ class LoadGenerator:
         poller: Poller,
         lane_factory: LaneFactory,
         requests: Callable[[int], Sequence[Any]],
-        slots: int,
+        slot_count: int,
         schedule: Iterator[int] | None,
         patience_s: float,
     ) -> None:
@@ -140,7 +141,7 @@ class LoadGenerator:
             poller: The event loop.
             lane_factory: Opens the lane of each slot.
             requests: Returns the requests that slot n sends in turn.
-            slots: The number of slots.
+            slot_count: The number of slots, each with at most one request in flight.
             schedule: Offsets of requests from the start in nanoseconds; None: a closed loop.
             patience_s: Seconds without a response after which the server counts as lost.
 
@@ -148,6 +149,7 @@ class LoadGenerator:
             Unavailable: The server cannot be reached.
         """
         self.records = Records()
+        self.is_decoupled = lane_factory.is_decoupled
         self._poller = poller
         self._patience_ns = int(patience_s * 1e9)
         self._schedule = schedule
@@ -156,9 +158,9 @@ class LoadGenerator:
         self._queued: deque[int] = deque()  # scheduled times of requests without a free slot
         self._is_running = False
         self._free_slots: list[LoadSlot] = []
-        self._slot_count = slots
+        self._slot_count = slot_count
         self._last_completion_ns = 0  # the time of the last completion
-        for number in range(slots):
+        for number in range(slot_count):
             slot = LoadSlot(self, requests(number))
             slot.lane = lane_factory.lane(slot)
             self._free_slots.append(slot)
@@ -317,7 +319,7 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
     Raises:
         InvalidArgument: A number is out of range, or there are too many loads.
     """
-    allowed = f"allowed: N, N,N,... or FIRST:LAST[:STEP], above 0 and at most {_MAX_LOAD}"
+    allowed = f"allowed: N, N,N,... or FIRST:LAST[:STEP], from {_MIN_LOAD} to {_MAX_LOAD}"
     invalid = InvalidArgument(f"--{flag}: '{text}' is invalid ({allowed})")
     try:
         if ":" not in text:
@@ -335,6 +337,6 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
             loads = [float(first + step * number) for number in range(count)]
     except (ValueError, OverflowError):
         raise invalid from None
-    if any(not 0 < load <= _MAX_LOAD for load in loads):
+    if any(not _MIN_LOAD <= load <= _MAX_LOAD for load in loads):
         raise invalid
     return loads

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -168,13 +167,11 @@ def measure_load(
     plan: MeasurementPlan,
     kind: str,
     value: float,
-    is_decoupled: bool,
     statistics: Callable[[], dict[str, Statistics]],
 ) -> Point:
     """Run a load and return its result, a `Point` with this `kind` and `value`.
 
-    `is_decoupled` adds figures of response streams. `statistics` queries the server's statistics.
-    Raises Unavailable if the server exits.
+    `statistics` queries the server's statistics. Raises Unavailable if the server exits.
 
     KeyboardInterrupt ends the load: the result covers the complete windows, or the requests so far
     if there is no such window.
@@ -211,7 +208,7 @@ def measure_load(
     marks = marks[-1 - AGREEING_WINDOWS :]
     point = _point(load.records, marks, kind, value, settled)
     point.interrupted = interrupted
-    if is_decoupled:
+    if load.is_decoupled:
         _add_response_figures(point, load.records, marks[0], marks[-1])
     point.server = {m: statistics_change(before.get(m, {}), now) for m, now in after.items()}
     return point
@@ -303,8 +300,3 @@ def statistics_of(transport: Any, models: Sequence[str], version: str) -> dict[s
         if rows:  # requests without a version use the latest one
             statistics_by_model[model] = max(rows, key=lambda row: int(row.get("version") or 0))
     return statistics_by_model
-
-
-def current_time() -> str:
-    """Return the current time as text, for a report."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

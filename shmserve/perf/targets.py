@@ -50,14 +50,12 @@ class LoadTarget:
         lane_factory: Opens lanes of the selected protocol.
         requests: For a number of slots, returns a function from a slot to its encoded requests.
         statistics: Returns the server's statistics by model.
-        is_decoupled: Whether the model is decoupled.
         title: The target's name in reports.
     """
 
     lane_factory: LaneFactory
     requests: Callable[[int], Requests]
     statistics: Callable[[], dict[str, Mapping[str, Any]]]
-    is_decoupled: bool
     title: str
 
 
@@ -93,7 +91,7 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
     models = (args.model, *model.steps)
     statistics = partial(measure.statistics_of, transport, models, args.model_version)
     title = address.address_text if address else str(run_dir)
-    return LoadTarget(lane_factory, requests, statistics, lane_factory.is_decoupled, title)
+    return LoadTarget(lane_factory, requests, statistics, title)
 
 
 @contextlib.contextmanager
@@ -224,7 +222,7 @@ def _open_openai(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarge
     requests = [lane_factory.post_json(path, body) for body in _bodies(args)]
     _send_probe(args, poller, lane_factory, requests[0])
     title = address.address_text + path
-    return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, True, title)
+    return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, title)
 
 
 def _bodies(args: Namespace) -> Iterator[dict[str, Any]]:

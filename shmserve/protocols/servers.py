@@ -49,7 +49,9 @@ def read_credentials(args: argparse.Namespace) -> Credentials:
     for header in args.header:
         match = _HEADER.fullmatch(header)
         if match is None:
-            raise InvalidArgument(f"--header: expected NAME:VALUE in ASCII, got '{clip(header)}'")
+            allowed = "allowed in NAME: letters, digits, '-', '_' and '.'"
+            text = f"--header: expected NAME:VALUE in ASCII, got '{clip(header)}' ({allowed})"
+            raise InvalidArgument(text)
         headers.append((match[1], match[2].strip()))
     if args.token_file:
         headers.append(("Authorization", f"Bearer {read_token(args.token_file)}"))
@@ -62,15 +64,15 @@ def read_token(path: str) -> str:
     """Return the first token of a file, which may be the token file of the server.
 
     Raises:
-        InvalidArgument: The file cannot be read, or has no token.
+        InvalidArgument: The file cannot be read or has no token, or the token is not ASCII.
     """
     lines = read_text("--token-file", path).splitlines()
-    for words in (line.partition("#")[0].split() for line in lines):
-        if words and words[0].isascii() and words[0].isprintable():
-            return words[0]
-        if words:
-            raise InvalidArgument(f"--token-file: the token in '{path}' is not printable ASCII")
-    raise InvalidArgument(f"--token-file: '{path}' has no token")
+    words = [word for line in lines for word in line.partition("#")[0].split()]
+    if not words:
+        raise InvalidArgument(f"--token-file: '{path}' has no token")
+    if not (words[0].isascii() and words[0].isprintable()):
+        raise InvalidArgument(f"--token-file: the token in '{path}' is not printable ASCII")
+    return words[0]
 
 
 def parse_address(url: str) -> Address:
@@ -80,7 +82,8 @@ def parse_address(url: str) -> Address:
             path = url.removeprefix("unix:").replace("///", "/", 1)
             return Address("unix:" + path, "http", unix_socket=path)
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        has_more = "@" in parts.netloc or parts.path not in ("", "/") or parts.query
+        path = parts.path.removeprefix("/")
+        has_more = any(("@" in parts.netloc, path, parts.query, parts.fragment, parts.port == 0))
         if parts.scheme in _DEFAULT_PORTS and parts.hostname and not has_more:
             parts.hostname.encode("idna")  # as when connecting; a UnicodeError is a ValueError
             host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname

@@ -173,8 +173,8 @@ class BatchingCore(Core[ScheduledRequest]):
         """Report calls that have waited for long to the supervisor, which detects deadlocks."""
         calls = self._queue.calls()
         self._report_calls_ns = now_ns + _CALL_REPORT_NS if calls else NEVER
-        occupants = self._pool.executions_by_peer()
-        occupants_by_instance: list[list[int]] = list(occupants.values())
+        executions_by_peer = self._pool.executions_by_peer()
+        occupants_by_instance: list[list[int]] = list(executions_by_peer.values())
         unbound: list[Any] = []
         waits: list[Any] = []
         for request in calls:
@@ -184,8 +184,8 @@ class BatchingCore(Core[ScheduledRequest]):
             call = [request.key, request.submit.callers]
             if instance_slots is None:
                 unbound.append(call)
-            elif instance_slots.peer in occupants:
-                waits.append([[call], [occupants[instance_slots.peer]]])
+            elif instance_slots.peer in executions_by_peer:
+                waits.append([[call], [executions_by_peer[instance_slots.peer]]])
         if unbound and self._preserves_order:  # each response waits for those of all instances
             waits += [[unbound, [occupant]] for occupant in occupants_by_instance]
         elif unbound:

@@ -89,21 +89,17 @@ def serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None =
         InvalidArgument: An address or the run directory cannot be used.
     """
     with redirect_stderr(config.log.log_file):
-        return _serve(config, read_config)
-
-
-def _serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None) -> int:
-    logs.configure("supervisor", config.log)
-    set_process_title("supervisor")
-    fd_limits.raise_limit()
-    table.check_at_start(config)
-    faulthandler.enable()  # prints the stacks if the server crashes or a service manager aborts it
-    offer = Offer.of(configured_run_directory(config)) if config.take_over else None
-    with contextlib.closing(Listeners(offer)) as listeners:
-        _open_listeners(config, listeners)
-        early_signals = defer_signals()
-        run_dir = _run_directory(config)
-        return run_composed(config, run_dir, listeners, early_signals, Supervisor.run, read_config)
+        logs.configure("supervisor", config.log)
+        set_process_title("supervisor")
+        fd_limits.raise_limit()
+        table.check_at_start(config)
+        faulthandler.enable()  # prints the stacks at a crash, or if a service manager aborts it
+        offer = Offer.of(configured_run_directory(config)) if config.take_over else None
+        with contextlib.closing(Listeners(offer)) as listeners:
+            _open_listeners(config, listeners)
+            signals = defer_signals()
+            run_dir = _run_directory(config)
+            return run_composed(config, run_dir, listeners, signals, Supervisor.run, read_config)
 
 
 def _run_directory(config: ServerConfig) -> RunDirectory:

@@ -99,7 +99,7 @@ class Supervisor:
     _stopped_exits: list[ProcessExited] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self.processes.watch(self._process_exited)
+        self.processes.on_exit = self._process_exited
 
     async def run(self) -> int:
         """Start, serve, drain and stop; return the exit status."""

@@ -112,7 +112,7 @@ class LifecycleRig:
         if step:
             fields["ensemble_scheduling"] = {"step": step}
         config = ModelSpec.of(fields)
-        plan = LoadPlan("", [VersionSpec(name, "1", folder, folder, config)], self.steps)
+        plan = LoadPlan("", [VersionSpec(name, "1", folder, config)], self.steps)
         self.pending_actions.append(
             (f"read {name}", lambda: self.lifecycle.load_planned(order, plan))
         )

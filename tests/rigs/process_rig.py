@@ -48,7 +48,7 @@ def plan(version: str = "1", instances: int = 1) -> VersionSpec:
     folder = Path("/tmp")
     (group,) = CONFIG["instance_group"]
     config = {**CONFIG, "instance_group": [{**group, "count": instances}]}
-    return VersionSpec("m", version, folder, folder, ModelSpec.of(config))
+    return VersionSpec("m", version, folder, ModelSpec.of(config))
 
 
 class RecordedProcesses:

@@ -143,7 +143,6 @@ class Rig:
             index=0,
             model_name="m",
             version="1",
-            repository=folder,
             model_dir=folder / "m",
             instance_name="m_0_0",
             kind="CPU",

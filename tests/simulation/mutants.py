@@ -24,7 +24,7 @@ _CAUGHT_S = 60
 _MUTANT_LISTS: dict[str, list[str]] = {"mutants.txt": [], "lifecycle/mutants.txt": ["--lifecycle"]}
 _SEARCHED_PATHS = (
     "shmserve/supervisor/models",
-    *("shmserve/scheduler", "ipc/scheduler_client.py"),
+    *("shmserve/scheduler", "ipc/scheduler_client.py", "ipc/timers.py"),
     *("ipc/memory/lent.py", "ipc/tensors/padding.py"),
     "shmserve/supervisor/resources/rate_limiter.py",
 )

@@ -40,8 +40,6 @@ _BUILT_IN = {
 }
 # The extras of shmserve that install the packages of a backend.
 _EXTRAS = {"llm": "llm", "pytorch": "torch", "vllm": "vllm"}
-# The backends of Triton's older `platform` field.
-_PLATFORMS = {"pytorch_libtorch": "pytorch", "onnxruntime_onnx": "onnxruntime"}
 
 
 class Backend(ABC):
@@ -218,11 +216,6 @@ def parse_integer(parameters: Mapping[str, str], key: str, default: int) -> int:
     return int(value)
 
 
-def backend_name(config: ModelSpec) -> str:
-    """Return the name of the backend in a configuration, or ""."""
-    return config.backend or _PLATFORMS.get(config.platform, "")
-
-
 def find(config: ModelSpec) -> type[Backend]:
     """Return the backend class for a configuration.
 
@@ -234,14 +227,14 @@ def find(config: ModelSpec) -> type[Backend]:
     backend = _find_class(config)
     if config.decoupled and backend.execute_decoupled is Backend.execute_decoupled:
         raise Unsupported(
-            f"backend '{backend_name(config)}' does not support the 'decoupled' transaction "
+            f"backend '{config.backend}' does not support the 'decoupled' transaction "
             f"policy, required by model '{config.name}'"
         )
     return backend
 
 
 def _find_class(config: ModelSpec) -> type[Backend]:
-    name = backend_name(config)
+    name = config.backend
     target = _BUILT_IN.get(name)
     if target is not None:
         path, _, attribute = target.partition(":")

@@ -266,7 +266,8 @@ class Executor:
                     error,
                 )
             elif not (is_models_own(error) and self._should_retry(requests[0])):
-                # Not assigned to a variable: the error's traceback keeps the inputs alive.
+                # A variable would refer to the error, whose traceback refers to this frame: the
+                # cycle would keep the inputs alive.
                 return [self._close_with_error(open_requests[0], self._explain(error, requests[0]))]
             failed_requests = open_requests
         else:

@@ -371,7 +371,7 @@ class _UntemplatedRequest:
 
     @property
     def is_templatable(self) -> bool:
-        """Check whether a template can be made: all inputs are numbers that are copied."""
+        """Check whether the request can be a template: no input is a string or in a region."""
         has_strings = any(template.datatype == "BYTES" for template in self._templates)
         return not has_strings and not any(self._memory_ranges)
 

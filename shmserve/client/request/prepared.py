@@ -101,7 +101,7 @@ class ClientTemplate:
         uses_slot = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
         self._output_sizes = {n: s for n, s in sizes.items() if s is not None and uses_slot}
         self._refs, self._requested_names = refs, tuple(sizes if uses_slot else outputs)
-        self._schema = self._pack_schema({})
+        self._packed_schema = self._pack_schema({})
         self.uses_slots = uses_slot or not self._is_inline
         self._free_slots: deque[Buffer] = deque()
         self._is_closed = False
@@ -122,7 +122,7 @@ class ClientTemplate:
             slot: The slot that contains the large inputs; None if the template has no slots.
             parameters: The parameters.
         """
-        schema = self._pack_schema(parameters) if parameters else self._schema
+        schema = self._pack_schema(parameters) if parameters else self._packed_schema
         if slot is None:
             return schema, [array.tobytes() for array in arrays]
         inputs = slot.input_data or [array.tobytes() for array in arrays]

@@ -52,7 +52,7 @@ from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.header_blocks import STATUS_200, encode_block
 from shmserve.gateway.http2.incoming import Limits
 from shmserve.gateway.http2.outgoing import ResponseBlocks, Stream
-from shmserve.gateway.inference.body_arrival import BodyBudget
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, BodyBudget
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.settings import GrpcSettings
 
@@ -590,7 +590,7 @@ class StreamingCall(GrpcCall):
         """Write responses; wait until the windows permit the last one or the client disconnects.
 
         Raises:
-            TimeoutError: The client has not read the responses within `stall_s` seconds.
+            TimeoutError: The client reads at less than `SLOWEST_RATE` for `stall_s` seconds.
         """
         if self.is_done or not responses:
             return
@@ -616,9 +616,12 @@ class StreamingCall(GrpcCall):
             await asyncio.sleep(0)  # The responses are sent before the next ones are produced.
             return
         self._stream.on_progress = self._on_progress
-        self._write_waiter = self._connection.loop.create_future()
-        async with asyncio.timeout(stall_s):
-            await self._write_waiter
+        waiter = self._write_waiter = self._connection.loop.create_future()
+        while not waiter.done():
+            min_bytes = self._stream.sent_bytes + (stall_s or 0.0) * SLOWEST_RATE
+            await asyncio.wait((waiter,), timeout=stall_s)
+            if not waiter.done() and self._stream.sent_bytes < min_bytes:
+                raise TimeoutError
 
     def _on_progress(self) -> None:
         if not self._stream.queued_bytes:

@@ -69,7 +69,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall) -> None:
 
     Raises:
         ShmserveError: The first error, in strict mode.
-        Unavailable: The client does not read a response within `body_timeout_s` seconds.
+        Unavailable: The client reads at less than `SLOWEST_RATE` for `body_timeout_s` seconds.
     """
     stream = _Stream(inferences, call)
     # The call holds memory for an unread response and for partial requests until it ends.
@@ -165,7 +165,7 @@ class _Stream:
         """Write responses until the client has half-closed the call and has all of them.
 
         Raises:
-            TimeoutError: The client does not read a response within `body_timeout_s` seconds.
+            TimeoutError: The client reads at less than `SLOWEST_RATE` for `body_timeout_s` seconds.
         """
         byte_limit = 1
         while True:

@@ -296,11 +296,11 @@ class Body:
         Raises:
             ShmserveError: As in `read`.
         """
-        start = b""
-        while len(start) < size and (piece := await self.next()):
-            start += piece  # without a copy of the first piece
+        pieces: list[bytes] = []
+        while self.arrival.received_bytes < size and (piece := await self.next()):
+            pieces.append(piece)
             self.arrival.reserve(len(piece))
-        return start
+        return b"".join(pieces)  # a single piece is not copied
 
     async def read_tensors(self, arriving: ArrivingRequest, start: memoryview) -> bool:
         """Receive the tensors, which begin with `start`; return whether they are complete."""

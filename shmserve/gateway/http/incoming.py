@@ -47,6 +47,8 @@ _MAX_CACHED_HEAD_BYTES = 2048
 _MAX_QUEUED_REQUESTS = 32
 _READ_AHEAD_BYTES = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
 _READ_BUFFER = memoryview(bytearray(64 * 1024))  # all connections use it in turns
+# Smaller tensors are copied from the buffer: one read per tensor would cost more.
+_MIN_DIRECT_BYTES = 16 * 1024
 
 _MAX_PENDING_HEAD_BYTES = 128 * 1024
 _FRAMING_HEADER = re.compile(rb"\r\n(?:content-length|transfer-encoding):", re.IGNORECASE)
@@ -287,7 +289,12 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._parse(unparsed, False)
 
     def _handle_parsed(self, data: bytes, is_between_requests: bool) -> None:
-        """Notify the task and the body of the parsed bytes, and start the timeout of a head."""
+        """Tell the connection's task and the body's stream that bytes were parsed.
+
+        Args:
+            data: The bytes.
+            is_between_requests: Whether no request was incomplete before these bytes.
+        """
         waiter = self._waiter
         if self._messages and waiter is not None:
             self._waiter = None
@@ -494,8 +501,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 class TensorReceiver(asyncio.BufferedProtocol):
     """The protocol of a connection from its first large body on.
 
-    The socket writes the tensors into their memory. Other bytes, in pieces of at most
-    64 KiB, and all other events are passed on to the connection.
+    Large tensors are received directly into their memory. Other bytes, in pieces of at most 64 KiB,
+    and all other events are passed on to the connection.
     """
 
     def __init__(self, connection: Incoming) -> None:
@@ -527,7 +534,9 @@ class TensorReceiver(asyncio.BufferedProtocol):
         if self._arriving is not None:
             # Bytes after the last tensor, or of a request that was released, are dropped.
             buffer = self._arriving.next_buffer(self._missing_bytes)
-            self._buffer = _READ_BUFFER[: self._missing_bytes] if buffer is None else buffer
+            if buffer is None or len(buffer) < _MIN_DIRECT_BYTES:
+                buffer = _READ_BUFFER[: self._missing_bytes]
+            self._buffer = buffer
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:

@@ -20,7 +20,8 @@ from operator import attrgetter, methodcaller
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import processes
 
-LARGE_BYTES = 1024 * 1024
+COUNTED_BYTES = 128 * 1024
+_TRIMMED_BYTES = 1024 * 1024
 _TRIM_DELAY_S = 0.5
 
 # The number of received bytes that extends the time limit of a body by one second, and the bytes
@@ -33,17 +34,24 @@ class MallocTrim:
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
+        self._released_bytes = 0
 
     def schedule(self, byte_size: int) -> None:
-        """Trim after a pause if `byte_size` is large. Each call restarts the pause."""
-        if byte_size < LARGE_BYTES:
+        """Trim after a pause once `_TRIMMED_BYTES` were released. Each call restarts the pause.
+
+        Blocks below `COUNTED_BYTES` do not count, because malloc soon uses them again.
+        """
+        if byte_size < COUNTED_BYTES:
+            return
+        self._released_bytes += byte_size
+        if self._released_bytes < _TRIMMED_BYTES:
             return
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._trim_heap)
 
     def _trim_heap(self) -> None:
-        self._timer = None
+        self._timer, self._released_bytes = None, 0
         processes.trim_heap()
 
 
@@ -165,7 +173,7 @@ class Arrival:
         return data
 
     async def until(self, complete: asyncio.Future[None]) -> None:
-        """Wait until a body is complete whose receiver updates `received_bytes`.
+        """Wait for the end of a body whose receiver updates `received_bytes`.
 
         Raises:
             BodyTimeout: As in `next`.

@@ -131,7 +131,7 @@ def submit_inference(
         limit_origin=limit_origin,
         flags=request.flags,
         correlation_id=request.correlation_id,
-        # The connection, which a number identifies within this process.
+        # The number identifies the connection within this process.
         source=id(client) if request.correlation_id else 0,
         trace=trace,
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shmserve.common.names import members
-from shmserve.errors import suggestion
+from shmserve.errors import clip, suggestion
 from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.model_spec import (
     IDLE_UNLOAD,
@@ -248,15 +248,10 @@ def _value_errors(value: Any, data_type: int) -> Iterator[str]:
         elif abs(value) > largest and value not in (math.inf, -math.inf):
             yield (
                 f"must have a 'value' from {-largest:.6g} to {largest:.6g}, or infinity, for "
-                f"{kind}, found {_shorten(value)}"
+                f"{kind}, found {clip(repr(value), _LONGEST_SHOWN)}"
             )
     elif not isinstance(value, int) or not low <= value <= high:
         yield f"must have an integer 'value' from {low} to {high} ({kind}), found {value!r}"
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _bucket_errors(buckets: Any, dims: list[int]) -> Iterator[str]:
@@ -272,8 +267,8 @@ def _bucket_errors(buckets: Any, dims: list[int]) -> Iterator[str]:
             yield f"has the bucket {bucket!r}, which does not match the input's dims {dims}"
         elif math.prod(sizes) > _MAX_ELEMENTS:
             yield (
-                f"has the bucket {_shorten(bucket)}, which exceeds the {_MAX_ELEMENTS} elements "
-                "that a row may have"
+                f"has the bucket {clip(repr(bucket), _LONGEST_SHOWN)}, which exceeds the "
+                f"{_MAX_ELEMENTS} elements that a row may have"
             )
 
 

@@ -47,10 +47,10 @@ class _SizeDuration:
         weight: The number of batches in the mean.
     """
 
-    def __init__(self, mean: float, execution: int) -> None:
+    def __init__(self, mean: float, first_execution: int) -> None:
         self.mean = mean
         self.weight = 1.0
-        self._decayed_count, self._last_execution = 1.0, execution
+        self._decayed_count, self._last_execution = 1.0, first_execution
 
     def decayed_count(self, execution: int) -> float:
         """Return the number of batches of this size; earlier ones count exponentially less."""
@@ -247,7 +247,8 @@ class SizeTimes:
                 candidate, worst_duration = _size(upper), times[upper]
         time = max(target_rate / _MIN_TRIAL_RATIO, rate) * shortest.get(lower, 0.0)
         if last_index > lower == self._observed[-1] and _size(last_index) > time:
-            # The larger a size beyond all observed sizes is, the longer a batch may take.
+            # Larger sizes were never observed, and a batch may take long. The size therefore grows
+            # in small steps.
             candidate = _middle_size(lower, last_index)
             worst_duration = times[last_index] * candidate / _size(lower)
         return candidate, worst_duration * self._time_scale * (1 + 3 * self._spread)

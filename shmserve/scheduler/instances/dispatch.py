@@ -472,7 +472,7 @@ class BatchDispatcher(Dispatcher):
         return wake_ns
 
     def _send_ahead(self, now_ns: int) -> None:
-        """Send batches that cannot grow to busy instances.
+        """Send busy instances their next batches, if these batches cannot grow any more.
 
         Retries are not sent ahead: they run alone, at an instance without other batches.
         """

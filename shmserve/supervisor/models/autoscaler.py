@@ -99,7 +99,7 @@ class Autoscaler:
             await asyncio.sleep(SAMPLE_EVERY_S)
             try:
                 self.sample()
-            except OSError:  # such as a file of the host that cannot be opened
+            except Exception:  # such as a file of the host that cannot be opened
                 logger.exception("the load of models could not be measured")
 
     def sample(self) -> None:
@@ -164,7 +164,10 @@ class Autoscaler:
         except ShmserveError as error:
             state.next_change_s = time.monotonic() + _RETRY_S
             logger.error(
-                "model '%s' keeps %d instances: %s", name, version.instances.count, error.message
+                "model '%s' cannot change its number of instances, which is still %d: %s",
+                name,
+                version.instances.count,
+                error.message,
             )
             return
         finally:

@@ -243,7 +243,6 @@ class Instances:
             model_name=spec.name,
             version=spec.version,
             model_dir=spec.model_dir,
-            repository=spec.repository,
             run_dir=self._context.run_dir,
             device=instance.device,
             kind=instance.kind,

@@ -72,7 +72,6 @@ class VersionSpec:
     name: str
     version: str
     model_dir: Path
-    repository: Path
     config: ModelSpec
     labels: dict[str, list[str]] = field(default_factory=dict)
     fingerprint: str = ""

@@ -140,7 +140,7 @@ class Lifecycle:
     def _add_unless_repeated(self, order: Order) -> Order:
         """Add an order, or return the model's last order if that has the same effect."""
         last_order = order.model.orders[-1] if order.model.orders else None
-        if last_order is None or not last_order.repeats(order):
+        if last_order is None or not last_order.is_repeated_by(order):
             return self._add(order)
         last_order.causes |= order.causes
         return last_order

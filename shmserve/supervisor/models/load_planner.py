@@ -159,15 +159,15 @@ class LoadPlanner:
             lines = _format_unavailable(versions, fault)
             raise InvalidArgument(f"load failed for model '{name}': {lines}")
         spec = ModelSpec.of(model_config.to_dict(config))
-        read_config, path = ReadConfig(folder, written_config, config, source), folder.path
+        read_config = ReadConfig(folder, written_config, config, source)
         digests = {version: repository.version_fingerprint(folder, version) for version in versions}
         return [
-            VersionSpec(name, str(version), path, path.parent, spec, labels, digest, read_config)
+            VersionSpec(name, str(version), folder.path, spec, labels, digest, read_config)
             for version, digest in digests.items()
         ]
 
     def discard(self, spec: VersionSpec) -> None:
-        """Remove the folder of a load request's files when no process uses it."""
+        """Remove the folder of a load request's files, which no process uses any more."""
         self._remove(spec.model_dir)
 
     def has_environments(self) -> bool:

@@ -394,7 +394,7 @@ class EnsembleInstances(Instances):
 
     @property
     def hangs(self) -> bool:
-        """Return whether a step's model, which restarts, takes so long that it was reported."""
+        """Return whether the log has reported a step's model whose restart takes long."""
         return any(model is not None and model.instances.hangs for model in self._models)
 
     async def complete_config(self) -> None:

@@ -229,7 +229,7 @@ class Order:
         """Return whether the order has been executed or has failed."""
         return self.phase is OrderPhase.FINISHED
 
-    def repeats(self, later: Order) -> bool:
+    def is_repeated_by(self, later: Order) -> bool:
         """Check whether this order has not begun, and `later` would only repeat it."""
         is_same = (self.kind, self.source) == (later.kind, later.source)
         return is_same and self.phase is OrderPhase.QUEUED

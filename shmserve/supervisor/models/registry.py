@@ -45,7 +45,7 @@ class ModelRegistry:
         """
         is_unused = not (model.orders or statuses(model)) and self.models.get(model.name) is model
         removed = [model] if is_unused else []
-        if len(self.models) > MAX_UNLOADED:
+        if model.is_unloaded and len(self.models) > MAX_UNLOADED:
             needed = {step for user in self.models.values() for step in user.needed_steps}
             models = (entry for entry in self.models.values() if entry.name not in needed)
             unloaded = [m for m in models if m.is_unloaded and not any(m.versions)]

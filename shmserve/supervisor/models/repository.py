@@ -74,7 +74,6 @@ class ModelFolder:
 
     name: str
     path: Path
-    repository: Path
     config_path: Path | None = None
     versions: tuple[int, ...] = ()
     problem: str = ""
@@ -117,7 +116,7 @@ def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, Model
     folders: dict[str, ModelFolder] = {}
     for repository in repositories:
         for path in _subfolders(repository):
-            folder = _read_folder(repository, path, config_name)
+            folder = _read_folder(path, config_name)
             if folder is not None and folder.name in folders:
                 folder = replace(folders[folder.name], problem=DUPLICATE_MODEL)
             if folder is not None:
@@ -131,7 +130,7 @@ def find(repositories: Sequence[Path], name: str, config_name: str = "") -> Mode
     """Return a model as `scan` does, or None; raise InvalidArgument for a bad name."""
     check_model_name(name)
     roots = [root for root in repositories if os.path.isdir(root / name)]
-    folders = list(filter(None, (_read_folder(root, root / name, config_name) for root in roots)))
+    folders = list(filter(None, (_read_folder(root / name, config_name) for root in roots)))
     if len(folders) > 1:
         return replace(folders[0], problem=DUPLICATE_MODEL)
     return folders[0] if folders else None
@@ -381,7 +380,7 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
     name = file.stem if class_name == "Model" else class_name.lower()
     path = _link_folder(base_dir, name, file.parent)
     linked_file = path / "1" / file.name
-    return ModelFolder(name, path, base_dir, None, (1,), "", class_name, linked_file, settings)
+    return ModelFolder(name, path, None, (1,), "", class_name, linked_file, settings)
 
 
 def _checkpoint(folder: Path, base_dir: Path) -> ModelFolder:
@@ -391,7 +390,7 @@ def _checkpoint(folder: Path, base_dir: Path) -> ModelFolder:
     settings.unlink(missing_ok=True)
     if (folder / ENGINE_FILE).is_file():
         settings.symlink_to(folder / ENGINE_FILE)
-    return ModelFolder(name, path, base_dir, versions=(1,))
+    return ModelFolder(name, path, versions=(1,))
 
 
 def _link_folder(base_dir: Path, name: str, folder: Path) -> Path:
@@ -417,7 +416,7 @@ def _is_dangling(path: Path) -> bool:
     return not path.name.startswith(".") and os.path.islink(path) and not os.path.exists(path)
 
 
-def _read_folder(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
+def _read_folder(path: Path, config_name: str) -> ModelFolder | None:
     """Return the model in a folder; None if the folder has no model's name or contents."""
     # Bytes of a name that are not UTF-8 cannot be sent.
     name = os.fsencode(path.name).decode(errors="replace")
@@ -430,13 +429,13 @@ def _read_folder(repository: Path, path: Path, config_name: str) -> ModelFolder 
         has_config = _is_file(config_path)
     except OSError as error:
         reason = error.strerror or "cannot be read"
-        return ModelFolder(name, path, repository, problem=f"the model's folder: {reason}")
+        return ModelFolder(name, path, problem=f"the model's folder: {reason}")
     problem = ""
     if not has_config and os.path.lexists(config_path):
         fault = _DANGLING if _is_dangling(config_path) else "not a file"
         problem = f"'{config_path.name}' is {fault}"
     config_file = config_path if has_config else None
-    folder = ModelFolder(name, path, repository, config_file, tuple(versions), problem)
+    folder = ModelFolder(name, path, config_file, tuple(versions), problem)
     try:
         check_model_name(path.name)
     except InvalidArgument as error:

@@ -96,13 +96,13 @@ class Child:
 class ProcessTable:
     """All children of this server.
 
-    `on_start(child)` is called when a child is adopted. Watchers are called when a child exits,
-    before the waiters of its `exited`.
+    `on_start(child)` is called when a child is adopted. `on_exit(child)` is called when a child
+    exits, before the waiters of its `exited`.
     """
 
     def __init__(self, on_start: Callable[[Child], None] = lambda child: None) -> None:
         self._on_start = on_start
-        self._exit_callbacks: list[Callable[[Child], None]] = []
+        self.on_exit: Callable[[Child], None] = lambda child: None
         self._children: dict[int, Child] = {}
         self._early_exits: dict[int, str] = {}
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
@@ -114,10 +114,6 @@ class ProcessTable:
         self._inherited = set(processes.children(os.getpid()))
         processes.adopt_orphans()
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
-
-    def watch(self, on_exit: Callable[[Child], None]) -> None:
-        """Call `on_exit(child)` for each later exit."""
-        self._exit_callbacks.append(on_exit)
 
     def all(self) -> list[Child]:
         """Return every running child."""
@@ -194,11 +190,10 @@ class ProcessTable:
         self._reserved_pids.append(pid)
         logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
         child.exited.set_result(reason)  # calls its waiters in the loop's next turn
-        for on_exit in self._exit_callbacks:
-            try:
-                on_exit(child)
-            except Exception:  # any exception, because other processes may have exited, too
-                logger.exception("the exit of %s could not be handled", child.title)
+        try:
+            self.on_exit(child)
+        except Exception:  # any exception, because other processes may have exited, too
+            logger.exception("the exit of %s could not be handled", child.title)
 
     def _on_stopped(self, child: Child) -> None:
         logger.warning(
@@ -615,16 +610,17 @@ def _contains(folder: Path, patterns: Sequence[str]) -> bool:
 
 
 def _imported_files(file: Path) -> set[Path]:
-    """Return a Python file and the files in its folder that it imports, directly or not."""
+    """Return a Python file and the files in its folder that it may import, directly or not."""
     imported, remaining_files = set[Path](), [file]
     while remaining_files:
         source = remaining_files.pop()
-        if source in imported or not source.is_file():
+        if source in imported:
             continue
         imported.add(source)
         for name in _imported_packages(source):
             package = file.parent / name
-            remaining_files += [package.with_suffix(".py"), *package.glob("*.py")]
+            with contextlib.suppress(OSError):  # such as a name that is too long for a file
+                remaining_files += [package.with_suffix(".py"), *package.glob("*.py")]
     return imported
 
 

@@ -229,7 +229,7 @@ def _run(entry: str, start: bytes, fds: list[int]) -> int:
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 1
     except ShmserveError as error:  # expected errors, which need no traceback
-        logger.error("the process cannot start: %s", error.message)
+        logger.error("this process cannot start: %s", error.message)
         return BOOT_FAILED
     except BaseException:
         traceback.print_exc()

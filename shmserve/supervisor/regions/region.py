@@ -94,7 +94,7 @@ class OpenRegion:
     def report_truncation(self) -> RegionBlamed:
         """Log that a worker died of the truncated object, and return the event."""
         text = "was truncated while a worker used it, and the worker died"
-        logger.error("shared memory region '%s' %s: it is unregistered", self.name, text)
+        logger.error("shared memory region '%s' %s; the server unregisters it", self.name, text)
         return RegionBlamed(self.name, f"it {text}")
 
     def publication(self, ack_number: int) -> RegionPublished:
@@ -138,10 +138,10 @@ Admission = Callable[[OpenRegion, posix_shm.SharedObject], None]
 
 
 class KeptRegions:
-    """The registrations of regions that are kept outside of this server.
+    """The record of registrations that outlives this server.
 
-    The service manager keeps them for the next server. During a handover, the other server keeps
-    them, too.
+    The service manager holds the regions' descriptors for the next server (systemd's file
+    descriptor store). During a handover, the other server holds them, too.
     """
 
     def __init__(self, service_manager: ServiceManager) -> None:

@@ -130,12 +130,12 @@ class CallWaits:
             paths, visited = [(start, [start.model])], {id(start)}
             for wait, models in paths:  # the loop adds paths: a breadth-first search
                 awaited = self._awaited_executions(wait, stuck)
-                own_call = _call_of(awaited, start)
+                own_call = _oldest_awaited_call(awaited, start)
                 if own_call is not None:
                     chain = [caller.model for caller in start.calls[own_call.key]] + models
                     return CallDeadlocked(own_call.key, " -> ".join(chain))
                 for successor in stuck:
-                    call = _call_of(awaited, successor)
+                    call = _oldest_awaited_call(awaited, successor)
                     if call is None or id(successor) in visited:
                         continue
                     visited.add(id(successor))
@@ -157,7 +157,7 @@ class _Call(NamedTuple):
     caller: str  # the model of the execution that waits for the call
 
 
-def _call_of(executions: set[_Execution], wait: _Wait) -> _Call | None:
+def _oldest_awaited_call(executions: set[_Execution], wait: _Wait) -> _Call | None:
     """Return the oldest call that one of these executions waits for."""
     for key, callers in wait.calls.items():
         for caller in callers:

@@ -110,10 +110,6 @@ class RateLimiter:
         self._capacity: dict[Resource, int] = {}
         self._request_numbers = itertools.count()
 
-    def used(self) -> dict[Resource, int]:
-        """Return the amount of each resource that granted tickets reserve."""
-        return {resource: count for resource, count in self._used_resources.items() if count}
-
     def capacity(self) -> dict[Resource, int]:
         """Return the capacity of each resource that an instance of a member needs."""
         return dict(self._capacity)

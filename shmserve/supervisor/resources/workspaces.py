@@ -10,6 +10,7 @@ the supervisor never does. The leases of a process end when its death is reporte
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -18,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from shmserve import logs
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.memory.arena import FIXED_SIZE_SEALS, FreeList
@@ -29,13 +29,7 @@ from shmserve.ipc.messages.control_requests import (
     Refused,
     ReturnWorkspace,
 )
-from shmserve.ipc.messages.supervision import (
-    SetLogging,
-    Stop,
-    WorkspaceAllocated,
-    WorkspaceStart,
-    decode_start,
-)
+from shmserve.ipc.messages.supervision import WorkspaceAllocated, WorkspaceStart, decode_start
 from shmserve.ipc.tensors.descriptors import Memory, Range, pack_range
 from shmserve.ipc.transport.zmtp import Dealer
 
@@ -58,7 +52,7 @@ class WorkspacePool:
     """The leases of a device's pool of `capacity` bytes, a multiple of 64 (no I/O).
 
     Each method that changes the pool returns the leases that it has granted. The pool is closed
-    initially, and a closed pool grants no leases. `memory` is set once it is allocated.
+    initially, and a closed pool has no `memory` and grants no leases.
 
     Leases are granted in the order of requests, without overtaking. Later small requests therefore
     cannot delay a large one. Fragmentation cannot block it either, because all earlier leases end
@@ -68,29 +62,18 @@ class WorkspacePool:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.memory: Memory | None = None
-        self._open = False
         self._free_list = FreeList(capacity)
         self._owners: dict[int, int] = {}  # the owner of each lease by the lease's offset
         self._requests: deque[_LeaseRequest] = deque()
 
-    @property
-    def used_bytes(self) -> int:
-        """Return the number of bytes of the pool that are leased."""
-        return self._free_list.used_bytes
-
-    @property
-    def waiting_count(self) -> int:
-        """Return the number of requests without a lease."""
-        return len(self._requests)
-
-    def open(self) -> list[GrantedLease]:
+    def open(self, memory: Memory) -> list[GrantedLease]:
         """Open the pool, because its memory has been allocated."""
-        self._open = True
+        self.memory = memory
         return self._grant()
 
     def close(self) -> None:
         """End all leases, because the memory is lost. Requests keep waiting."""
-        self._open = False
+        self.memory = None
         self._free_list = FreeList(self.capacity)
         self._owners.clear()
 
@@ -126,7 +109,7 @@ class WorkspacePool:
 
     def _grant(self) -> list[GrantedLease]:
         granted: list[GrantedLease] = []
-        while self._requests and self._open:
+        while self._requests and self.memory is not None:
             request = self._requests[0]
             offset = self._free_list.allocate(request.byte_size)
             if offset is None:
@@ -172,8 +155,7 @@ class Workspaces:
     def on_allocated(self, device: str, memory: Memory) -> None:
         """Open a device's pool, and grant the waiting requests."""
         pool = self._pools[device]
-        pool.memory = memory
-        self._send_granted(pool, pool.open())
+        self._send_granted(pool, pool.open(memory))
 
     def holder_exited(self, device: str) -> None:
         """Close a device's pool, whose holder has died, until `on_allocated` is called again."""
@@ -222,12 +204,8 @@ class Workspaces:
             self._send(owner, Answered(ticket, {"place": packed}))
 
 
-def run(start_record: bytes, cuda: Callable[[], CudaExporter] = Driver) -> None:
-    """Run a holder: export the memory of a CUDA device's pool, and hold it until `Stop`.
-
-    Args:
-        start_record: An encoded `WorkspaceStart`.
-        cuda: The CUDA driver.
+def run(start_record: bytes) -> None:
+    """Run a holder: export the memory of a CUDA device's pool, and hold it.
 
     Raises:
         InvalidArgument: The device does not exist.
@@ -236,22 +214,15 @@ def run(start_record: bytes, cuda: Callable[[], CudaExporter] = Driver) -> None:
     start = decode_start(WorkspaceStart, start_record)
     title = f"workspace cuda:{start.device_id}"
     processes.begin(title, title, start.log)
-    hold(start, cuda())
+    hold(start, Driver())
 
 
 def hold(start: WorkspaceStart, cuda: CudaExporter) -> None:
-    """Allocate the memory, report it to the supervisor, and wait."""
+    """Allocate the memory, report it to the supervisor, and wait for the supervisor's exit."""
     allocation = DeviceAllocation(cuda, start.device_id, start.byte_size)
     control = Dealer(endpoints.control(start.run_dir), f"workspace.{os.getpid()}")
-    control.send(WorkspaceAllocated(allocation.handle.raw, allocation.handle.uuid))
-    try:
+    with contextlib.closing(control):
+        control.send(WorkspaceAllocated(allocation.handle.raw, allocation.handle.uuid))
         while control.connected:
             control.wait(None)
-            for message in control.receive():
-                match message:
-                    case Stop():
-                        return
-                    case SetLogging(settings):
-                        logs.apply(logs.LogSettings(**settings))
-    finally:
-        control.close()
+            control.receive()

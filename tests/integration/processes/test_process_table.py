@@ -66,7 +66,7 @@ async def main():
     def on_exit(child):
         raise RuntimeError(child.title)
     children = ProcessTable()
-    children.watch(on_exit)
+    children.on_exit = on_exit
     both = [children.adopt(os.posix_spawn("/bin/true", ["true"], {}), t) for t in ("one", "other")]
     for child in both:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

@@ -71,7 +71,7 @@ from shmserve.supervisor.processes.children import ProcessTable
 async def main():
     entered = []
     children = ProcessTable()
-    children.watch(lambda child: print(child in entered, child.exited.result()))
+    children.on_exit = lambda child: print(child in entered, child.exited.result())
     with children.spawning():
         pid = os.posix_spawn("/bin/true", ["true"], {})
         while pid not in children._early_exits:

@@ -136,7 +136,7 @@ class DrawnRepository:
             self.removals_by_folder[folder] = 0
 
         return [
-            VersionSpec(name, version, folder, folder, config, fingerprint=files)
+            VersionSpec(name, version, folder, config, fingerprint=files)
             for version, files in versions.items()
         ]
 

@@ -286,6 +286,11 @@ def test_an_error_for_an_unready_model_lists_the_states(
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url="], 2, "--url: the value is empty; omit the flag for its"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url: expected"),
+        (["m", "--input=X=1", "--url=http://u:p@a"], 2, "--url: expected"),
+        (["m", "--input=X=1", "--url=http://a?q"], 2, "--url: expected"),
+        (["m", "--input=X=1", "--url=http://a#f"], 2, "--url: expected"),
+        (["m", "--input=X=1", "--url=http://a:0"], 2, "--url: expected"),
+        (["", "--input=X=1"], 2, "MODEL: the name of the model is empty"),
         (["m", "--input=X=1", "--url=127.0.0.1:1"], 1,
          "infer: http://127.0.0.1:1: no response: Con"),
         (["m", "--input=X=1", "--url=unix:/nowhere"], 1,
@@ -324,6 +329,14 @@ def test_each_error_is_one_line(
     assert (completed, captured.out) == (status, "")
     assert text in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["ready", "stats", "unload"])
+def test_an_empty_name_does_not_select_all_models(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["client", verb, "", "--url=http://127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err == "shmserve: MODEL: the name of the model is empty\n"
 
 
 @pytest.mark.parametrize("letter", ["\u00f6", "\0", "\ufeff"])

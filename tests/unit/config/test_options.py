@@ -277,7 +277,7 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
         ("--log-format=iso", "--log-format: 'iso' is not one of default, ISO8601"),
         ("--model-control-mode=x", "'x' is not one of none, poll, explicit"),
         ("--load-model=m", "--load-model: needs --model-control-mode=explicit"),
-        ("--model-config-name=", "--model-config-name: '' is empty, or contains / or NUL"),
+        ("--model-config-name=", "--model-config-name: '' is not a file name (allowed: at"),
         ("--idle-unload-secs=5", "--idle-unload-secs: needs --load-on-demand"),
         ("--max-loaded-byte-size=5", "--max-loaded-byte-size: needs --load-on-demand"),
         ("--backend-config=python", "--backend-config: 'python' is not BACKEND,SETTING=VALUE"),

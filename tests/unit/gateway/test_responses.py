@@ -106,6 +106,31 @@ def test_a_token_without_text_has_no_event_of_its_own() -> None:
     assert message["content"][0]["logprobs"] == entries[1:]
 
 
+def test_a_whole_response_has_the_logprobs_of_its_content() -> None:
+    pieces = ["<think>", "k", "m", "</", "th", "\n\n", "m", " k", "<call>", "m", "<end>"]
+    entries = [{"token": each, "bytes": list(each.encode()), "logprob": -1.0} for each in pieces]
+    stream = ResponseObject({})
+    parts = {
+        1: {"reasoning": "k"},
+        2: {"reasoning": "m"},
+        6: {"content": "m"},
+        7: {"content": " k"},
+    }
+    for index, entry in enumerate([*entries[:8], entries[-1]]):
+        logprobs = {"content": [entry]}
+        stream.add(0, Delta(0, "", "", logprobs, message=parts.get(index, {"content": ""})))
+    streamed = stream.whole_response()["output"][1]["content"][0]["logprobs"]
+    assert streamed == [*entries[5:8], entries[-1]]
+    call = {"index": 0, "id": "c", "name": "f", "arguments": "m"}
+    cases: list[tuple[dict[str, Any], int]] = [({}, 11), ({"tool_calls": [call]}, 8)]
+    for members, count in cases:
+        message = {"reasoning": "km", "content": "m k", **members}
+        response_object = ResponseObject({})
+        response_object.add(0, Delta(0, "", "stop", {"content": entries}, message=message))
+        _, item, *_ = response_object.whole_response()["output"]
+        assert item["content"][0]["logprobs"] == entries[5:count]
+
+
 def test_items_are_messages_with_calls_and_results() -> None:
     items = [
         {"type": None, "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
@@ -198,6 +223,8 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "no namespace's name": ({"tools": [{"type": "namespace", "tools": [FUNCTION]}]},
         r"tools\[0\].name: None is not a string"),
     "the name of a tool": ({"tools": ["web_search", FUNCTION]}, r"tools\[0\]: 'web_search' is not"),
+    "the type of a tool": ({"tools": ["function"]}, r"tools\[0\]: 'function' is not 'function'"),
+    "a truncation": ({"truncation": "x"}, "truncation: 'x' is not 'auto' or 'disabled'"),
     "no tools of a namespace": ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]},
         r"tools: 3 is not a list"),
 }  # fmt: skip
@@ -242,6 +269,20 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
     assert response_object._calls is response_object._calls  # large tools are parsed once
     (message,) = convert_chat(input=events_out[-1]["response"]["output"])["messages"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "n__f"]
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_an_error_has_the_position_of_a_tool_in_the_request(is_large: bool) -> None:
+    namespace = {"type": "namespace", "name": "n", "tools": [FUNCTION, FUNCTION]}
+    tools: Any = [{"type": "web_search"}, namespace, {"type": "custom", "name": "c"}]
+    if is_large:
+        tools = orjson.Fragment(orjson.dumps(tools))
+    message = "tools[1].function.name: 3 is no tools[7]; tools[2].custom.name: wrong"
+    with pytest.raises(InvalidArgument) as caught, responses._client_positions({"tools": tools}):
+        raise InvalidArgument(f"[request id: x] {message}")
+    error = json.loads(responses.response_error(caught.value))["error"]
+    assert error["message"] == "tools[1].tools[1].name: 3 is no tools[7]; tools[2].name: wrong"
+    assert error["param"] == "tools[1].tools[1].name"
 
 
 @pytest.mark.parametrize(
@@ -379,6 +420,11 @@ def test_an_error_names_the_field_as_the_client_does(message: str, param: str) -
     assert error_body["param"] == param and error_body["message"].startswith(f"{param}: ")
     assert "max_completion_tokens" not in error_body["message"]
     assert ROUTES.find("/v1/responses")[0].encode_error is responses.response_error  # type: ignore[index]
+
+
+def test_a_truncated_prompt_keeps_its_end() -> None:
+    assert convert_chat(truncation="auto")["truncate_prompt_tokens"] == -1
+    assert ResponseObject({"truncation": "auto"}).whole_response()["truncation"] == "auto"
 
 
 def test_verbosity_is_that_of_a_chat() -> None:

@@ -33,7 +33,6 @@ START_RECORDS = [
         model_name="m",
         version="1",
         model_dir=Path("/models/\udcff"),  # a file name that is not UTF-8
-        repository=Path("/models"),
         run_dir=RUN_DIR,
         device="gpu:1",
         kind="GPU",

@@ -194,7 +194,7 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
             for resource, count in needs[key].items():
                 used[resource] = used.get(resource, 0) + count
         capacity = limiter.capacity()
-        assert limiter.used() == used
+        assert +limiter._used_resources == used
         assert all(count <= capacity[resource] for resource, count in used.items())
         if max(overtaken.values(), default=0) < PATIENCE:
             for key in waiting_tickets:
@@ -212,7 +212,7 @@ def test_instances_are_added_and_removed_while_their_model_serves() -> None:
     )  # it no longer waits; the ticket it holds is returned later
     assert rate_limiter.capacity() == {R: 2} and rate_limiter.ask(0, 1, "d") == []
     assert rate_limiter.release(0, "a", was_used=True) == [(0, "b")]
-    assert rate_limiter.used() == {R: 2}
+    assert +rate_limiter._used_resources == {R: 2}
     assert rate_limiter.remove_instance(0, 7) == rate_limiter.remove_instance(1, 0) == []
 
 

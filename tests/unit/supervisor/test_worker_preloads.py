@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_read_does_not_stop_the_server(
 
 
 def test_torch_is_preloaded_for_a_class_whose_helper_imports_it(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("import helpers")
+    (tmp_path / "own.py").write_text(f"import helpers, {'name' * 100}")
     (tmp_path / "helpers.py").write_text("from parts import words")
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "words.py").write_text("import torch")

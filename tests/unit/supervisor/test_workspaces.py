@@ -17,7 +17,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.control_requests import LeaseWorkspace, ReturnWorkspace
-from shmserve.ipc.messages.supervision import Stop, WorkspaceAllocated, WorkspaceStart, decode_start
+from shmserve.ipc.messages.supervision import WorkspaceAllocated, WorkspaceStart, decode_start
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, unpack_range
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.kept import WorkspaceHolders
@@ -152,7 +152,7 @@ async def test_host_memory_has_no_holder() -> None:
         processes.context.workspaces.close()
 
 
-def test_a_holder_allocates_reports_and_ends_on_request(tmp_path: Path) -> None:
+def test_a_holder_allocates_reports_and_ends_with_the_supervisor(tmp_path: Path) -> None:
     cuda = FakeCuda()
     exporting = cuda.exporting()
     start = WorkspaceStart(1, 5 * MB, tmp_path)
@@ -165,10 +165,9 @@ def test_a_holder_allocates_reports_and_ends_on_request(tmp_path: Path) -> None:
         assert message.device_uuid == cuda.uuid(1)
         assert cuda.extent(pointer, 1)[1] >= 5 * MB
         cuda.close(pointer, 1)
-        router.post(peer, Stop())
-        router.flush()
-        thread.join(10)
-        assert not thread.is_alive() and not exporting.allocated
+        assert exporting.allocated
+    thread.join(10)
+    assert not thread.is_alive() and not exporting.allocated
 
 
 def test_a_holder_without_memory_reports_it(tmp_path: Path) -> None:
@@ -202,7 +201,7 @@ STEPS = st.lists(
 
 def open_pool() -> WorkspacePool:
     pool = WorkspacePool(POOL_SIZE)
-    assert pool.open() == []
+    assert pool.open(device_memory(1)) == []
     return pool
 
 
@@ -238,12 +237,12 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
             waiting_requests = deque(lease for lease in waiting_requests if lease[0] != worker)
             take(pool.drop(worker))
         check_leases(pool)
-        assert pool.waiting_count == len(waiting_requests)
+        assert len(pool._requests) == len(waiting_requests)
         assert leases or not waiting_requests  # if nothing is leased, no request waits
     while leases:
         offset, (owner, _) = leases.popitem()
         take(pool.release(owner, offset))
-    assert not waiting_requests and pool.used_bytes == 0
+    assert not waiting_requests and not pool._owners
     assert pool.ask(9, 0, POOL_SIZE) == [GrantedLease(9, 0, 0)]  # the pool is one free range again
 
 
@@ -257,18 +256,18 @@ def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
     for ticket in range(100_000):
         sizes[ticket] = min(POOL_SIZE, int(2 ** rng.uniform(0, 12.1)))
         granted_leases = pool.ask(ticket, ticket, sizes[ticket])
-        while granted_leases or pool.waiting_count > 8:
+        while granted_leases or len(pool._requests) > 8:
             leased_ranges += [(owner, offset) for owner, _, offset in granted_leases]
             granted_count += len(granted_leases)
             granted_leases = []
-            if pool.waiting_count > 8:
+            if len(pool._requests) > 8:
                 granted_leases = pool.release(*leased_ranges.pop(rng.randrange(len(leased_ranges))))
     while leased_ranges:
         granted_leases = pool.release(*leased_ranges.pop())
         granted_count += len(granted_leases)
         leased_ranges += [(owner, offset) for owner, _, offset in granted_leases]
     check_leases(pool)
-    assert granted_count == 100_000 and pool.used_bytes == 0
+    assert granted_count == 100_000 and not pool._owners
     assert pool.ask(1, 1, POOL_SIZE)
 
 
@@ -291,10 +290,11 @@ def test_only_the_owner_ends_a_lease() -> None:
 def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
     """Leases end with lost memory; requests are granted in order after the allocation."""
     pool = WorkspacePool(POOL_SIZE)
-    assert pool.ask(1, 7, POOL_SIZE) == [] and pool.open() == [GrantedLease(1, 7, 0)]
+    assert pool.ask(1, 7, POOL_SIZE) == []
+    assert pool.open(device_memory(1)) == [GrantedLease(1, 7, 0)]
     assert pool.ask(2, 8, 64) == pool.ask(3, 9, 64) == []
     pool.close()
-    assert (pool.used_bytes, pool.waiting_count) == (0, 2)
+    assert not pool._owners and len(pool._requests) == 2
     assert pool.release(1, 0) == pool.drop(2) == []
     check_leases(pool)
-    assert pool.open() == [GrantedLease(3, 9, 0)]
+    assert pool.open(device_memory(2)) == [GrantedLease(3, 9, 0)]

@@ -490,7 +490,7 @@ def test_memory_of_an_exited_process_is_unmapped(router: CallRouter, callees: Ca
     running_call = callees.run(call, router, request())
     submit = scheduler.next(m.Submit)
     callees.supervisor.send(ProcessExited(exited_arena.memory.pid, ""))
-    until("it is heard", lambda: not router.mappings)
+    until("it is heard", lambda: not router.mappings._mappings_by_id)
     scheduler.send(doubled_response(submit))
     running_call.result(10)
     assert _count_descriptors() == fds_before

@@ -13,7 +13,6 @@ from onnx import TensorProto, numpy_helper
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import RequestedOutput
-from shmserve.workers import backends
 from shmserve.workers.backends.onnx import (
     OnnxBackend,
     describe,
@@ -228,10 +227,6 @@ def test_a_missing_or_broken_file(worker: Rig, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(Unavailable, match=r"user may not read '/.*/1/model.onnx'"):
         OnnxBackend(worker.context).complete_config(BARE_CONFIG)
-
-
-def test_the_platform_of_older_configurations() -> None:
-    assert backends.find(ModelSpec.of({"platform": "onnxruntime_onnx"})) is OnnxBackend
 
 
 def parameters(**values: str) -> dict[str, Any]:

@@ -712,9 +712,8 @@ def test_the_result_plan_maps_named_tuples_by_field() -> None:
         ResultBinding("m", ["high", "middle"]).map_outputs(Pair(1, 2))
 
 
-def test_backends_are_found_by_name_and_by_platform() -> None:
+def test_backends_are_found_by_name() -> None:
     assert backends.find(ModelSpec.of({"backend": "pytorch"})) is PytorchBackend
-    assert backends.find(ModelSpec.of({"platform": "pytorch_libtorch"})) is PytorchBackend
     with pytest.raises(InvalidArgument, match="unable to find backend 'tensorrt'"):
         backends.find(ModelSpec.of({"backend": "tensorrt", "name": "m"}))
     decoupled = {"backend": "pytorch", "model_transaction_policy": {"decoupled": True}}

@@ -215,7 +215,7 @@ class LlmBackend(Backend):
 
     def _draft_folder(self, name: str) -> Path:
         """Return the folder of a draft model: its latest version in the repository, or a path."""
-        folder = self.context.repository / name
+        folder = self.context.model_dir.parent / name
         versions = [version for version in folder.glob("*") if version.name.isdecimal()]
         if versions:
             return max(versions, key=_version_number)

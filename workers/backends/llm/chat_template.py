@@ -26,7 +26,7 @@ from shmserve.errors import Internal, InvalidArgument, clip
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-# The member with the text, by the type of a part of a content. vLLM also accepts these types.
+# The member that has the text of a part, by the type of the part. vLLM has the same types.
 _PART_TEXTS = {
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
@@ -38,7 +38,11 @@ _OPTIONS = (
     "continue_final_message",
 )
 NICE = 10
+_PROMPT_ENDS = ("add_generation_prompt", "continue_final_message")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued
+# JSON writes a half of a surrogate pair, which no text may contain, as an escape sequence.
+_SURROGATE_ESCAPE, _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
+_HALF = " is a half of a surrogate pair; send both halves, or another character"
 # As in vLLM's Responses API, the model calls a custom tool as a function with one text.
 _CUSTOM_PARAMETERS = {
     "type": "object",
@@ -119,11 +123,7 @@ class ChatTemplate:
         except InvalidArgument:
             raise
         except UnicodeEncodeError as error:
-            surrogate = repr(error.object[error.start])
-            raise InvalidArgument(
-                f"messages: the prompt has {surrogate}, which is a half of a surrogate pair; send "
-                "both halves, or another character"
-            ) from None
+            raise InvalidArgument(f"messages: {error.object[error.start]!r}{_HALF}") from None
         except Exception as error:  # templates may raise any error
             text = f"messages: the model's chat template rejects them: {clip(str(error), 200)}"
             raise InvalidArgument(text) from None
@@ -270,9 +270,13 @@ def parse_conversation(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise InvalidArgument(f"messages: {clip(repr(text))} is not {allowed_text}") from None
     chat: dict[str, Any] = value if isinstance(value, dict) else {"messages": value}
+    check_surrogates(text, chat)
     messages = chat.get("messages")
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed_text}")
+    if isinstance(kwargs := chat.get("chat_template_kwargs"), dict):
+        # The members with which a prompt ends also determine how its continuation is parsed.
+        chat |= {name: kwargs[name] for name in _PROMPT_ENDS if kwargs.get(name) is not None}
     for name in _VARIABLE_TYPES.keys() & chat.keys():
         kind, description = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
@@ -288,6 +292,14 @@ def parse_conversation(text: str) -> dict[str, Any]:
         if "tool_choice" in chat:
             chat["tool_choice"] = _as_function(chat["tool_choice"], "tool_choice")
     return chat
+
+
+def check_surrogates(text: str, members: Mapping[str, Any]) -> None:
+    """Raise InvalidArgument if a JSON object, parsed from `text`, has half of a surrogate pair."""
+    if _SURROGATE_ESCAPE.search(text):
+        for name, value in members.items():
+            if half := _SURROGATE.search(json.dumps({name: value}, ensure_ascii=False)):
+                raise InvalidArgument(f"{clip(name)}: {half[0]!r}{_HALF}")
 
 
 def _replace_custom(members: dict[str, Any], name: str) -> None:

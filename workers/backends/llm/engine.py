@@ -354,16 +354,16 @@ class WorkerEngine:
             # A successor of the scheduler numbers sequences and steps from the beginning.
             self._sequences.clear()
         self._last_step = message.step
-        for begin in message.new_sequences:
-            parent = self._sequences.get(begin.parent) if begin.parent else None
-            prompt = self.prompts.get(begin.key)
+        for new in message.new_sequences:
+            parent = self._sequences.get(new.parent) if new.parent else None
+            prompt = self.prompts.get(new.key)
             if parent is not None:
-                sequence = parent.fork(begin.sequence, begin.sample, begin.token)
-            elif prompt is not None and not begin.parent:
-                sequence = prompt.begin_sequence(begin.sequence, begin.sample)
+                sequence = parent.fork(new.sequence, new.sample, new.token)
+            elif prompt is not None and not new.parent:
+                sequence = prompt.begin_sequence(new.sequence, new.sample)
             else:
                 continue  # its request has ended; `step` reports the sequence as skipped
-            self._sequences[begin.sequence] = sequence
+            self._sequences[new.sequence] = sequence
 
     def _prepare_rows(self, message: Step) -> list[tuple[TokenSequence, Row]]:
         rows: list[tuple[TokenSequence, Row]] = []

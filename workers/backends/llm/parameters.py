@@ -39,7 +39,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "detokenize": (True,),
     "watermarking": (False,),
-    "truncation_side": ("left",),
     "cache_salt": (),
     "lora_name": ("",),
     "prompt_embeds": (),
@@ -81,8 +80,10 @@ class GenerationParameters:
         top_k: The number of likeliest tokens to sample from; 0: unlimited.
         best_of: The width of the beam search, or the number of samples of which the `n` likeliest
             are returned, if larger than `n`.
-        truncate_prompt_tokens: The number of last prompt tokens to use; 0: all; -1: as many as
-            fit into the model's maximum length.
+        truncate_prompt_tokens: The number of prompt tokens to use; 0: all; -1: as many as fit into
+            the model's maximum length.
+        truncation_side: The side on which a prompt is cut, "left" or "right". "" is the left side
+            without the tokens that the tokenizer adds there.
         allowed_token_ids: The tokens that may be generated; empty: all.
         forbidden: Returns the tokens that would complete one of `bad_words` after generated tokens.
         grammar: (kind, text) with the kind "json_schema", "regex" or "grammar" (Lark or GBNF), or
@@ -117,6 +118,7 @@ class GenerationParameters:
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     early_stopping: str = "false"
+    truncation_side: str = ""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -397,6 +399,11 @@ def _parse_early_stopping(name: str, value: Any) -> dict[str, Any]:
     return {name: text}
 
 
+def _parse_side(name: str, value: Any) -> dict[str, Any]:
+    _check(value in ("left", "right"), "'left' or 'right'")
+    return {name: value}
+
+
 def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
     allowed_text = (
         "an object with a type of text, json_object, json_schema, regex or grammar, and its content"
@@ -527,6 +534,7 @@ _PARSERS = {
     "bad_words": _parse_bad_words,
     "allowed_token_ids": _parse_tokens,
     "early_stopping": _parse_early_stopping,
+    "truncation_side": _parse_side,
     "response_format": _parse_response_format,
     "structured_outputs": _parse_structured_outputs,
     "json_schema": _parse_schema,

@@ -23,6 +23,7 @@ from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.llm.chat_template import (
     NICE,
     ChatTemplate,
+    check_surrogates,
     decode,
     parse_conversation,
     render_in_process,
@@ -47,7 +48,7 @@ _TASK_INPUTS = {"tokenize": ("text_input", "messages"), "detokenize": ("input_id
 LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
 # The prefixes of a long text that are tokenized first, in characters per allowed token.
 _PREFIX_CHARACTERS = (1, 3, 6)
-_SUFFIX_CHARACTERS = 12  # length of the suffix of a truncated text, per remaining token
+_PART_CHARACTERS = 12  # length of the part of a truncated text, per remaining token
 _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
 _MAX_CUT_TOKENS = 64  # number of tokens beside a cut that may differ from the whole text's
 _MAX_CHARACTER_BYTES, _MAX_TOKEN_BYTES = 4, 64
@@ -362,10 +363,11 @@ class PromptReader:
         self, inputs: Mapping[str, Any], parameters: GenerationParameters, has_offsets: bool
     ) -> PromptText:
         """Return the prompt, with the offsets of its tokens if `has_offsets`."""
-        name = find_prompt_input(inputs)
+        name, side = find_prompt_input(inputs), parameters.truncation_side
         if name == "input_ids":
             count = self._count_tokens(name, len(inputs[name]), parameters)
-            tokens: list[int] = inputs[name][-count:].tolist()
+            ids = inputs[name][:count] if side == "right" else inputs[name][-count:]
+            tokens: list[int] = ids.tolist()
             self._check_tokens(name, tokens)
             return self._decode(tokens, parameters, has_offsets)
         is_chat = name == "messages"
@@ -376,14 +378,14 @@ class PromptReader:
             self._check_length(name, text, self.max_length)
             encoding = self._encode(text, adds_special, has_offsets)
         else:
-            encoding = self._encode_suffix(name, text, has_offsets, parameters)
+            encoding = self._encode_part(name, text, has_offsets, parameters)
         count = self._count_tokens(name, len(encoding), parameters)
         is_cut = count < len(encoding)
         kept_tokens: list[int] = []
         if is_cut:
-            if adds_special:  # as in vLLM, the tokens that the tokenizer adds are not cut
+            if adds_special and not side:  # as in vLLM
                 kept_tokens = self._leading_tokens[:count]
-            encoding.truncate(count - len(kept_tokens), direction="left")
+            encoding.truncate(count - len(kept_tokens), direction=side or "left")
         tokens = kept_tokens + encoding.ids
         self._check_tokens(name, tokens)
         if is_chat or not parameters.echo:
@@ -406,22 +408,29 @@ class PromptReader:
             if count > max_tokens + _MAX_CUT_TOKENS:
                 raise InvalidArgument(f"{name}: {_too_long(count, max_tokens)}")
 
-    def _encode_suffix(
+    def _encode_part(
         self, name: str, text: str | memoryview, has_offsets: bool, parameters: GenerationParameters
     ) -> Encoding:
-        """Return the tokens of a text, or of a suffix that has all tokens left after truncation.
+        """Return the tokens of a text, or of a part that has all tokens left after truncation.
 
-        The suffix begins between two words, where tokenizers divide a text.
+        The text is cut between two words, where tokenizers divide a text.
         """
         max_tokens, adds_special = parameters.truncate_prompt_tokens, parameters.add_special_tokens
         max_tokens = self.max_length if max_tokens < 0 else min(max_tokens, self.max_length)
-        size = _SUFFIX_CHARACTERS * max_tokens + LONG
-        suffix, count = read_ending(name, text, size + 1)
-        between = _BETWEEN_WORDS.search(suffix, 1, 1 + LONG) if count - size > LONG else None
+        size = _PART_CHARACTERS * max_tokens + LONG
+        keeps_beginning = parameters.truncation_side == "right"
+        if keeps_beginning:
+            part = text = read_whole(name, text)
+            between = _BETWEEN_WORDS.search(text, size, size + LONG)
+        else:
+            part, count = read_ending(name, text, size + 1)
+            between = _BETWEEN_WORDS.search(part, 1, 1 + LONG) if count - size > LONG else None
         if between is not None:
-            ending = self._encode(suffix[between.start() :], adds_special, has_offsets)
-            if len(ending) > max_tokens + _MAX_CUT_TOKENS:
-                return ending
+            cut = between.start()
+            part = part[:cut] if keeps_beginning else part[cut:]
+            encoding = self._encode(part, adds_special, has_offsets)
+            if len(encoding) > max_tokens + _MAX_CUT_TOKENS:
+                return encoding
         return self._encode(read_whole(name, text), adds_special, has_offsets)
 
     def _encode(self, text: str, adds_special: bool, has_offsets: bool) -> Encoding:
@@ -447,7 +456,7 @@ class PromptReader:
         return PromptText(tokens, text, offsets)
 
     def _count_tokens(self, name: str, count: int, parameters: GenerationParameters) -> int:
-        """Return how many of the `count` tokens of a prompt, counted from its end, are used."""
+        """Return how many of the `count` tokens of a prompt are used."""
         limit = parameters.truncate_prompt_tokens
         if limit:
             count = min(count, limit if limit > 0 else max(self.max_length - 1, 1))
@@ -487,11 +496,12 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     text = inputs.get("sampling_parameters") or merged_values.pop("sampling_parameters", None)
     if text:
         try:
-            settings = parse_json(text).items()
-            merged_values |= {name: value for name, value in settings if value is not None}
+            settings = parse_json(text)
+            merged_values |= {n: value for n, value in settings.items() if value is not None}
         except (AttributeError, TypeError, ValueError):
             problem = f"sampling_parameters: {clip(repr(text))} is not a JSON object"
             raise InvalidArgument(problem) from None
+        check_surrogates(text, settings)
     for name in ("stream", "exclude_input_in_output"):
         if name in inputs:
             merged_values[name] = inputs[name]

@@ -470,7 +470,7 @@ class TextThread:
             except queue.Empty:
                 pass
             except BaseException:
-                logger.exception("the text thread of the model failed to process a job")
+                logger.exception("the thread that decodes the texts of the model failed")
             self._fail_overdue()
             self._cpu_ns = time.thread_time_ns()
 

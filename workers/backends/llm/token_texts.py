@@ -247,8 +247,7 @@ class BadWords:
 
     def __init__(self, words: Iterable[str], texts: TokenTexts, vocab_size: int) -> None:
         self._bytes_of = texts.bytes_of
-        # No text contains a lone surrogate.
-        self._words = [word.encode(errors="surrogatepass") for word in words]
+        self._words = [word.encode() for word in words]
         self._longest = max(map(len, self._words))
         # The tokens that complete a word after its beginning, by this beginning.
         containing = {token for word in self._words for token in texts.containing(word)}

@@ -367,8 +367,7 @@ class OnnxBackend(Backend):
                 f"autofill failed for model '{spec.name}': model does not support batching while "
                 "non-zero max_batch_size is specified (the first dimension of an input is not -1)"
             )
-        default_max_batch_size = int(self.context.backend_config.get("default-max-batch-size", "4"))
-        return complete(config, client_description, default_max_batch_size)
+        return complete(config, client_description, self.context.backend_config)
 
     def load(self, config: ModelSpec) -> None:
         """Open the file and check it against the configuration."""

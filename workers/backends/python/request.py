@@ -256,8 +256,8 @@ class InferenceResponseSender:
         marks the last response, and may be sent alone.
 
         Raises:
-            TritonModelException: The last response was sent. In a model that is not decoupled also
-                for a second response, and for the flag before the first.
+            TritonModelException: The last response was sent already. If the model is not decoupled,
+                also: a response was sent already, or the flag comes before the response.
         """
         if type(flags) is not int:
             flags = _flags_as_int(self, response, flags)

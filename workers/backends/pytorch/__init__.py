@@ -99,8 +99,7 @@ class PytorchBackend(Backend):
         spec = ModelSpec.of(config)
         program, description = self._open_program(spec)
         if description is not None:
-            default_size = int(self.context.backend_config.get("default-max-batch-size", "4"))
-            return complete(config, description, default_size)
+            return complete(config, description, self.context.backend_config)
         if not spec.input or not spec.output:
             raise InvalidArgument(_missing_tensors_message(spec, program))
         return config

@@ -74,7 +74,7 @@ def split_message(message: bytes) -> SplitMessage | None:
     ids: list[bytes] = []
     sequence: list[bytes] = []
     kept_head: list[bytes] = []  # the kept parts of the head
-    kept_from = position = head_end = 0
+    kept_start = position = head_end = 0
     message_size = len(message)
     while position < message_size:
         start = position
@@ -103,8 +103,8 @@ def split_message(message: bytes) -> SplitMessage | None:
                 cut_parts = sequence
             if cut_parts is not None:
                 cut_parts.append(message[position:head_end])
-                kept_head.append(message[kept_from:start])
-                kept_from = head_end
+                kept_head.append(message[kept_start:start])
+                kept_start = head_end
         else:
             return None
         position += size
@@ -113,7 +113,7 @@ def split_message(message: bytes) -> SplitMessage | None:
     cut_identity = parse_identity(ids, sequence) if kept_head else ANONYMOUS
     if cut_identity is None:
         return None
-    kept_head.append(message[kept_from:head_end])
+    kept_head.append(message[kept_start:head_end])
     return SplitMessage((b"".join(kept_head), tuple(map(len, contents))), contents, cut_identity)
 
 

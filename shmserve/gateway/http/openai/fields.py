@@ -44,7 +44,7 @@ _GENERATION_FIELDS = _COMMON_FIELDS | _split_names(
     "stop_token_ids include_stop_str_in_output ignore_eos repetition_penalty presence_penalty "
     "frequency_penalty logit_bias bad_words allowed_token_ids use_beam_search length_penalty "
     "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
-    "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens priority "
+    "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens truncation_side priority "
     "response_format structured_outputs lora_name guided_json guided_regex guided_choice "
     "guided_grammar guided_whitespace_pattern json_schema "
     # Alternative names.
@@ -86,11 +86,11 @@ _REFUSED_FIELDS: Mapping[str, AllowedValues] = {
     "store": AllowedValues((False,), "only false is supported, because responses are not stored"),
     "suffix": AllowedValues(("",), "insertion before a suffix is not supported"),
     "modalities": AllowedValues((["text"],), 'only ["text"] is supported'),
-    "verbosity": AllowedValues(("medium",), "only 'medium' is supported"),
+    # As in vLLM, the verbosity has no effect.
+    "verbosity": AllowedValues(("low", "medium", "high"), "use 'low', 'medium' or 'high'"),
     "functions": AllowedValues(([],), "use tools instead"),
     "function_call": AllowedValues(("none",), "use tool_choice instead"),
     "detokenize": AllowedValues((True,), "only true is supported"),
-    "truncation_side": AllowedValues(("left",), "only 'left' is supported"),
     **_refuse(_ONLY_FALSE, "watermarking return_prompt_text enable_response_messages"),
     "echo": _ONLY_FALSE,  # a chat has no echo
     "chat_template": AllowedValues((), "only the model's own template is supported"),
@@ -109,7 +109,7 @@ TOKENIZE_FIELDS = CONVERSATION_FIELDS | _split_names(
 DETOKENIZE_FIELDS = _COMMON_FIELDS | {"tokens"}
 _RESPONSE_ONLY_FIELDS = _split_names(
     "input instructions include max_output_tokens max_tool_calls parallel_tool_calls reasoning "
-    "store stream stream_options temperature text tool_choice tools top_logprobs top_p "
+    "store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation "
     "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs "
     "logit_bias include_reasoning skip_special_tokens include_stop_str_in_output ignore_eos "
     "structured_outputs repetition_penalty stop_token_ids min_tokens bad_words allowed_token_ids "
@@ -132,6 +132,7 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
     EMBEDDING_FIELDS: {
         **_REFUSED_FIELDS,
         "truncate_prompt_tokens": AllowedValues((-1,), "only -1 is supported"),
+        "truncation_side": AllowedValues(("left",), "only 'left' is supported"),
         "add_special_tokens": AllowedValues((True,), "only true is supported"),
         "padding": AllowedValues(("do_not_pad",), "only 'do_not_pad' is supported"),
         "embed_dtype": AllowedValues(("float32",), "only 'float32' is supported"),
@@ -152,7 +153,6 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
         "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
         "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
         "prompt": _UNSUPPORTED,
-        "truncation": AllowedValues(("disabled",), "only 'disabled' is supported"),
         **_refuse(AllowedValues((1,), "only 1 is supported"), "n best_of"),
         **{
             name: AllowedValues((False, 0, {"type": "text"}), f"use {own_name} instead of {name}")

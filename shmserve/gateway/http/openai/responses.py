@@ -9,11 +9,15 @@ be referred to by their ids, as long as this process stores them.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import itertools
 import logging
+import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -63,6 +67,7 @@ _REPEATED_MEMBERS: Mapping[str, Any] = {
     "tools": [],
     "top_logprobs": 0,
     "top_p": 1.0,
+    "truncation": "disabled",
     "user": None,
 }
 # The members of a chat's body, and the members of a request that they are derived from.
@@ -100,15 +105,17 @@ async def create_response(gateway: Gateway, request: HttpRequest) -> HttpRespons
     """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
     body, text_request = await _read_request(gateway, request)
     shown_body = {**body, "model": response_name(gateway, text_request.model.name)}
-    return await respond(gateway, request, text_request, ResponseObject(shown_body))
+    with _client_positions(body):
+        return await respond(gateway, request, text_request, ResponseObject(shown_body))
 
 
 async def count_input_tokens(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses/input_tokens: respond with the number of tokens of the prompt."""
-    _, text_request = await _read_request(gateway, request)
+    body, text_request = await _read_request(gateway, request)
     model, (prompt,) = text_request.model, text_request.prompts
     parameters = {"task": "tokenize", "add_special_tokens": False}
-    values = await infer_once(gateway, request, model, prompt, ("token_ids",), parameters)
+    with _client_positions(body):
+        values = await infer_once(gateway, request, model, prompt, ("token_ids",), parameters)
     count = len(values["token_ids"])
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -129,6 +136,19 @@ async def _read_request(
         raise bodies.RefusedFields(error.message) from None
     chat = chat if is_converted else _chat_body(fields)
     return body, await bodies.parse_chat(gateway, chat)
+
+
+@contextlib.contextmanager
+def _client_positions(body: dict[str, Any]) -> Iterator[None]:
+    """Replace the positions of a chat's tools in an error by their positions in the request."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if not _TOOL_POSITION.search(error.message):
+            raise
+        positions = dict(enumerate(_chat_tools({"tools": _whole(body.get("tools"))})))
+        text = _TOOL_POSITION.sub(lambda m: positions.get(int(m[1]), m[0]), error.message)
+        raise InvalidArgument(text) from None
 
 
 # --- requests
@@ -162,13 +182,17 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat["messages"] = _chat_messages(body)
     if _is_unfinished(body["input"][-1]):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    tools = _chat_tools(body)
+    tools = list(_chat_tools(body).values())
     chat["tools"] = tools or None
     chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"), tools)
     chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.check_member(body, "text", dict, {})
     chat["response_format"] = _chat_format(text.get("format"))
     chat["verbosity"] = text.get("verbosity")
+    if (truncation := bodies.check_member(body, "truncation", str, "disabled")) == "auto":
+        chat["truncate_prompt_tokens"] = -1  # as in vLLM
+    elif truncation != "disabled":
+        raise InvalidArgument(f"truncation: {clip(repr(truncation))} is not 'auto' or 'disabled'")
     included = bodies.check_member(body, "include", list, [])
     for name in included:
         if name not in _INCLUDED_MEMBERS:
@@ -179,27 +203,26 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the functions of a request, also those of its namespaces, as tools of a chat.
+def _chat_tools(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the functions of a request as tools of a chat, by their positions in the request.
 
     As in vLLM, tools that OpenAI's servers execute are ignored. If the request has no function
     besides them, it cannot be carried out.
     """
-    tools: list[dict[str, Any]] = []
+    tools: dict[str, dict[str, Any]] = {}
     others: list[str] = []
     for index, tool in enumerate(bodies.check_member(body, "tools", list, [])):
-        kind = tool.get("type") if type(tool) is dict else tool
-        if kind == "function":
-            tools.append(_chat_tool(tool, tool.get("name")))
-        elif kind == "custom":
-            tools.append(_chat_tool(tool, tool.get("name"), kind))
-        elif kind == "namespace":
-            functions = _namespace_functions(tool, f"tools[{index}]")
-            tools += [_chat_tool(function, name) for name, function in functions.items()]
+        is_object, position = type(tool) is dict, f"tools[{index}]"
+        kind = tool.get("type") if is_object else tool
+        if is_object and kind in ("function", "custom"):
+            tools[position] = _chat_tool(tool, tool.get("name"), kind)
+        elif is_object and kind == "namespace":
+            for inner, (name, function) in enumerate(_namespace_functions(tool, position)):
+                tools[f"{position}.tools[{inner}]"] = _chat_tool(function, name)
         else:
             allowed = "'function', 'custom' or 'namespace'"
-            others.append(f"tools[{index}]: {clip(repr(kind))} is not {allowed}")
-            if type(tool) is not dict or kind not in _HOSTED_TOOLS:
+            others.append(f"{position}: {clip(repr(kind))} is not {allowed}")
+            if not is_object or kind not in _HOSTED_TOOLS:
                 raise InvalidArgument(others[-1])
     if others and not tools:
         raise InvalidArgument(others[0])
@@ -208,13 +231,21 @@ def _chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
     return tools
 
 
+_TOOL_POSITION = re.compile(r"(?<!\S)tools\[(\d+)\]")  # in an error of a worker
+
+
+def _whole(tools: Any) -> Any:
+    """Return the tools of a body, which may be JSON."""
+    return orjson.loads(orjson.dumps(tools)) if type(tools) is orjson.Fragment else tools
+
+
 def _chat_tool(tool: dict[str, Any], name: Any, kind: str = "function") -> dict[str, Any]:
     members = {key: value for key, value in tool.items() if key != "type"}
     return {"type": kind, kind: {**members, "name": name}}
 
 
-def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[str, Any]]:
-    """Return the functions of a namespace by the names that the model calls."""
+def _namespace_functions(tool: dict[str, Any], position: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the functions of a namespace, each after the name that the model calls."""
     namespace = tool.get("name")
     if type(namespace) is not str:
         raise InvalidArgument(f"{position}.name: {clip(repr(namespace))} is not a string")
@@ -223,7 +254,7 @@ def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[
         is_function = type(function) is dict and function.get("type") == "function"
         if not (is_function and type(function.get("name")) is str):
             raise InvalidArgument(f"{position}.tools[{index}]: expected a 'function' with a name")
-    return {_qualified_name(namespace, each["name"]): each for each in functions}
+    return [(_qualified_name(namespace, each["name"]), each) for each in functions]
 
 
 def _qualified_name(namespace: Any, name: Any) -> Any:
@@ -412,7 +443,7 @@ class ResponseObject:
         if message.get("reasoning"):
             events += self._extend_item("reasoning", message["reasoning"], {})
         if message.get("content"):
-            logprobs, self._next_logprobs = self._next_logprobs, []
+            logprobs, self._next_logprobs = self._content_logprobs(message), []
             events += self._extend_item("message", message["content"], {}, logprobs)
         elif message.keys() & {"reasoning", "tool_calls"}:
             self._next_logprobs = []
@@ -427,6 +458,26 @@ class ResponseObject:
             events += self._extend_item(call_kind, call["arguments"], head)
         return events
 
+    def _content_logprobs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the log probabilities of a content without those of reasoning and calls beside it.
+
+        A token begins the content, possibly after line breaks.
+        """
+        tokens, reasoning = self._next_logprobs, message.get("reasoning", "").encode()
+        calls = message.get("tool_calls")
+        follows_reasoning = self._is_item_open and self._items[-1]["type"] == "reasoning"
+        if not (tokens and (reasoning or calls or follows_reasoning)):
+            return tokens
+        pieces = [bytes(token.get("bytes") or ()) for token in tokens]
+        raw, ends = b"".join(pieces), list(itertools.accumulate(map(len, pieces)))
+        content = re.compile(b"\n*" + re.escape(message["content"].encode()))
+        reasoning_end = raw.find(reasoning) + len(reasoning)
+        for index, begin in enumerate([0, *ends[:-1]]):
+            found = content.match(raw, begin) if begin >= reasoning_end else None
+            if found is not None:
+                return tokens[index : bisect.bisect_left(ends, found.end()) + 1 if calls else None]
+        return tokens
+
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
         """Return the types and the members of items with calls, by the name that the model calls.
@@ -434,13 +485,12 @@ class ResponseObject:
         Only calls of custom tools and of functions in namespaces differ from other function calls.
         """
         calls: dict[str, tuple[str, dict[str, str]]] = {}
-        tools = self.body.get("tools") or []
-        for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
+        for tool in _whole(self.body.get("tools")) or []:
             if tool["type"] == "custom":
                 calls.setdefault(tool["name"], ("custom_tool_call", {"name": tool["name"]}))
             elif tool["type"] == "namespace":
                 prefix = f"{tool['name']}__"
-                for name in _namespace_functions(tool, ""):
+                for name, _ in _namespace_functions(tool, ""):
                     members = {"name": name.removeprefix(prefix), "namespace": tool["name"]}
                     calls.setdefault(name, ("function_call", members))
         return calls
@@ -596,7 +646,6 @@ class ResponseObject:
             "service_tier": "default",
             "store": False,
             "text": _with_defaults(body.get("text"), {"format": {"type": "text"}}),
-            "truncation": "disabled",
             "usage": counts if usage else None,
             **repeated,
         }

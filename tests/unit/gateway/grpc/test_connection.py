@@ -12,6 +12,7 @@ import pytest
 from shmserve.gateway.grpc.call import StreamingCall
 from shmserve.gateway.grpc.framing import LARGE_MESSAGE_BYTES, Ending, StatusCode
 from shmserve.gateway.grpc.wire.request import RequestSink
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, open_scene
 from tests.support.wire.http2 import (
@@ -356,6 +357,30 @@ async def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPa
         frames = scene.transport.frames()
         assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in frames]
         assert scene.connection.is_open and not scene.calls[0][1].is_done
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_a_stream_may_be_read_slowly(*, is_slow: bool) -> None:
+    """The time limit of a response permits 64 KiB/s, as for a unary call."""
+    async with open_scene() as scene:
+        outcomes: list[str] = []
+
+        async def write_much(call: StreamingCall) -> None:
+            try:
+                await call.write_all([bytes(1 << 20)], 1.0)
+                outcomes.append("read")
+            except TimeoutError:
+                outcomes.append("stalled")
+
+        scene.serve = write_much
+        scene.send(scene.head(1, STREAM))
+        scene.send(frame(WINDOW, 0, 0, (1 << 20).to_bytes(4, "big")))
+        await scene.clock.advance(0)
+        for _ in range(20):
+            increment = SLOWEST_RATE // 2 if is_slow else SLOWEST_RATE
+            scene.send(frame(WINDOW, 0, 1, increment.to_bytes(4, "big")))
+            await scene.clock.advance(1.01)
+        assert outcomes == ["stalled" if is_slow else "read"]
 
 
 async def test_a_stream_of_tiny_messages_uses_little_memory() -> None:

@@ -70,7 +70,7 @@ def test_each_field_of_chats_and_completions_is_a_known_parameter(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     names = (COMPLETION_FIELDS | CHAT_FIELDS) - {"messages", "prompt", "stream_options"}
-    names |= {*UNSUPPORTED_PARAMETERS, *IGNORED_PARAMETERS, "watermarking", "truncation_side"}
+    names |= {*UNSUPPORTED_PARAMETERS, *IGNORED_PARAMETERS, "watermarking"}
     with pytest.raises(InvalidArgument):
         parse(dict.fromkeys(names, "?"), {}, 10)
     assert not caplog.records
@@ -107,7 +107,7 @@ def test_supported_fields_are_returned(body: dict[str, Any], known_fields: froze
     "body",
     [
         {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"},
-        {"store": False, "suffix": "", "modalities": ["text"], "verbosity": "medium"},
+        {"store": False, "suffix": "", "modalities": ["text"], "verbosity": "low"},
         {"logits_processors": [], "mm_processor_kwargs": {}, "detokenize": True},
         {"thinking_token_budget": -1},
     ],
@@ -139,7 +139,7 @@ def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
         ({"background": True}, RESPONSE_FIELDS, "background: True is refused: only false is"),
         ({"reasoning": {"mode": "pro"}}, RESPONSE_FIELDS, "reasoning.mode: 'pro' is refused: only"),
         ({"reasoning": {"context": "current_turn"}}, RESPONSE_FIELDS, "'current_turn' is refused"),
-        ({"truncation": "auto"}, RESPONSE_FIELDS, "truncation: 'auto' is refused: only 'disabled'"),
+        ({"verbosity": 1}, CHAT_FIELDS, "verbosity: 1 is refused: use 'low', 'medium' or 'high'"),
         ({"max_tokens": 5}, RESPONSE_FIELDS, "5 is refused: use max_output_tokens instead of"),
         ({"audio": {}, "cache_salt": "s"}, CHAT_FIELDS,
          "audio: {} is refused: not supported; cache_salt: 's' is refused"),

@@ -1,11 +1,13 @@
 """The autoscaler: its changes of instances, its policy, and the capacity of the host."""
 
+import asyncio
 import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -139,7 +141,7 @@ async def test_an_instance_that_does_not_load_is_not_retried_at_once(
         rig.target_count = 2
         rig.processes.on_start = FakeChild.kill
         assert await rig.sample_once() == 1
-        assert "model 'm' keeps 1 instances: the process of instance 'm_0_1'" in caplog.text
+        assert "instances, which is still 1: the process of instance 'm_0_1'" in caplog.text
         rig.processes.on_start = lambda child: None
         started_count = len(rig.processes.children)
         assert await rig.sample_once() == 1
@@ -189,6 +191,15 @@ async def test_a_reload_starts_the_instances_the_load_needs(
         await reloaded_version.instances.complete_config()
         assert reloaded_version.instances.count == 3
         await reloaded_version.kill()
+
+
+async def test_an_error_does_not_end_the_autoscaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Mock(side_effect=[OSError, ValueError, asyncio.CancelledError])
+    monkeypatch.setattr(Autoscaler, "sample", sample)
+    monkeypatch.setattr(autoscaler, "SAMPLE_EVERY_S", 0)
+    with pytest.raises(asyncio.CancelledError):
+        await Autoscaler(Mock(), ModelRegistry()).run()
+    assert sample.call_count == 3
 
 
 def load(at_s: float, **sample_fields: Any) -> LoadSample:

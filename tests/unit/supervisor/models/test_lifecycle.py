@@ -400,6 +400,23 @@ def test_the_oldest_unloaded_models_are_removed(monkeypatch: pytest.MonkeyPatch)
     assert rig.registry.states()["b", "1"] == ("READY", "")
 
 
+def test_unloaded_steps_of_a_known_ensemble_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load of one step does not load the ensemble while an operator has unloaded another."""
+    monkeypatch.setattr("shmserve.supervisor.models.registry.MAX_UNLOADED", 1)
+    rig = LifecycleRig()
+    rig.steps = {"ens": ["a", "b"]}
+    for name in ("a", "b", "x", "y", "ens"):
+        rig.lifecycle.load(name)
+        rig.execute_pending(*ALL_EVENTS)
+    for name in ("a", "b", "x", "y"):
+        rig.lifecycle.unload(name)
+        rig.execute_pending(*ALL_EVENTS)
+    assert rig.registry.models.keys() == {"a", "b", "ens"}
+    rig.lifecycle.load("a")
+    rig.execute_pending(*ALL_EVENTS)
+    assert rig.registry.states()["ens", "1"].state == "UNAVAILABLE"
+
+
 def test_nothing_is_kept_of_a_model_that_is_no_longer_on_demand() -> None:
     rig = on_demand("m")
     rig.lifecycle.unload("m")

@@ -44,7 +44,7 @@ class Repository:
         self.planned = self.discarded = 0
 
     def scan(self) -> dict[str, ModelFolder]:
-        return {"m": ModelFolder("m", Path("/m"), Path("/"))} if self.present else {}
+        return {"m": ModelFolder("m", Path("/m"))} if self.present else {}
 
     def count(self, name: str) -> int:
         return int(name in self.scan())

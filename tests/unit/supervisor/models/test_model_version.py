@@ -282,7 +282,7 @@ def ensemble_steps(*ready: str, labels: dict[str, list[str]] | None = None) -> E
         return SimpleNamespace(instances=instances, problem="", ready=name in ready)
 
     folder, unused = Path("/tmp"), MagicMock()
-    spec = VersionSpec("e", "1", folder, folder, ModelSpec.of(CONFIG), labels or {})
+    spec = VersionSpec("e", "1", folder, ModelSpec.of(CONFIG), labels or {})
     parts = (unused, spec, unused, Lifetime(), unused, lambda spec, completed: spec.config)
     return EnsembleInstances(*parts, find=find)
 

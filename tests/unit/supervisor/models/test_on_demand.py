@@ -14,6 +14,7 @@ from shmserve.errors import Internal
 from shmserve.supervisor.models import on_demand
 from shmserve.supervisor.models.on_demand import MemoryUse, OnDemand, Resident, select_unloads
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.processes.children import RestartBackoff
 from tests.rigs.process_rig import Processes, run_loop_turns
 
 NAMES = "abcdefgh"
@@ -146,11 +147,13 @@ async def test_an_unexpected_error_of_loads_is_internal(caplog: pytest.LogCaptur
     registry.model("m").on_demand = True
     broken_models: Any = MagicMock(**{"load_on_demand.side_effect": RuntimeError("a defect")})
     on_demand = OnDemand(processes.context, registry, broken_models, MagicMock(), [])
+    on_demand._failures["removed"] = RestartBackoff(), 0.0
     callers = [on_demand.load("m", 5.0) for _ in range(2)]
     errors: Any = await asyncio.gather(*callers, return_exceptions=True)
     await processes.end()
     assert [(type(e), e.message) for e in errors] == [(Internal, Internal().message)] * 2
     assert caplog.text.count("RuntimeError: a defect") == 1
+    assert on_demand._failures.keys() == {"m"}
 
 
 async def test_a_wait_for_a_load_fails_when_the_server_stops() -> None:

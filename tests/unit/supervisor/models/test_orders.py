@@ -47,7 +47,7 @@ class Repository:
         self.read: list[str] = []
 
     def scan(self) -> dict[str, ModelFolder]:
-        return {name: ModelFolder(name, Path("/") / name, Path("/")) for name in self.models}
+        return {name: ModelFolder(name, Path("/") / name) for name in self.models}
 
     def count(self, name: str) -> int:
         return int(name in self.models)
@@ -71,9 +71,7 @@ class Repository:
         config = self._config(name, override)
         folder = Path("/")
         return [
-            VersionSpec(
-                name, version, folder, folder, config, fingerprint=self.files.get(version, "")
-            )
+            VersionSpec(name, version, folder, config, fingerprint=self.files.get(version, ""))
             for version in self.versions
         ]
 

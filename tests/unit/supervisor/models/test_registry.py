@@ -88,7 +88,7 @@ def test_an_unloaded_model_on_demand_has_no_version() -> None:
 
 
 def test_an_unloaded_model_without_a_folder_is_not_in_the_index() -> None:
-    folder = ModelFolder("m", Path("m"), Path())
+    folder = ModelFolder("m", Path("m"))
     unloaded, failed = (model(outcomes={"1": end}) for end in (UNLOADED, LoadOutcome("broken")))
     shown_reasons = [
         [row["reason"] for row in index_rows("m", statuses(entry), model_folder, ready_only=False)]

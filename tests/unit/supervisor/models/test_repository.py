@@ -60,7 +60,7 @@ def test_models_and_their_versions_are_found(tmp_path: Path) -> None:
     assert models["b"].versions == (1, 2, 10, 20240131235959, 2**63 - 1)
     assert models["b"].config_path == tmp_path / "b" / "config.pbtxt"
     assert models["b"].files(2) == ["model.py"]
-    assert models["a"] == ModelFolder("a", tmp_path / "a", tmp_path)
+    assert models["a"] == ModelFolder("a", tmp_path / "a")
     for name, folder in models.items():
         assert find([tmp_path], name) == folder
     assert find([tmp_path], "c") is None
@@ -172,7 +172,7 @@ def test_a_name_that_is_no_text_is_reported_escaped(tmp_path: Path) -> None:
 
 
 def test_a_removed_version_is_an_error(tmp_path: Path) -> None:
-    folder = ModelFolder("m", make_folder(tmp_path, "m", "1"), tmp_path, versions=(1, 2))
+    folder = ModelFolder("m", make_folder(tmp_path, "m", "1"), versions=(1, 2))
     assert folder.files(1) == ["model.py"]
     with pytest.raises(InvalidArgument, match="m/2: No such file or directory"):
         folder.files(2)
@@ -223,7 +223,7 @@ def test_bad_names_are_refused(tmp_path: Path, name: str, expected: str) -> None
 def test_names_equal_those_of_folders(tmp_path: Path, name: str) -> None:
     make_folder(tmp_path, name, "1")
     assert find([tmp_path], name) == ModelFolder(
-        name, tmp_path / name, tmp_path, tmp_path / name / "config.pbtxt", (1,)
+        name, tmp_path / name, tmp_path / name / "config.pbtxt", (1,)
     )
 
 

@@ -112,7 +112,9 @@ async def test_a_version_that_ends_before_the_restart_of_its_scheduler_has_no_sh
     version.scheduler.current.child.kill()
     await run_loop_turns()
     await version.stop()
+    started_count = len(processes.children)
     await asyncio.sleep(0.1)
+    assert len(processes.children) == started_count, "no scheduler starts any more"
     assert shares.join(1, lambda share: None) == 1000
     await processes.end()
 

@@ -147,6 +147,17 @@ def test_a_continued_message_has_no_generation_prompt() -> None:
         render(ROLES, continue_final_message=True, add_generation_prompt=True)
 
 
+def test_variables_that_end_the_prompt_are_members_of_the_conversation() -> None:
+    kwargs = {"continue_final_message": True, "add_generation_prompt": False, "a": 1}
+    messages = [{"role": "user", "content": "x"}]
+    chat: dict[str, Any] = {"messages": messages, "chat_template_kwargs": kwargs}
+    parsed = parse_conversation(json.dumps(chat))
+    assert parsed == {**chat, "continue_final_message": True, "add_generation_prompt": False}
+    chat["chat_template_kwargs"] = {"continue_final_message": "x"}
+    with pytest.raises(InvalidArgument, match=r"^continue_final_message: 'x' is not true or fal"):
+        parse_conversation(json.dumps(chat))
+
+
 MALFORMED_MESSAGES: dict[str, Any] = {
     "chat_template_kwargs": [3, "x", [1], True],
     "documents": [3, "x", {}, False],

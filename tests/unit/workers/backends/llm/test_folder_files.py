@@ -345,8 +345,11 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
         )
 
 
+@pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("kind", ["", "spaces", "begins"])
-def test_the_end_of_a_long_text_has_the_same_tokens(tmp_path: Path, kind: str) -> None:
+def test_a_part_of_a_long_text_has_the_same_tokens(
+    tmp_path: Path, kind: str, side: str | None
+) -> None:
     path = write_folder(tmp_path / "m")
     if kind == "spaces":
         (path / "tokenizer.json").write_text(spaced_tokenizer())
@@ -359,8 +362,10 @@ def test_the_end_of_a_long_text_has_the_same_tokens(tmp_path: Path, kind: str) -
     with llm_rig(tmp_path / "rig", path) as scheduler:
         for key, text in enumerate((words, solid, f"{words}{solid}", f"{solid} {words}")):
             count = (50, 50, 2, 1)[key]
-            scheduler.prepare(key, text_input=text, truncate_prompt_tokens=count, max_tokens=2)
-            expected = reference.encode(text, truncation=True, max_length=count)
+            limits: dict[str, Any] = {"truncate_prompt_tokens": count, "truncation_side": side}
+            scheduler.prepare(key, text_input=text, max_tokens=2, **limits)
+            expected = reference.encode(text, truncation=side is None, max_length=count)
+            expected = expected[:count] if side == "right" else expected[-count:]
             assert np.frombuffer(scheduler.prepared[key].prompt, np.int32).tolist() == expected
 
 
@@ -566,7 +571,7 @@ def test_one_of_several_templates_is_used(
         ("{{ 1 / 0 }}", MESSAGES, {}, "rejects them: division by zero"),
         ("{{ 1 | tojson(1, 2, none, true, 5) }}", MESSAGES, {}, "rejects them: "),
         (ROLES, [{"role": "user", "content": "\ud800"}], {},
-         "the prompt has '\\ud800', which is a"),
+         "messages: '\\ud800' is a half of a"),
         ("{{ messages.append(1) }}", MESSAGES, {}, "rejects them: "),
         ("{% nothing %}", MESSAGES, {}, "rejects them: Encountered unknown tag 'nothing'"),
         (ROLES, MESSAGES, {"chat_template": "x"},

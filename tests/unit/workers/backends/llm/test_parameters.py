@@ -72,6 +72,7 @@ def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, v
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs: -1 is not an integer from 0 to 20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs: -1 is not an integer from 0 to 20"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens: 0 is not -1 or an integer above"),
+        ({"truncation_side": "LEFT"}, "truncation_side: 'LEFT' is not 'left' or 'right'"),
         ({"max_tokens": 1.5}, "max_tokens: 1.5 is not an integer"),
         ({"max_completion_tokens": -1}, "max_completion_tokens: -1 is not an integer"),
         ({"max_new_tokens": 0, "min_tokens": 0}, "max_new_tokens: 0 generates nothing"),

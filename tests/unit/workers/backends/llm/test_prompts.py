@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -10,8 +11,14 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm import _prepare, prompts
-from shmserve.workers.backends.llm.chat_template import ChatTemplate
-from shmserve.workers.backends.llm.prompts import PromptReader, read_ending, read_inputs, read_whole
+from shmserve.workers.backends.llm.chat_template import ChatTemplate, parse_conversation
+from shmserve.workers.backends.llm.prompts import (
+    PromptReader,
+    merged_parameters,
+    read_ending,
+    read_inputs,
+    read_whole,
+)
 from shmserve.workers.batch.request import Input
 
 
@@ -50,6 +57,7 @@ _TEMPLATE = "{{ bos }}{% for m in messages %}{{ m.role }}: {{ m.content }} {% en
     [
         ({"tool_choice": "none", "include_reasoning": False}, ""),
         ({"continue_final_message": True}, ""),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, ""),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, ""),
         ({"tool_choice": "required"}, "requires tools"),
         ({"chat_template": "other"}, "is unknown"),
@@ -95,6 +103,21 @@ def test_a_conversation_with_many_objects_is_a_view_of_the_request(
     conversation = read_inputs(request, 1 << 30, limit)["messages"]
     assert isinstance(conversation, memoryview if is_view else str)
     assert read_whole("messages", conversation) == text.decode()
+
+
+@pytest.mark.parametrize("door", ["sampling_parameters", "messages"])
+def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_its_field(door: str) -> None:
+    for name in ("stop", "bad_words", "tools", "\ud83d"):
+        messages = [{"role": "user", "content": "\ud83d\ude00 \\ud83d"}]
+        text = json.dumps({name: ["\ud83d"], "messages": messages})
+        request = MagicMock(schema=MagicMock(parameters={}))
+        parse: Any = parse_conversation
+        if door != "messages":
+            parse = partial(merged_parameters, request)
+        with pytest.raises(InvalidArgument) as caught:
+            parse(text if door == "messages" else {door: text})
+        shown = name.encode("ascii", "backslashreplace").decode()
+        assert caught.value.message.startswith(f"{shown}: '\\ud83d' is a half of a surrogate pair")
 
 
 def test_a_prompt_is_read_without_a_copy_of_its_text() -> None:

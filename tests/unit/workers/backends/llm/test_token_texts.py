@@ -173,11 +173,6 @@ def test_long_json_is_parsed_with_pauses(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pauses == [0] * 200
 
 
-def test_a_bad_word_that_no_text_contains_forbids_no_token() -> None:
-    texts = TokenTexts(VOCABULARIES["fallback"])
-    assert not len(BadWords(["\ud800"], texts, 320).forbidden_after([]))
-
-
 @pytest.mark.parametrize("words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]])
 def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: list[str]) -> None:
     texts, rng = TokenTexts(tokenizer), random.Random(0)
