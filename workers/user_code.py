@@ -196,7 +196,8 @@ class EventLoopThread:
         """Run a coroutine in the loop, wait, and return its result or raise its exception."""
         errors: list[BaseException] = []
         guarded = _run_guarded(coroutine, errors.append)
-        result: Any = asyncio.run_coroutine_threadsafe(guarded, self._loop).result()
+        future: Future[T] = asyncio.run_coroutine_threadsafe(guarded, self._loop)
+        result = future.result()
         if errors:
             raise errors[0]
         return result
