@@ -104,6 +104,7 @@ class ModelTable:
     Attributes:
         on_demand: The names of models that are loaded on demand, loaded or not.
         revision: A number that changes when a version is published or withdrawn.
+        is_server_live: False if the start of the server failed.
     """
 
     def __init__(self, schedulers: GatewaySchedulers) -> None:
@@ -112,6 +113,7 @@ class ModelTable:
         self._latest: dict[str, GatewayModel] = {}
         self._withdrawn: dict[str, set[str]] = {}
         self.revision = 0
+        self.is_server_live = True
         self.on_demand: set[str] = set()
         self._aliases: dict[str, str] = {}
 
@@ -180,7 +182,7 @@ class ModelTable:
 
         Raises:
             NotFound: The model or version is unknown.
-            Unavailable: The model is not available at present.
+            Unavailable: The model is not available at present, or the start of the server failed.
         """
         return self.find(name, version) or self._raise_missing(name, version)
 
@@ -211,7 +213,13 @@ class ModelTable:
             )
         return current_model
 
+    def check_server_live(self) -> None:
+        """Raise Unavailable, with Triton's message, if the start of the server failed."""
+        if not self.is_server_live:
+            raise Unavailable("Server not ready")
+
     def _raise_missing(self, name: str, version: str) -> Never:
+        self.check_server_live()
         error_prefix = f"Request for unknown model: '{name}'"
         version = canonical_version(version) if version else ""
         withdrawn_versions = self._withdrawn.get(name, ())

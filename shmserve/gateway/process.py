@@ -220,6 +220,7 @@ class _Process:
                 gateway.regions.remove_drained(memory_id)
             case HealthChanged():
                 gateway.health = message
+                gateway.models.is_server_live = message.live
                 gateway.health_changed.set()
                 gateway.health_changed = asyncio.Event()
                 self._state_received.set()

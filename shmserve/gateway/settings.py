@@ -137,8 +137,8 @@ class GatewaySettings:
         request_timeout_us: The server's end-to-end limit for requests; 0 is unlimited.
         request_timeout_is_deadline: Whether a request's `timeout` is its deadline.
         arena_byte_size: The size of the memory for request bodies.
-        body_timeout_s: The time for which a client may stall while it sends a body or reads a
-            response.
+        body_timeout_s: The time for which a client may send a body, or read a response, at less
+            than 64 KiB/s.
         header_timeout_s: The time limit of a request's head, or of a gRPC connection's set-up.
         max_connections: The limit of open connections of a listener.
         http_address: The address of the HTTP listeners, also a name of the server.

@@ -195,6 +195,7 @@ async def change_trace_settings(
 
 async def repository_index(gateway: Gateway, *, only_ready: bool) -> list[dict[str, Any]]:
     """Return every version of every model in the repositories, or only ready versions."""
+    gateway.models.check_server_live()
     payload = await gateway.supervisor.send_request(IndexRepository, only_ready)
     return list(payload.get("models", []))
 

@@ -313,7 +313,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if data and self._missing_bytes > SMALL_BODY_BYTES and not self._is_stream_full:
             message = self._messages[-1] if self._messages else None
             stream = message[1] if isinstance(message, tuple) else content
-            if stream is not None and stream.total_bytes:
+            # Only the first bytes of a body, which may be a whole one after CONNECT.
+            if stream is not None and 0 < stream.total_bytes <= len(data) and not stream.is_eof():
                 self.pause_reading()  # the handler decides where it receives the rest
         if content is not None:
             if content.is_eof():

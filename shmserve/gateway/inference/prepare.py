@@ -492,7 +492,7 @@ class ArrivingRequest:
         """Receive bytes of tensors that follow each other immediately; ignore surplus bytes."""
         while True:
             piece = piece[self.feed(piece) :]
-            if self._remaining_view or self.started_count == len(self.views):
+            if self._remaining_view or self.started_count >= len(self.views):
                 return
             self.start_tensor(len(self.views[self.started_count]))
 

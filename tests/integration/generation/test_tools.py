@@ -186,3 +186,20 @@ def test_errors_of_responses(client: openai.OpenAI) -> None:
     assert error_info.value.param == "response_format"
     completion = client.responses.create(model="loop", input="a", max_output_tokens=3, store=True)
     assert (completion.status, completion.to_dict()["store"]) == ("incomplete", False)
+    wrong = {"type": "function", "name": "f", "parameters": {"type": "x"}}
+    tools: Any = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [wrong]}]
+    with pytest.raises(openai.BadRequestError, match="type: 'x'") as error_info:
+        client.responses.create(model="hermes", input="a", tools=tools)
+    assert error_info.value.param == "tools[1].tools[0].parameters"
+
+
+def test_responses_have_the_logprobs_of_their_content(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "thinks", "input": "a", "temperature": 0}
+    body["include"] = ["message.output_text.logprobs"]
+    stream: Any = client.responses.create(**body, stream=True)
+    *_, end = stream
+    responses: list[Any] = [client.responses.create(**body), end.response]
+    for response in responses:
+        part = response.output[-1].content[0]
+        assert part.text == '{"city": "x"}'
+        assert "".join(token.token for token in part.logprobs).startswith(part.text)

@@ -208,6 +208,9 @@ def test_without_its_repository_a_server_is_not_live(tmp_path: Path) -> None:
             for name, status in (("live", 400), ("ready", 400)):
                 assert http.get(f"/v2/health/{name}").status == status
             assert http.get("/v2").status == 200
+            infer = http.post("/v2/models/m/infer", {"inputs": []})
+            for response in (infer, http.post("/v2/repository/index", {})):
+                assert (response.status, response.error) == (503, "Server not ready")
     finally:
         server.stop()
 

@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 import socket
+import zlib
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,9 +21,11 @@ from hypothesis import strategies as st
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection import HttpConnection
+from shmserve.gateway.http.incoming import TensorReceiver
 from shmserve.gateway.http.messages import HttpRequest, HttpResponse, WriteResponse, json_response
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
+from shmserve.gateway.inference.prepare import ArrivingRequest, BuiltRequest
 from shmserve.gateway.listener import Acceptor, LimitedConnection, ListenerKind, ListenerRules
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.clocks import Clock
@@ -184,14 +189,16 @@ requests = st.lists(
 
 
 def connect(
-    answer: Handle = repeat, settings: GatewaySettings = _SETTINGS
+    answer: Handle = repeat,
+    settings: GatewaySettings = _SETTINGS,
+    transport: Transport | None = None,
 ) -> tuple[HttpConnection, Transport]:
     """Return a new connection whose requests are repeated, or answered by another handler."""
     listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
     make_connection = partial(HttpConnection, app=AnsweringApp(answer), settings=settings)
     connection = Acceptor(make_connection, listener, 10)()
     assert isinstance(connection, HttpConnection)
-    transport = Transport()
+    transport = transport or Transport()
     connection.connection_made(transport)
     return connection, transport
 
@@ -273,6 +280,117 @@ def test_every_request_receives_its_own_response(
         asyncio.run(collect_answers(pieces, len(sent), RepeatingHandler(*request_turns)))
         == expected
     )
+
+
+class SocketTransport(Transport):
+    """A transport that passes bytes to its current protocol while the protocol reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.protocol: Any = None
+        self.reads = True
+        self.unread = b""
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def deliver(self, data: bytes) -> None:
+        self.unread += data
+        while self.unread and self.reads:
+            if isinstance(self.protocol, HttpConnection):
+                size = min(len(self.unread), 256_000)  # the buffer of uvloop
+                self.protocol.data_received(self.unread[:size])
+            else:
+                buffer = self.protocol.get_buffer(-1)
+                size = min(len(self.unread), len(buffer))
+                buffer[:size] = self.unread[:size]
+                self.protocol.buffer_updated(size)
+            self.unread = self.unread[size:]
+
+
+def arriving_request(*views: memoryview) -> ArrivingRequest:
+    built_request = cast("BuiltRequest", SimpleNamespace(release=lambda: None))
+    return ArrivingRequest(built_request, views, 0)
+
+
+async def receive_tensors(request: HttpRequest) -> HttpResponse:
+    """Receive a large body as a head of 10 bytes and three tensors."""
+    body = Body(request, _SETTINGS, BodyBudget(1 << 20, MallocTrim()))
+    content = body.received_whole()
+    if content is None:
+        start = await body.read_start(10)
+        memory = memoryview(bytearray(body.declared_size - 10))
+        arriving = arriving_request(memory[:70_000], memory[:0], memory[70_000:])
+        assert await body.read_tensors(arriving, memoryview(start)[10:])
+        content = start[:10] + memory
+    return json_response([request.target, zlib.crc32(content)])
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.sampled_from([0, 300, 131_072, 131_073, 200_000, 400_000, 800_000]), min_size=1),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 8)), max_size=8),
+)
+def test_large_bodies_in_any_pieces(sizes: list[int], cuts: list[tuple[float, int]]) -> None:
+    """Requests of any sizes are cut anywhere, and each receives its own response."""
+    generator = random.Random(len(sizes))
+    bodies = [generator.randbytes(size) for size in sizes]
+    stream = b"".join(
+        pack_request("POST", f"/{index}", (), body, "length") for index, body in enumerate(bodies)
+    )
+    turns_at = {int(part * len(stream)): turns for part, turns in sorted(cuts)}
+    turns_at[len(stream)] = 0
+
+    async def send_stream() -> bytes:
+        transport = SocketTransport()
+        transport.protocol, _ = connect(receive_tensors, transport=transport)
+        connection = transport.protocol
+        start = 0
+        for end, turns in turns_at.items():
+            transport.deliver(stream[start:end])
+            start = end
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                transport.deliver(b"")
+        for _ in range(400):
+            await asyncio.sleep(0)
+            transport.deliver(b"")
+        connection.connection_lost(None)
+        await asyncio.sleep(0)
+        return transport.written
+
+    expected = [[f"/{index}", zlib.crc32(body)] for index, body in enumerate(bodies)]
+    assert parse_replies(uvloop.run(send_stream())) == expected
+
+
+async def test_tensors_of_an_evicted_body_are_dropped() -> None:
+    """Bytes may arrive between the eviction and the end of the task that receives the body."""
+    receiver = TensorReceiver(connect()[0])
+    arriving = arriving_request(*[memoryview(bytearray(10))] * 2)
+    arriving.feed_across_tensors(memoryview(b"1234"))
+    complete = receiver.begin(arriving, MagicMock(received_bytes=4), 16)
+    arriving.release()
+    receiver.get_buffer(-1)[:16] = bytes(16)
+    receiver.buffer_updated(16)
+    assert complete.done()
+    assert not arriving.is_complete
+
+
+async def test_requests_after_connect_are_dropped() -> None:
+    """CONNECT has no body, and the connection ends with it."""
+    connection, transport = connect()
+    await turn_loop()
+    head = b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\nContent-Length: 300000\r\n\r\n"
+    connection.data_received(head + pack_request("POST", "/a", (), b"hello", "length"))
+    await turn_loop()
+    connection.connection_lost(None)
+    assert transport.written.count(b"HTTP/1.1 ") == transport.written.count(b"Connection: close")
 
 
 _UPGRADE_OFFERS = (
