@@ -194,7 +194,13 @@ class EventLoopThread:
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop, wait, and return its result or raise its exception."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        errors: list[BaseException] = []
+        guarded = _run_guarded(coroutine, errors.append)
+        future: Future[T] = asyncio.run_coroutine_threadsafe(guarded, self._loop)
+        result = future.result()
+        if errors:
+            raise errors[0]
+        return result
 
     def close(self) -> None:
         """Cancel all coroutines, and wait some seconds for the thread to end."""
@@ -217,9 +223,9 @@ class EventLoopThread:
 
 async def _run_guarded(
     coroutine: Coroutine[Any, Any, Any], on_error: Callable[[BaseException], None]
-) -> None:
+) -> Any:
     try:
-        await coroutine
+        return await coroutine
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # SystemExit, too: a model must not end its worker

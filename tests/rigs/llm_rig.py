@@ -261,6 +261,13 @@ class Scheduler:
         with link.lock:
             return not link.has_open_requests
 
+    @property
+    def kept_prompts(self) -> dict[int, Any]:
+        """Return the worker's prompts of requests that have not ended."""
+        backend: Any = self.rig.instance._backend
+        prompts: dict[int, Any] = backend._text_thread.prompts
+        return prompts
+
     def text(self, key: int, index: int = 0) -> str:
         return "".join(
             response["text_output"][response["index"].index(index)]

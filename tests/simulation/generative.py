@@ -232,6 +232,7 @@ def reference_beam_search(generation: Generation[None]) -> list[tuple[list[int],
     """Return the result of a beam search by the rules of transformers, without blocks."""
     search, prompt, max_tokens = generation.beams, generation.prompt, generation.max_tokens
     assert search is not None
+    count = max(2, 1 + len(search.end_tokens)) * search.width
     beams = [(0.0, extend([], prompt))]
     found: list[tuple[float, list[int], str]] = []
     for length in range(1, max_tokens + 1):
@@ -239,10 +240,10 @@ def reference_beam_search(generation: Generation[None]) -> list[tuple[list[int],
             (
                 (score + logprob, slots, token)
                 for score, slots in beams
-                for token, logprob in candidates(slots, 2 * search.width)
+                for token, logprob in candidates(slots, count)
             ),
             key=lambda candidate: -candidate[0],
-        )[: 2 * search.width]
+        )[:count]
         beams = []
         for index, (score, slots, token) in enumerate(ranked):
             text = [*(token_before for token_before, _, _ in slots[len(prompt) :]), token]

@@ -145,7 +145,7 @@ class GenerativeWorker:
         if not row.samples:
             return []
         if sequence.key in self.width:
-            best_candidates = candidates(sequence.slots, 2 * self.width[sequence.key])
+            best_candidates = candidates(sequence.slots, 4 * self.width[sequence.key])
             return [
                 RowResult(
                     row.sequence,

@@ -185,7 +185,7 @@ class Engine(Generic[T]):
         running.sort(key=rank)
         decoding = [sequence for sequence in running if sequence.missing_tokens == 1]
         plan.decoding_count = max(len(decoding), 1)
-        # Drafts leave a token to each decoding sequence, and a chunk to prompts.
+        # A token for each decoding sequence and a chunk for prompts are reserved.
         has_prompts = len(decoding) < len(running) + len(waiting_sequences)
         prompt_share = self._cut_multiple if has_prompts else 0
         plan.draft_budget = plan.token_budget - len(decoding) - prompt_share

@@ -391,9 +391,10 @@ class FinishedBeam(NamedTuple):
 class Beams(Generic[T]):
     """A beam search over one generation's sequences, with the same results as in transformers.
 
-    The best 2 * width candidates of all beams are considered: ended ones are hypotheses, and
-    the others are the next beams. `hypotheses` are the best hypotheses so far, best first. A
-    search is `is_finished` if no better hypotheses can follow.
+    With n end tokens, the best `max(2, 1 + n) * width` candidates of all beams are considered, so
+    that at least `width` of them have not ended and can be the next beams. Ended candidates are
+    hypotheses if they are among the best `width`. `hypotheses` are the best hypotheses so far, best
+    first. A search is `is_finished` if no better hypotheses can follow.
     """
 
     generation: Generation[T]
@@ -411,7 +412,7 @@ class Beams(Generic[T]):
         search = self.generation.beams
         assert search is not None
         by_score = sorted(self._candidates, key=attrgetter("score"), reverse=True)
-        best_candidates = by_score[: 2 * search.width]
+        best_candidates = by_score[: max(2, 1 + len(search.end_tokens)) * search.width]
         self._candidates = []
         length = best_candidates[0].parent.generated_tokens + 1
         continuing: list[BeamCandidate[T]] = []

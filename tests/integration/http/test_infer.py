@@ -67,9 +67,12 @@ def split(data: bytes, *positions: int) -> list[bytes]:
 
 
 def test_large_bodies_that_arrive_in_any_pieces(server: Server) -> None:
-    """Two requests on one connection are sent in these pieces, with pauses between the pieces."""
+    """Requests on one connection are sent in these pieces, with pauses between the pieces.
+
+    The last request is small.
+    """
     random = np.random.default_rng(5)
-    values = random.random((2, 100_000), np.float32)
+    values = [random.random(size, np.float32) for size in (100_000, 100_000, 10)]
     requests: list[bytes] = []
     for row in values:
         inputs = [("INPUT0", "FP32", [len(row)], row.tobytes())]
@@ -79,14 +82,14 @@ def test_large_bodies_that_arrive_in_any_pieces(server: Server) -> None:
         requests.append("\r\n".join(["POST /v2/models/identity/infer HTTP/1.1", *lines]).encode())
         requests[-1] += body
     size = len(requests[0])
-    both = b"".join(requests)
+    whole = b"".join(requests)
     with raw_connection(server.http_port) as connection, connection.makefile("rb") as stream:
         for pieces in (
-            [both],
+            [whole],
             requests,
-            split(both, 20, 300, 40_000, 300_000, size - 1, size + 1, size + 350),
-            split(both, *sorted(random.integers(0, len(both), 40).tolist())),
-            split(both, size + 150_000),
+            split(whole, 20, 300, 40_000, 300_000, size - 1, size + 1, size + 350),
+            split(whole, *sorted(random.integers(0, len(whole), 40).tolist())),
+            split(whole, size + 150_000),
         ):
             for piece in pieces:
                 connection.sendall(piece)

@@ -1,6 +1,6 @@
 """The engine of a worker, which executes the steps that a scheduler plans, in order.
 
-Step ──> begin sequences, copy blocks, propose drafts ──> forward ──> sample, verify ──> Stepped
+Step ──> copy blocks, begin sequences, propose drafts ──> forward ──> sample, verify ──> Stepped
 
 The file has the prompts and sequences, the methods that propose draft tokens (speculative decoding;
 `sampler.verify` accepts or rejects the tokens), and the engine.

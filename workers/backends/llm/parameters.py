@@ -283,14 +283,13 @@ def _find_contradictions(values: Mapping[str, Any], vocab_size: int) -> list[str
 
 def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
     """Return a problem for each parameter that a beam search does not support."""
-    neutral: tuple[Any, ...] = (None, False, "", [], {}, (), {"type": "text"})
-    defaults = {"repetition_penalty": 1, "logprobs": -1}
+    neutral: tuple[Any, ...] = (None, 0, "", [], {}, (), {"type": "text"})
     return [
         f"{name}: not supported with use_beam_search"
         for name, value in settings.items()
         if name in _NOT_WITH_BEAM_SEARCH.split()
         and value not in neutral
-        and value != defaults.get(name, 0)
+        and (name, value) != ("repetition_penalty", 1)
     ]
 
 
@@ -316,7 +315,7 @@ def _parse_number(name: str, value: Any) -> dict[str, Any]:
 
 
 def as_flag(value: Any) -> Any:
-    """Return the flag that a text is ("true", "false"); any other value is returned unchanged."""
+    """Convert the texts "true" and "false" to a boolean; return any other value unchanged."""
     texts = {"true": True, "false": False}
     return texts.get(value.lower(), value) if isinstance(value, str) else value
 
@@ -329,9 +328,9 @@ def _parse_flag(name: str, value: Any) -> dict[str, Any]:
 
 def _parse_logprobs(name: str, value: Any) -> dict[str, Any]:
     """Return the fields for `logprobs`, which is a number of tokens or, in chats, a flag."""
-    if value in ("true", "false") or isinstance(value, bool):
-        requested = value in (True, "true")
-        return {"has_logprobs": requested, "logprobs": 0 if requested else -1}
+    flag = as_flag(value)
+    if isinstance(flag, bool):
+        return {"has_logprobs": flag, "logprobs": 0 if flag else -1}
     return _parse_number(name, value)
 
 
@@ -364,7 +363,7 @@ def _parse_stop_words(name: str, value: Any) -> dict[str, Any]:
     """Return the fields for `stop_words`, a list that may be JSON in a string."""
     if isinstance(value, str) and value.startswith("["):
         with suppress(ValueError):
-            value = json.loads(value)
+            value = parse_json(value)
     return _parse_stop("stop", value)
 
 

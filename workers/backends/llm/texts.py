@@ -268,16 +268,30 @@ class RequestSamples:
             sample.add(tokens, hypothesis.finish_reason, [])
             self.samples.append(sample)
 
-    def respond(self) -> bool:
-        """Send the responses that credit allows; return whether the request is complete."""
+    def append(self, output: SequenceOutput) -> None:
+        """Append the tokens of a step to the text of their sample."""
+        if not output.tokens:
+            self.encode_prompt()
+            return
+        sample = self.samples[output.sequence.sample]
+        if sample.finish_reason:
+            # The text may have ended in a worker that died before it notified the scheduler.
+            has_stopped = not output.finish_reason
+        else:
+            has_stopped = sample.add(output.tokens, output.finish_reason, output.logprobs)
+        if has_stopped:
+            self._link.send(StopStringFound(output.sequence.number))
+
+    def respond(self) -> None:
+        """Send the responses that credit allows."""
         if not self.prompt.parameters.stream:
-            return self.is_finished and self._send(self._best_samples(), True)
+            if self.is_finished:
+                self._send(self._best_samples(), True)
+            return
         for sample in self.samples:
-            if not (sample.is_open and sample.has_unsent):
-                continue
-            if not self._send([sample], self._is_last(sample)):
-                return False
-        return not any(sample.is_open for sample in self.samples)
+            needs_response = sample.is_open and sample.has_unsent
+            if needs_response and not self._send([sample], self._is_last(sample)):
+                return
 
     def _best_samples(self) -> list[SampleText]:
         """Return the samples with the highest likelihood per token, as many as are requested."""
@@ -397,7 +411,7 @@ class RequestSamples:
 
 
 @contextmanager
-def _fails(stream: OutputStream) -> Iterator[None]:
+def _fail_on_error(stream: OutputStream) -> Iterator[None]:
     """Fail a request with the error that the block raises, such as a panic of a library in Rust."""
     try:
         yield
@@ -455,7 +469,7 @@ class TextThread:
                 job()
             except queue.Empty:
                 pass
-            except Exception:
+            except BaseException:
                 logger.exception("the thread that decodes the texts of the model failed")
             self._fail_overdue()
             self._cpu_ns = time.thread_time_ns()
@@ -485,7 +499,7 @@ class TextThread:
 
         This method may run in any thread.
         """
-        with _fails(stream):
+        with _fail_on_error(stream):
             converted = self.reader.convert(stream.request, inputs)
             if converted is not None:
                 stream.send(converted, final=True)
@@ -500,7 +514,7 @@ class TextThread:
                 self.put(start)
 
     def _compile(self, prompt: Prompt, stream: OutputStream, start: Callable[[], None]) -> None:
-        with _fails(stream):
+        with _fail_on_error(stream):
             self.reader.compile(prompt)
             self.put(start)
 
@@ -508,7 +522,7 @@ class TextThread:
         self, stream: OutputStream, prompt: Prompt, echo: str, resumed: list[Resumed]
     ) -> None:
         key = prompt.key
-        with _fails(stream):
+        with _fail_on_error(stream):
             request = RequestSamples(prompt, self._token_texts, stream, self._link, echo)
             if not prompt.parameters.beams:
                 for earlier in resumed:
@@ -539,23 +553,12 @@ class TextThread:
             request = self._requests.get(key)
             if request is None or request.prompt is not sequence.prompt:
                 continue
-            if not output.tokens:
-                request.encode_prompt()
-                continue
-            sample = request.samples[sequence.sample]
-            if sample.finish_reason:
-                # The text may have ended in a worker that died before it notified the scheduler.
-                if not output.finish_reason:
-                    self._link.send(StopStringFound(sequence.number))
-                continue
             try:
-                has_stopped = sample.add(output.tokens, output.finish_reason, output.logprobs)
+                request.append(output)
             except BaseException as error:
-                self.fail_requests({key}, error)
-                continue
-            if has_stopped:
-                self._link.send(StopStringFound(sequence.number))
-            updated_keys[key] = None
+                request.output_stream.fail_raised(error)
+            if output.tokens or request.output_stream.closed:
+                updated_keys[key] = None
         for key in updated_keys:
             self._respond(key)
 
@@ -563,7 +566,7 @@ class TextThread:
         """Respond with the best hypotheses of a beam search."""
         request = self._requests.get(message.key)
         if request is not None:
-            with _fails(request.output_stream):
+            with _fail_on_error(request.output_stream):
                 request.add_hypotheses(message.hypotheses)
             self._respond(message.key)
 
@@ -583,11 +586,10 @@ class TextThread:
         if request is None:
             return
         try:
-            is_complete = request.respond()
+            request.respond()
         except BaseException as error:
             request.output_stream.fail_raised(error)
-            is_complete = True
-        if is_complete:
+        if request.output_stream.closed:
             self._remove(request)
         elif request.output_stream.may_send:
             self._unread_since_ns.pop(key, None)

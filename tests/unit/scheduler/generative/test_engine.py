@@ -1,12 +1,13 @@
 """The engine: no plan changes a sample's tokens, leaks a block or overtakes a request."""
 
 import random
+from array import array
 from typing import Any
 
 import pytest
 
-from shmserve.ipc.messages.generation import BeamSearch
-from shmserve.scheduler.generative.sequences import Generation, SequenceStatus
+from shmserve.ipc.messages.generation import BeamSearch, RowResult
+from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
 from tests.simulation.generative import VARIANTS, EngineRig, Schedule, engine_settings
 from tests.support.generative_worker import END_TOKEN, VOCABULARY_SIZE
 
@@ -276,3 +277,14 @@ def test_drafts_leave_tokens_to_other_sequences() -> None:
     assert counts == [1, 1, 1, 16] and rig.engine.running_step.draft_count
     rig.complete_step()
     rig.drain()
+
+
+def test_as_many_beams_continue_beside_several_end_tokens() -> None:
+    search = BeamSearch(2, 1.0, "false", [7, 8, 9])
+    generation: Generation[None] = Generation(None, 1, 0, array("i", [1]), 5, beams=search)
+    beams = Beams(generation)
+    scores = [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
+    result = RowResult(1, [], candidates=[3, 7, 8, 9, 4, 5], scores=scores)
+    beams.add(Sequence(1, generation, 0, generation.prompt), result)
+    assert [candidate.token for candidate in beams.step()] == [3, 4]
+    assert [hypothesis.tokens for hypothesis in beams.hypotheses] == [[7]]

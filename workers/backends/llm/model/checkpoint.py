@@ -271,15 +271,15 @@ def read_json(path: Path, problems: list[str], is_optional: bool = False) -> dic
     return value
 
 
-def _remove_invalid(fields: dict[str, Any], place: str, problems: list[str]) -> None:
-    """Remove the fields that do not have the types of `_FIELD_TYPES[place]`; report them."""
-    for (types, allowed_text), names in _FIELD_TYPES.get(place, {}).items():
+def _remove_invalid(fields: dict[str, Any], document: str, problems: list[str]) -> None:
+    """Remove the fields that do not have the types of `_FIELD_TYPES[document]`; report them."""
+    for (types, allowed_text), names in _FIELD_TYPES.get(document, {}).items():
         for name in names.split():
             items = fields[name] if types is _IDS[0] and type(fields.get(name)) is list else ()
             is_valid = fields.get(name) is None or type(fields[name]) in types
             if not is_valid or any(type(item) is not int for item in items):
                 value_text = clip(repr(fields.pop(name)))
-                problems.append(f"{place}: {name}: {value_text} is not {allowed_text}")
+                problems.append(f"{document}: {name}: {value_text} is not {allowed_text}")
 
 
 def _describe_missing(path: Path) -> str:

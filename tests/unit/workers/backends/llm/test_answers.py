@@ -34,6 +34,7 @@ from shmserve.workers.backends.llm.token_texts import (
 from shmserve.workers.backends.llm.tool_formats import FAMILIES
 from tests.rigs.llm_rig import Scheduler, llm_rig, work
 from tests.support.hf_folders import END, tokenizer_text
+from tests.support.waiting import until
 from tests.unit.workers.backends.llm.conftest import generate, reference
 
 Folder = Callable[..., Path]
@@ -517,6 +518,7 @@ class Panic(BaseException):
         ("prompts.PromptReader.compile", {"regex": "a"}),
         ("prompts.PromptReader.compile", {"bad_words": ["a"]}),
         ("texts.RequestSamples._sample", {}),
+        ("texts.RequestSamples.encode_prompt", {"prompt_logprobs": 0}),
         ("texts.SampleText.add", {"stream": True}),
         ("texts.RequestSamples._encode_outputs", {}),
     ],
@@ -540,6 +542,18 @@ def test_a_panic_ends_only_its_own_request(
     scheduler.run()
     assert calls and scheduler.errors[1][0] == "INTERNAL" and 2 in scheduler.responses
     assert scheduler.is_idle
+    until("no prompt is kept", lambda: not scheduler.kept_prompts)
+
+
+def test_a_failed_text_of_a_beam_search_ends_its_request(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.prepare(1, input_ids=PROMPT, use_beam_search=True, n=2, max_tokens=5)
+    monkeypatch.setattr(texts.RequestSamples, "add_hypotheses", lambda *_: 1 / 0)
+    scheduler.send(g.Choose(1, []))
+    scheduler.finish()
+    assert scheduler.errors[1][0] == "INTERNAL"
+    until("no prompt is kept", lambda: not scheduler.kept_prompts)
 
 
 def test_a_late_prompt_of_a_lost_scheduler_does_not_replace_its_successors(
