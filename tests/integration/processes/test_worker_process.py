@@ -89,7 +89,6 @@ class Worker:
             "model_name": "m",
             "version": "1",
             "model_dir": self.version_dir.parent,
-            "repository": self.version_dir.parent.parent,
             "run_dir": self.run_dir,
             "device": "cpu",
             "kind": "CPU",
