@@ -187,7 +187,6 @@ class ModelRegistry:
             steps: The models that it would need.
             unloaded_steps: The steps of models that are not loaded, according to their folders.
         """
-
         acyclic = set[str]()  # ensembles that were visited, since many may use the same one
 
         def visit(ensemble: str, path: list[str]) -> list[str]:
