@@ -28,7 +28,6 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.processes import trim_heap
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.frames import MalformedMessage, pack, unpack
 from shmserve.ipc.transport.zmtp import ENDPOINT_PREFIX, Connection, linger
@@ -347,7 +346,7 @@ class UntrustedRouter(Router):
         self._is_admitted = is_admitted
         # Connections without a registered identity, in order of arrival.
         self._unregistered_connections: dict[Connection, None] = {}
-        self._has_buffered_much = False  # since the heap was last trimmed
+        self.has_buffered_much = False  # whether a large frame has arrived; the owner resets it
 
     def peers(self) -> list[bytes]:
         """Return the identities of connected peers."""
@@ -385,7 +384,7 @@ class UntrustedRouter(Router):
     def _buffers_too_much(self, connection: Connection) -> bool:
         if connection.decoder.buffered_bytes < _MUCH_BUFFERED_BYTES:
             return False
-        self._has_buffered_much = True
+        self.has_buffered_much = True
         return (
             sum(other.decoder.buffered_bytes for other in self._connections.values())
             > _MAX_BUFFERED_BYTES
@@ -395,7 +394,3 @@ class UntrustedRouter(Router):
         if connection.sock.fileno() >= 0:  # the connection was not dropped in the meantime
             self._unregistered_connections.pop(connection, None)
             super()._drop(connection)
-            # Large frames and their lists leave holes in the heap, below objects that stay.
-            if self._has_buffered_much:
-                self._has_buffered_much = False
-                trim_heap()
