@@ -30,7 +30,7 @@ from shmserve.scheduler.instances.pool import Execution, Pool, Slot, SlotState
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import (
     AT_WORK,
-    NOTHING,
+    EMPTY_RESPONSE,
     ControlLink,
     Event,
     ScheduledRequest,
@@ -277,7 +277,7 @@ class Results:
     def _fail_lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
         """Fail a request whose worker died; if it had ended before, only remove it."""
         if request.state in AT_WORK:
-            self._responses.finish(request, "INTERNAL", text, NOTHING, None, now_ns)
+            self._responses.finish(request, "INTERNAL", text, EMPTY_RESPONSE, None, now_ns)
         elif request.state is not State.DONE:
             self._responses.close(request, now_ns)
 
@@ -295,7 +295,7 @@ class Results:
         requests_text = f"{len(requests)} request{'s' * (len(requests) != 1)}"
         self._kill_instance(slot, f"an execution of {requests_text} {limit}")
         if len(requests) == 1 and requests[0].state in AT_WORK:
-            self._fail_early(requests[0], f"execution of the request {limit}", now_ns)
+            self._fail_before_return(requests[0], f"execution of the request {limit}", now_ns)
 
     def _kill_untrusted(self, slot: Slot, now_ns: int) -> None:
         """Kill a worker that returned a batch that it was not given: its state is unknown."""
@@ -303,13 +303,13 @@ class Results:
             self._kill_instance(slot, "it returned a batch that was not sent to it")
             for request in slot.requests.values():
                 if request.state in AT_WORK:
-                    self._fail_early(request, Internal().message, now_ns)
+                    self._fail_before_return(request, Internal().message, now_ns)
 
     def _kill_instance(self, slot: Slot, reason: str) -> None:
         slot.transition("doom")
         self._control.post(KillInstance(slot.pid, reason))
 
-    def _fail_early(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
+    def _fail_before_return(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
         self._responses.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, is_early=True)
 
 

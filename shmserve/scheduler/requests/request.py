@@ -21,7 +21,7 @@ from shmserve.ipc.tensors.inference import Packed
 from shmserve.ipc.transport.router import leading_pid
 
 NEVER = timers.NEVER
-NOTHING: Packed = (b"", [])  # a response without schema and data
+EMPTY_RESPONSE: Packed = (b"", [])  # a response without schema and data
 NO_SUBMIT = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
 CACHED = "cached"  # `Timing.close_reason` of a request that was answered from the response cache
 
@@ -172,7 +172,7 @@ class Lookup(NamedTuple):
 
     Attributes:
         key: The request's key after a miss, else empty.
-        response: The cached response, or `NOTHING` after a miss.
+        response: The cached response, or `EMPTY_RESPONSE` after a miss.
         ns: The duration of the lookup.
         copies: The blocks that the response is read from, to be lent or cancelled.
     """
