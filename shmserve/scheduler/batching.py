@@ -52,10 +52,10 @@ from shmserve.scheduler.requests.request import (
     ControlLink,
     Event,
     Lookup,
-    Peers,
     ScheduledRequest,
     State,
     Timing,
+    WorkerLinks,
 )
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache import ResponseCache
@@ -78,7 +78,7 @@ class BatchingCore(Core[ScheduledRequest]):
         self,
         settings: Settings,
         properties_by_schema: Schemas[BatchProperties],
-        workers: Peers,
+        workers: WorkerLinks,
         control: ControlLink,
         clock: Callable[[], int],
         cache: ResponseCache | None = None,

@@ -122,8 +122,8 @@ class Results:
         if replies is None:
             self.unexpected_messages += 1
             logger.error(
-                "process %d returned replies that do not match its batch; the requests of the "
-                "batch fail",
+                "worker process %d returned replies that do not match its batch; all requests of "
+                "the batch fail",
                 slot.pid,
             )
             replies = [Reply(request.key, "INTERNAL", Internal().message) for request in requests]
@@ -290,12 +290,13 @@ class Results:
         assert slot.execution is not None
         self._statistics.overruns += 1
         limit_s = self._settings.execution_limit_ns / 1e9
-        limit = f"exceeded the limit of {limit_s:g} seconds"
+        exceeded_text = f"exceeded the limit of {limit_s:g} seconds"
         requests = slot.execution.requests
         requests_text = f"{len(requests)} request{'s' * (len(requests) != 1)}"
-        self._kill_instance(slot, f"an execution of {requests_text} {limit}")
+        self._kill_instance(slot, f"an execution of {requests_text} {exceeded_text}")
         if len(requests) == 1 and requests[0].state in AT_WORK:
-            self._fail_before_return(requests[0], f"execution of the request {limit}", now_ns)
+            text = f"execution of the request {exceeded_text}"
+            self._fail_before_return(requests[0], text, now_ns)
 
     def _kill_untrusted(self, slot: Slot, now_ns: int) -> None:
         """Kill a worker that returned a batch that it was not given: its state is unknown."""
@@ -314,7 +315,7 @@ class Results:
 
 
 def _unfinished_timing(execution: Execution | None, now_ns: int) -> Timing:
-    """Return the phases of an unfinished execution: all the time since its start is inference."""
+    """Return the phases of an unfinished execution; all its time so far counts as inference."""
     if execution is None:
         return Timing(now_ns, 0, 0, 0)
     began_ns = execution.started_ns

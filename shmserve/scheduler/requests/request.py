@@ -28,7 +28,7 @@ CACHED = "cached"  # `Timing.close_reason` of a request that was answered from t
 R = TypeVar("R")
 
 
-class Peers(Protocol):
+class WorkerLinks(Protocol):
     """The link to workers."""
 
     @property
@@ -216,7 +216,7 @@ class ScheduledRequest:
         flush_by_ns: The time before which a batch should run rather than wait (`NEVER`: it may
             wait).
         level: The priority level; 1 is the highest.
-        is_delayed: Whether its timeout has moved it behind the others of its level.
+        is_delayed: Whether it was moved behind the others of its level because of its timeout.
         worker: The last worker.
         response_count: The number of responses that a decoupled model has sent.
         credited_responses: The number of responses that the client has read.
