@@ -7,7 +7,7 @@ hosting/                host.py         the process: its entry point and its loo
                                         sockets, front, core; the table of kinds
                         local_clients.py
                                         validation of requests of programs outside the server
-front.py                clients, submit, cancel, credit, release, drain, reports: for every kind
+front.py                the messages of clients and of the supervisor, for every kind of scheduler
 batching.py             the core of a model that has instances (no clock, no socket)
 settings.py             the scheduling of a model version
 requests/               request.py      the state machine of a request, as a table; its client

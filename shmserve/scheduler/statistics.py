@@ -64,7 +64,7 @@ from shmserve.scheduler.requests.request import Timing
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.tables import (
     NS_PER_S,
-    SECONDS,
+    TIME_BOUNDS_S,
     CountedRequest,
     Execution,
     ExecutionStats,
@@ -118,8 +118,8 @@ class Statistics(Table):
         self.fail = 0
         self.fail_ns = 0
         self.failures = dict.fromkeys(Reason, 0)
-        self.request_seconds = Histogram(SECONDS, NS_PER_S)
-        self.queue_seconds = Histogram(SECONDS, NS_PER_S)
+        self.request_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
+        self.queue_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
         self._first_responses = Histogram(settings.first_response_buckets_ms, _NS_PER_MS)
         if settings.decoupled:
             self.first_response_ms = self._first_responses
@@ -148,7 +148,7 @@ class Statistics(Table):
         return self._model
 
     def set_base(self, base: dict[str, Any]) -> None:
-        """Set the base: the counts of the version that this version replaces.
+        """Set the counts of the version that this version replaces, which are added to reports.
 
         Raises:
             AttributeError, KeyError, TypeError, ValueError: The base is no table.
@@ -221,6 +221,7 @@ class Statistics(Table):
             self._observe(successes, times)
 
     def _observe(self, successes: list[_RecordedSuccess], times: list[_RecordedTimes]) -> None:
+        """Add the latencies and the times of executions to the quantiles."""
         quantiles = self._quantiles
         for now_ns, arrived_ns, *_ in successes:
             quantiles["request"].observe((now_ns - arrived_ns) // _NS_PER_US, now_ns)

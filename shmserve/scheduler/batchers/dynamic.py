@@ -43,7 +43,7 @@ class CloseReason(StrEnum):
     RETRY = "retry"  # a request whose worker died runs alone
 
 
-class Pending(Protocol):
+class PendingRequest(Protocol):
     """The attributes of a queued request by which a batcher decides."""
 
     rows: int
@@ -78,7 +78,7 @@ class Batcher:
     is_learning: bool = False
 
     def decide(
-        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
+        self, now_ns: int, pending: Iterable[PendingRequest], reserve_ns: int
     ) -> Batch | WaitUntil | None:
         """Return the decision for the queue; None if there is nothing to run or to wait for.
 
@@ -89,7 +89,7 @@ class Batcher:
         """
         return _SINGLE_REQUEST
 
-    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
+    def closed_batch(self, pending: Iterable[PendingRequest]) -> Batch | None:
         """Return the batch at the front of the queue if it can take no further request, or None."""
         return _SINGLE_REQUEST
 
@@ -128,11 +128,11 @@ class DynamicBatcher(Batcher):
         self._rules = rules
 
     def decide(
-        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
+        self, now_ns: int, pending: Iterable[PendingRequest], reserve_ns: int
     ) -> Batch | WaitUntil | None:
         return decide(now_ns, pending, self._rules, reserve_ns)
 
-    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
+    def closed_batch(self, pending: Iterable[PendingRequest]) -> Batch | None:
         return closed_batch(gather(pending, self._rules))
 
     def flush(self) -> None:
@@ -151,7 +151,7 @@ class QueueHead(Record):
         oldest_ns: The time at which the oldest request was enqueued.
     """
 
-    requests: list[Pending]
+    requests: list[PendingRequest]
     rows: int
     preferred_count: int
     is_full: bool
@@ -160,7 +160,7 @@ class QueueHead(Record):
     flush_by_ns: int
 
 
-def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
+def gather(pending: Iterable[PendingRequest], rules: Batching) -> QueueHead | None:
     """Return the requests at the queue's head that may run together; None for an empty queue.
 
     The iteration ends at the first request that does not fit.
@@ -168,7 +168,7 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
     largest_preferred = rules.largest_preferred
     max_size = rules.max_batch_size
     preferred = rules.preferred
-    requests: list[Pending] = []
+    requests: list[PendingRequest] = []
     total = preferred_count = 0
     is_full = has_other_shape = False
     shape_key = b""
@@ -221,7 +221,7 @@ def closed_batch(head: QueueHead | None) -> Batch | None:
 
 
 def decide(
-    now_ns: int, pending: Iterable[Pending], rules: Batching, reserve_ns: int
+    now_ns: int, pending: Iterable[PendingRequest], rules: Batching, reserve_ns: int
 ) -> Batch | WaitUntil | None:
     """Return the decision for a queue, as `Batcher.decide`."""
     head = gather(pending, rules)

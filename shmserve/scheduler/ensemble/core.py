@@ -134,7 +134,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         data, plan = submit.data, self._plan(schema_properties.outputs)
         if len(data) != schema_properties.entry_count:
             raise MalformedMessage(
-                f"the schema requires {schema_properties.entry_count} data entries, got {len(data)}"
+                f"expected {schema_properties.entry_count} data entries, got {len(data)}"
             )
         inputs: list[tuple[str, Value]] = []
         for index, (name, kind, is_condition) in enumerate(schema_properties.inputs):

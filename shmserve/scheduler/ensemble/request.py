@@ -45,7 +45,7 @@ from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value
 from shmserve.scheduler.requests.queue import expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.request import (
     CACHED,
-    NOTHING,
+    EMPTY_RESPONSE,
     Client,
     Lookup,
     Timing,
@@ -338,7 +338,7 @@ class EnsembleRequests:
         times_ns = (request.input_ns, request.infer_ns, request.output_ns)
         timing = Timing(request.enqueued_ns, *times_ns)
         self._statistics.count_execution(CloseReason.IDLE, request.rows, timing, now_ns)
-        packed_response = NOTHING
+        packed_response = EMPTY_RESPONSE
         if self._is_decoupled:
             self._count_response(request, b"", final=True, now_ns=now_ns)
         else:

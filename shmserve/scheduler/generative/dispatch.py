@@ -102,7 +102,7 @@ class AssignedRequest:
 
 @dataclass(eq=False)
 class GenerativeDispatcher(Dispatcher):
-    """The dispatcher that runs the engine of each instance step after step."""
+    """The dispatcher of a generative model, which runs the engine of each instance step by step."""
 
     _engine_settings: EngineSettings
     _counts: GenerationStats
@@ -344,17 +344,17 @@ class GenerativeDispatcher(Dispatcher):
     # --- exits
 
     def exclude_continuing(self, lost_work: LostWork) -> LostWork:
-        removed_requests: list[ScheduledRequest] = []
+        failed_requests: list[ScheduledRequest] = []
         for request in lost_work.open_requests:
             assigned = self._assigned_requests.get(request.key)
             request.worker_exits += 1
             has_failed = request.worker_exits >= _MAX_EXITS
             if assigned is None or request.state not in AT_WORK or has_failed:
-                removed_requests.append(request)
+                failed_requests.append(request)
             else:
                 assigned.slot = request.worker = None
                 self._unassigned_requests.append(assigned)
-        return LostWork(lost_work.executions, removed_requests)
+        return LostWork(lost_work.executions, failed_requests)
 
 
 def _request_count(slot: Slot) -> int:

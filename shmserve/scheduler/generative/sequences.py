@@ -30,7 +30,7 @@ def block_key(previous_key: bytes, tokens: array[int]) -> bytes:
 
 
 class BlockPool:
-    """A KV pool of `count` blocks, numbered from 0: references, prefix cache, contiguous extents.
+    """The blocks of a KV cache: their references, the prefix cache, and contiguous free extents.
 
         free ── allocate ──> referenced ── release ──> cached, if its content has a key
           └───────────<── evicted, least recently used first ──┘
@@ -331,13 +331,12 @@ Rank = tuple[float, int, int]
 
 
 def ranking(settings: EngineSettings, now_ns: int) -> Callable[[Sequence[Any]], Rank]:
-    """Return the key by which the sequences of a step are sorted.
+    """Return the key function by which the sequences of a step are sorted.
 
     Ties are broken by arrival, then by number.
 
-    Sequences are served in this order and preempted in reverse order. The order is made once a
-    step, so that it is stable while it is used. A waiting request gains rank with time, so that
-    none waits forever.
+    Sequences are served in this order and preempted in reverse order. The order is fixed for one
+    step. A request that has waited longer ranks higher, so that no request waits forever.
     """
     score = _SCORES[settings.scheduling_policy]
     limit_s = settings.max_wait_time_ms / 1e3

@@ -25,7 +25,7 @@ _RELATIVE_NOISE = 0.1  # standard deviation, as a share of a step's duration
 _INITIAL_WEIGHTS = (5.0, 1.0, 0.5, 10.0)
 _INITIAL_DEVIATIONS = (20.0, 5.0, 2.0, 100.0)
 _INITIAL_CERTAINTIES = tuple(spread**-2 for spread in _INITIAL_DEVIATIONS)
-_PAIRS_UNIT = 1e5  # the unit of `pairs` in the estimate of durations
+_PAIRS_UNIT = 1e5  # the unit of (query, key) pairs in the model of durations
 # Prompts are split at multiples of CHUNK, because other splits change the bits of the results.
 CHUNK = 16
 _AVERAGE_GAIN = 0.1
@@ -199,12 +199,12 @@ class Acceptance:
 
 
 class RunningStep(NamedTuple):
-    """The running step.
+    """The step that a worker executes.
 
     Attributes:
-        step: Its number.
-        rows: Its sequences and rows, by the sequence's number.
-        load: Its work.
+        step: The number of the step.
+        rows: The sequences and their rows, by the sequence's number.
+        load: The work of the step.
         copies: The number of block copies.
         draft_count: The number of draft tokens.
     """
@@ -239,7 +239,7 @@ class RunningStep(NamedTuple):
 
 
 class StepPlan:
-    """A step while it is planned: its remaining budgets, and its rows so far."""
+    """A step that is being planned: its remaining budgets, and the rows added so far."""
 
     def __init__(self, number: int, settings: EngineSettings) -> None:
         self.message = Step(number, [])
@@ -255,7 +255,7 @@ class StepPlan:
     def add(self, sequence: Sequence[Any], count: int, drafts: int) -> None:
         """Add a row for the next `count` tokens of a sequence and its drafts.
 
-        Charge the budgets.
+        The tokens are subtracted from the budgets.
         """
         start, samples = sequence.computed_tokens, count == sequence.missing_tokens
         blocks = sequence.table[sequence.sent_blocks :]

@@ -45,25 +45,25 @@ from shmserve.scheduler.requests.request import (
     NEVER,
     Client,
     ControlLink,
-    Peers,
     ScheduledRequest,
     Timing,
+    WorkerLinks,
 )
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Statistics
 
-_MAX_EARLY = 4096
+_MAX_EARLY_RELEASES = 4096  # for a process that is not ready yet; older releases are dropped
 _NS_PER_S = 1_000_000_000
 _INITIAL_RESERVE_NS = 10_000_000
 _MARGIN_NS = 1_000_000  # allowance for timers and the latency of messages
 _MAX_RETRY_S = 60
 _MAX_AHEAD_NS = 500_000  # maximum duration of the computation queued at a worker
-_MAX_DEPTH = 4
+_MAX_PIPELINE_DEPTH = 4
 _SHORT_BATCH_NS = 20_000_000
 _MIN_OBSERVATIONS = 16  # number of observations before the average is used
 
-_RETRY = Batch(1, CloseReason.RETRY)
+_RETRY_BATCH = Batch(1, CloseReason.RETRY)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +111,7 @@ class ServiceTime:
         self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
         if self._observation_count >= _MIN_OBSERVATIONS:
             depth = int(_MAX_AHEAD_NS / (self._busy_ns + 1))
-            self.pipeline_depth = _MAX_DEPTH if depth > _MAX_DEPTH else depth or 1
+            self.pipeline_depth = _MAX_PIPELINE_DEPTH if depth > _MAX_PIPELINE_DEPTH else depth or 1
             self.has_short_batches = self._busy_ns < _SHORT_BATCH_NS
 
     def drain_s(self, waiting: int, instances: int) -> int:
@@ -132,7 +132,7 @@ class Executions:
 
     _settings: Settings
     _pool: Pool
-    _workers: Peers
+    _workers: WorkerLinks
     _control: ControlLink
     _responses: Responses
     _statistics: Statistics
@@ -143,7 +143,7 @@ class Executions:
     # The last releases of outputs of processes that the supervisor has not announced as instances,
     # and perhaps never will. The client may have received its outputs first.
     _unknown_releases: deque[tuple[int, ReleaseOutputs]] = field(
-        default_factory=partial(deque, maxlen=_MAX_EARLY)
+        default_factory=partial(deque, maxlen=_MAX_EARLY_RELEASES)
     )
 
     # --- to workers -------------------------------------------------------------------------------
@@ -225,15 +225,15 @@ class Executions:
         # The worker of a predecessor scheduler has not connected yet.
         elif message.pid in self._pool.awaited_pids():
             releases = self._early_releases.setdefault(message.pid, [])
-            releases += _split_release(client_pid, message)[: _MAX_EARLY - len(releases)]
+            releases += _split_release(client_pid, message)[: _MAX_EARLY_RELEASES - len(releases)]
         else:  # the process may be announced later, because clients may receive the report first
-            parts = _split_release(client_pid, message)
-            self._unknown_releases += [(message.pid, release) for release in parts]
+            releases = _split_release(client_pid, message)
+            self._unknown_releases += [(message.pid, release) for release in releases]
 
     def process_exited(self, pid: int) -> None:
         """Notify the workers that a process has exited, so that they free the outputs it held."""
         self._early_releases.pop(pid, None)
-        self._take_unknown(pid)
+        self._take_unknown_releases(pid)
         for slot in self._pool.ready():
             self._workers.post(slot.peer, ReaderExited(pid))
         # These workers of a predecessor may not have been notified.
@@ -244,24 +244,24 @@ class Executions:
 
     def announce(self, instance_index: int, pid: int) -> None:
         """Announce an instance with `Pool.announce`, and send the releases that are kept for it."""
-        early_releases = self._take_unknown(pid)
+        early_releases = self._take_unknown_releases(pid)
         if early_releases:
             self._early_releases.setdefault(pid, []).extend(early_releases)
-        self._send_early(self._pool.announce(instance_index, pid))
+        self._send_early_releases(self._pool.announce(instance_index, pid))
 
     def register_worker(self, instance_index: int, peer: bytes, pid: int) -> None:
         """Record in the pool that a worker is ready, and send the releases kept for it."""
-        self._send_early(self._pool.register_worker(instance_index, peer, pid))
+        self._send_early_releases(self._pool.register_worker(instance_index, peer, pid))
 
-    def _take_unknown(self, pid: int) -> list[ReleaseOutputs]:
+    def _take_unknown_releases(self, pid: int) -> list[ReleaseOutputs]:
         """Remove and return the releases that are kept for an unannounced process."""
         releases = [release for owner_pid, release in self._unknown_releases if owner_pid == pid]
         if releases:
             remaining_releases = [entry for entry in self._unknown_releases if entry[0] != pid]
-            self._unknown_releases = deque(remaining_releases, _MAX_EARLY)
+            self._unknown_releases = deque(remaining_releases, _MAX_EARLY_RELEASES)
         return releases
 
-    def _send_early(self, slot: Slot | None) -> None:
+    def _send_early_releases(self, slot: Slot | None) -> None:
         """Send the releases that were kept for an instance; None: it is not ready yet."""
         if slot is not None:
             for message in self._early_releases.pop(slot.pid, ()):
@@ -270,7 +270,7 @@ class Executions:
 
 def _split_release(client_pid: int, message: Release) -> list[ReleaseOutputs]:
     """Return one message for each output that was read, so that their number can be bounded."""
-    offsets = message.offsets[:_MAX_EARLY]
+    offsets = message.offsets[:_MAX_EARLY_RELEASES]
     return [ReleaseOutputs(client_pid, [offset], message.memory) for offset in offsets]
 
 
@@ -447,7 +447,7 @@ class BatchDispatcher(Dispatcher):
         wake_ns = NEVER
         while pool.free_slots and (in_order.count or queue.retries):
             if queue.retries:
-                decision: Batch | WaitUntil | None = _RETRY
+                decision: Batch | WaitUntil | None = _RETRY_BATCH
             elif self._holds_batches and self._is_held(in_order.count):
                 break
             else:
@@ -462,7 +462,7 @@ class BatchDispatcher(Dispatcher):
                 if slot is None:
                     tickets.request_tickets(pool.free_slots, len(queue))
                     break
-            is_retry = decision is _RETRY
+            is_retry = decision is _RETRY_BATCH
             requests = [queue.take_retry()] if is_retry else queue.take(decision.count)
             executions.start(requests, decision.reason, now_ns, slot)
         if self._may_send_ahead and in_order.count and not pool.free_slots:
