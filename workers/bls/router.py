@@ -63,7 +63,7 @@ from shmserve.workers.bls.request import (
     copy_response,
     place_inputs,
 )
-from shmserve.workers.links import SupervisorLink, readable
+from shmserve.workers.links import SupervisorLink, wait_readable
 
 
 class SharedWait:
@@ -124,7 +124,7 @@ class SharedWait:
                     return
                 self._has_sleeper = True
             try:
-                readable(self._epoll.fileno(), self._recheck_fd)
+                wait_readable(self._epoll.fileno(), self._recheck_fd)
                 reset_eventfd(self._recheck_fd)
             finally:
                 with self._condition:

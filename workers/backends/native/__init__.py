@@ -179,7 +179,7 @@ class NativeBackend(Backend):
         """Start or queue each request; the iterators that `predict` returns outlast this call."""
         assert self._streams is not None
         for stream in streams:
-            self._streams.start(stream, self._runner.own_inputs(stream.request))
+            self._streams.start(stream, self._runner.copied_inputs(stream.request))
 
     def _respond(self, request: Request, yielded: Any) -> Response:
         return self._runner.response(request, self._to_outputs(yielded))

@@ -43,7 +43,7 @@ from shmserve.workers.backends.python.request import (
     to_response,
 )
 from shmserve.workers.backends.python.tensor import Lender
-from shmserve.workers.context import WrongCount, found_files
+from shmserve.workers.context import WrongResponseCount, found_files
 from shmserve.workers.user_code import EventLoopThread, check_ready
 
 logger = logging.getLogger(__name__)
@@ -300,7 +300,7 @@ class PythonExecution:
 
         Raises:
             Internal: The model did not return a list.
-            WrongCount: The model did not return one response for each request.
+            WrongResponseCount: The model did not return one response for each request.
             BaseException: Any exception of the model.
         """
         received_requests = list(map(ReceivedRequest, requests, repeat(self._lender)))
@@ -339,7 +339,7 @@ class PythonExecution:
         try:
             pairs = list(zip(received_requests, returned, strict=True))
         except ValueError:
-            raise WrongCount(len(received_requests), len(returned)) from None
+            raise WrongResponseCount(len(received_requests), returned) from None
         outboxes: list[SingleResponse] = []
         for request, response in pairs:
             if request.outbox and response is None:
