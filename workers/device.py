@@ -101,7 +101,7 @@ def import_torch(dependent: str) -> Any:
 
     Raises:
         Unavailable: torch is not installed. The message names `dependent`, which needs torch, and
-            says how to install it.
+            the command that installs torch.
     """
     try:
         return importlib.import_module("torch")
