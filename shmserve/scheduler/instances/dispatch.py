@@ -31,14 +31,9 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.messages.supervision import InstanceServed
 from shmserve.ipc.tensors.padding import PaddedBatch
 from shmserve.ipc.tensors.signature import BatchProperties
+from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, WaitUntil
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
-from shmserve.scheduler.batchers.dynamic import (
-    Batch,
-    Batcher,
-    CloseReason,
-    DynamicBatcher,
-    WaitUntil,
-)
+from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.pool import Execution, InstanceTickets, LostWork, Pool, Slot
 from shmserve.scheduler.requests.queue import RequestQueue, queue_expired_text
 from shmserve.scheduler.requests.request import (
