@@ -20,8 +20,8 @@ batchers/               __init__.py     the interface: (queue, time) -> a batch,
                         sequences.py, sequence_dispatch.py
                                         the sequence batcher: slots, strategies, its dispatcher
 instances/              pool.py         slots: which instances are ready, free, busy; tickets
-                        dispatch.py     from the queue to the instances: dispatchers, messages to
-                                        workers, and the recent service time
+                        dispatch.py     from the queue to the instances: dispatchers
+                        executions.py   messages to workers; the recent service time
                         results.py      messages of workers; retries of requests of lost workers
 response_cache.py       responses of earlier requests
 statistics.py           the counters of a model version and their report
