@@ -210,8 +210,8 @@ class Executions:
             releases = self._early_releases.setdefault(message.pid, [])
             releases += _split_release(client_pid, message)[: _MAX_EARLY_RELEASES - len(releases)]
         else:  # the process may be announced later, because clients may receive the report first
-            releases = _split_release(client_pid, message)
-            self._unknown_releases += [(message.pid, release) for release in releases]
+            split_releases = _split_release(client_pid, message)
+            self._unknown_releases += [(message.pid, release) for release in split_releases]
 
     def process_exited(self, pid: int) -> None:
         """Notify the workers that a process has exited, so that they free the outputs it held."""
