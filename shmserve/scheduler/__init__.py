@@ -13,14 +13,15 @@ settings.py             the scheduling of a model version
 requests/               request.py      the state machine of a request, as a table; its client
                         queue.py        admission, order by priority, deadlines
                         responses.py    messages to clients; ordering
-batchers/               dynamic.py, adaptive.py
-                                        (queue, time) -> a batch, or the end of a wait
+batchers/               __init__.py     the interface: (queue, time) -> a batch, or a wait
+                        dynamic.py, adaptive.py
+                                        the batchers of requests without sequences
                         estimates.py    the estimates of the adaptive batcher
                         sequences.py, sequence_dispatch.py
                                         the sequence batcher: slots, strategies, its dispatcher
 instances/              pool.py         slots: which instances are ready, free, busy; tickets
-                        dispatch.py     from the queue to the instances: dispatchers, messages to
-                                        workers, and the recent service time
+                        dispatch.py     from the queue to the instances: dispatchers
+                        executions.py   messages to workers; the recent service time
                         results.py      messages of workers; retries of requests of lost workers
 response_cache.py       responses of earlier requests
 statistics.py           the counters of a model version and their report

@@ -12,7 +12,7 @@ replaced (its base), and current values:
         success_ns, fail_ns, queue_ns, compute_input_ns, compute_infer_ns, compute_output_ns,
         cache_hit_ns, cache_miss_ns
     failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
-    batches_closed  {batchers.dynamic.CloseReason: executions}; the steps of a generative model are
+    batches_closed  {batchers.CloseReason: executions}; the steps of a generative model are
                     no batches
     request_seconds, queue_seconds (one observation per success), compute_seconds, batch_size (one
         per execution), first_response_ms (one per request; decoupled models only)
@@ -59,7 +59,7 @@ from typing import Any
 
 from shmserve.common.model_metrics import add_tables, sum_counters
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
-from shmserve.scheduler.batchers.dynamic import CloseReason
+from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.requests.request import Timing
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.tables import (

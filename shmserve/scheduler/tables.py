@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from shmserve.errors import Cancelled
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
-from shmserve.scheduler.batchers.dynamic import CloseReason
+from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.requests.request import Timing
 
 ACCURACY = 0.005

@@ -11,7 +11,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import EndSequences, SequenceRow, Submit, correlation_fields
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
-from shmserve.scheduler.batchers.dynamic import WaitUntil
+from shmserve.scheduler.batchers import WaitUntil
 from shmserve.scheduler.batchers.sequences import (
     InstanceSlots,
     Rows,

@@ -42,8 +42,7 @@ from operator import attrgetter
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.frames import Record
-from shmserve.scheduler.batchers import dynamic
-from shmserve.scheduler.batchers.dynamic import Batch, CloseReason, WaitUntil
+from shmserve.scheduler.batchers import Batch, CloseReason, WaitUntil, dynamic
 from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.settings import Batching, Sequencing
 

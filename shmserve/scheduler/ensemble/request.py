@@ -39,7 +39,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature, client_shape
 from shmserve.ipc.timers import Timers
-from shmserve.scheduler.batchers.dynamic import CloseReason
+from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
 from shmserve.scheduler.requests.queue import expired_text, plausible_arrival_ns

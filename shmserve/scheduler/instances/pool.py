@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import IllegalEvent
 from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
-from shmserve.scheduler.batchers.dynamic import CloseReason
+from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
 
 

@@ -24,8 +24,9 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.messages.supervision import KillInstance
 from shmserve.ipc.messages.unions import GenerationReport
 from shmserve.ipc.tensors.inference import runs_once
-from shmserve.scheduler.batchers.dynamic import Batcher
-from shmserve.scheduler.instances.dispatch import Dispatcher, Executions
+from shmserve.scheduler.batchers import Batcher
+from shmserve.scheduler.instances.dispatch import Dispatcher
+from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot, SlotState
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import (
