@@ -67,10 +67,10 @@ def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:
 
 def test_the_shape_key_ignores_padded_dimensions_only() -> None:
     pad = padding({})
-    shape_key, shapes = pad.read(compute_key({}, (3, 7, 9), word_count=2))
+    shape_key, shapes = pad.split_key(compute_key({}, (3, 7, 9), word_count=2))
     assert shapes == ((3, 7, 9),)
-    assert pad.read(compute_key({}, (3, 8, 8), word_count=2))[0] == shape_key
-    assert pad.read(compute_key({}, (3, 7, 9), word_count=1))[0] != shape_key
+    assert pad.split_key(compute_key({}, (3, 8, 8), word_count=2))[0] == shape_key
+    assert pad.split_key(compute_key({}, (3, 7, 9), word_count=1))[0] != shape_key
     batch = PaddedBatch(pad)
     assert batch.may_join(compute_key({}, (3, 7, 9), word_count=2), 1)
     assert not batch.may_join(compute_key({}, (3, 7, 9), word_count=1), 1)
