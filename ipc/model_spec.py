@@ -1,8 +1,8 @@
 """A model's typed configuration: config.pbtxt, normalised and validated by the supervisor.
 
 The configuration is sent as JSON and decoded by the receiver. Fields have the names and the units
-of config.pbtxt; some values have a simpler form. An absent field has the default given here.
-Datatypes are the protocol's ("FP32").
+of config.pbtxt; some values have a simpler form. A field that is absent in the JSON has the default
+of its class. Datatypes are the protocol's ("FP32").
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ class Signature:
     ) -> BatchProperties:
         """Check a request against the model.
 
-        Input byte sizes must already match `data`. The elements of BYTES inputs are checked by the
-        worker, because only the worker reads them.
+        The worker checks the elements of BYTES inputs, because no other process reads them.
 
         Raises:
             InvalidArgument: The request does not fit. The text is Triton's, and starts with the id

@@ -188,7 +188,7 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
 
 def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     """Return the mean time of each phase of a request in ms."""
-    executed = increases["success"] - increases["cache_hit"]
+    executed = increases["success"] - increases["cache_hit"]  # number of requests
     counts = {phase: increases["success"] if phase == "queue" else executed for phase in _PHASES}
     return {
         phase.removeprefix("compute_"): _four_digits(increases[f"{phase}_ns"] / count / 1e6)

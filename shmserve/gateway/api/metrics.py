@@ -364,7 +364,8 @@ _PROCESS_FAMILIES = (
 
 
 def _process_families(running: list[Process]) -> Iterator[ExpositionFamily]:
-    # Workers of two versions of a model have the same title, and Prometheus rejects equal samples.
+    # Prometheus rejects samples with equal labels. Processes of the same title, such as the workers
+    # of two versions of a model, are therefore added up.
     by_title: dict[str, list[Process]] = {}
     for process in running:
         by_title.setdefault(process.title, []).append(process)

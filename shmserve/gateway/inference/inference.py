@@ -342,7 +342,7 @@ class StreamingInference(GatewayRequest):
             raise
 
     def credit(self, inferred: Inferred | None) -> None:
-        """Record that the response with these outputs was sent, and return its credit."""
+        """Record that the response with these outputs was sent, and grant credit for it."""
         self._unsent_count -= 1
         if self.has_ended:
             if not self._unsent_count and self.built_request.trace is not None:

@@ -120,13 +120,13 @@ class Resources:
             Unavailable: The arena is full.
             InvalidArgument: The sizes exceed the capacity of the arena.
         """
-        starts = [0]
+        offsets = [0]
         for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        block = self._allocate_block(starts.pop())
+            offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        block = self._allocate_block(offsets.pop())
         self._offset = block.offset
-        pairs = zip(starts, sizes, strict=True)
-        return [Range(block.memory, block.offset + start, size) for start, size in pairs]
+        pairs = zip(offsets, sizes, strict=True)
+        return [Range(block.memory, block.offset + offset, size) for offset, size in pairs]
 
     def _allocate_block(self, byte_size: int) -> Range:
         try:

@@ -526,8 +526,8 @@ class UnsupportedMediaType(UnsupportedEncoding):
     status = 415
 
 
-# The types and codes of errors by status. Other errors are the client's below 500, else the
-# server's.
+# The types and codes of errors by status. Errors with another status have no code, and the type
+# "invalid_request_error" below 500, else "server_error".
 _ERROR_TYPES: Mapping[int, tuple[str, str | None]] = {
     401: ("authentication_error", "invalid_api_key"),
     403: ("permission_error", None),
@@ -568,6 +568,6 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
             return f"{prefix[1]}{name}: "
 
         message = _FIELD_PREFIX.sub(rename, message)
-    field = _FIELD_PREFIX.match(message) if invalid else None
-    param = None if field is None else field[2]
+    match = _FIELD_PREFIX.match(message) if invalid else None
+    param = None if match is None else match[2]
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

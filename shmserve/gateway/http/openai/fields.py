@@ -213,8 +213,8 @@ def select_supported_fields(
             problems.append(f"{name}: {clip(repr(value))} is not {_IGNORED_TYPES[name][1]}")
     for name in unknown[:_MAX_REPORTED]:
         if refuse_unknown:
-            known = supported | refused_fields.keys() | _IGNORED_FIELDS | _OBJECT_MEMBERS
-            problems.append(f"{clip(name)}: unknown field{suggestion(name, known)}")
+            known_names = supported | refused_fields.keys() | _IGNORED_FIELDS | _OBJECT_MEMBERS
+            problems.append(f"{clip(name)}: unknown field{suggestion(name, known_names)}")
         else:
             warn_once(logger, "unknown field '%s' of OpenAI's API is ignored", clip(name))
     if problems:

@@ -124,13 +124,13 @@ def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
     if token["top_logprobs"] is None:
         return None
     logprob_by_token: dict[str, Any] = {}
-    keys = set()
+    seen_keys = set()
     for candidate in [*token["top_logprobs"], token]:
         text, key = candidate["token"], candidate.get("token_id", candidate["token"])
         # Different parts of characters can have the same text.
-        if text in logprob_by_token and key not in keys:
+        if text in logprob_by_token and key not in seen_keys:
             text = bytes(candidate.get("bytes") or ()).decode(errors="backslashreplace")
-        keys.add(key)
+        seen_keys.add(key)
         logprob_by_token.setdefault(text, candidate["logprob"])
     return logprob_by_token
 
@@ -326,20 +326,20 @@ class Choices:
         return choice
 
     def _count_tokens(
-        self, prompt_index: int, sample: _Sample, fields: dict[str, Any]
+        self, prompt_index: int, sample: _Sample, members: dict[str, Any]
     ) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
         `encode_chunk` moves the member `usage` from the choice to the chunk.
         """
-        sample.tokens += len(fields.get("token_ids", ()))
-        if "prompt_token_ids" in fields:
-            self._prompt_sizes[prompt_index] = len(fields["prompt_token_ids"])
-        ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
+        sample.tokens += len(members.get("token_ids", ()))
+        if "prompt_token_ids" in members:
+            self._prompt_sizes[prompt_index] = len(members["prompt_token_ids"])
+        omitted = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
         size, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
         usage = {"prompt_tokens": size, "completion_tokens": new_tokens}
         usage["total_tokens"] = size + new_tokens
-        return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
+        return {**{name: members[name] for name in members if name not in omitted}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Store `Delta.extra_members`, and return those that belong to the choice in a chunk."""
@@ -616,9 +616,9 @@ class _Generation:
                 reason.decode(),
                 _parse_logprobs(logprobs) if logprobs else None,
                 orjson.loads(usage) if usage else None,
-                stop_reason=orjson.loads(stopped) if stopped not in _NO_STOP_REASON else None,
+                stop_reason=None if stop_reason in _NO_STOP_REASON else orjson.loads(stop_reason),
             )
-            for index, text, reason, logprobs, usage, stopped in zip(*columns, strict=True)
+            for index, text, reason, logprobs, usage, stop_reason in zip(*columns, strict=True)
         ]
         if self._text_request.detail_outputs:
             lists = {name: array.tolist() for name, array in values.items()}
