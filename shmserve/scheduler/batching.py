@@ -252,9 +252,9 @@ class BatchingCore(Core[ScheduledRequest]):
             self._queue.remove(request)
             self._dispatcher.on_removed(request, now_ns)
 
-    def credit(self, request: ScheduledRequest, responses: int, now_ns: int) -> None:
+    def credit(self, request: ScheduledRequest, read_count: int, now_ns: int) -> None:
         if request.state is State.RESPONDING:
-            self.executions.credit(request, responses)
+            self.executions.credit(request, read_count)
 
     def release(self, client: Client[ScheduledRequest], message: Release) -> None:
         self.executions.release(client.pid, message)

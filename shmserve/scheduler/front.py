@@ -139,7 +139,8 @@ class Reports:
             else:
                 self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
-            logger.exception("the statistics of the previous model version cannot be read")
+            text = "model '%s': the statistics of the previous version cannot be read"
+            logger.exception(text, self._statistics.model[0])
         self.snapshot()
 
     def restore(self, snapshot: list[Any], alive: list[int]) -> None:
@@ -150,7 +151,8 @@ class Reports:
             self._metrics.restore(metrics, alive)
             self.unexpected_count = self._statistics.malformed
         except (AttributeError, KeyError, TypeError, ValueError):
-            logger.exception("the statistics of the previous scheduler cannot be read")
+            text = "model '%s': the statistics of the previous scheduler cannot be read"
+            logger.exception(text, self._statistics.model[0])
 
     def metrics_reported(self, pid: int, message: MetricsReported) -> None:
         """Record the metrics that the model of an instance has reported."""
@@ -236,7 +238,7 @@ class Core(Protocol[R]):
     def cancel(self, request: R, now_ns: int, keeps_reading: bool = False) -> None:
         """Cancel a request; `keeps_reading` as in `Cancel`."""
 
-    def credit(self, request: R, responses: int, now_ns: int) -> None:
+    def credit(self, request: R, read_count: int, now_ns: int) -> None:
         """Record that the client has read this number of responses."""
 
     def release(self, client: Client[R], message: Release) -> None:

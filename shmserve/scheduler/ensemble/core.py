@@ -219,8 +219,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._requests.fail(request, "CANCELLED", "request cancelled", now_ns)
         self.step_runner.cancel(request)
 
-    def credit(self, request: EnsembleRequest, responses: int, now_ns: int) -> None:
-        self._requests.credit(request, responses)
+    def credit(self, request: EnsembleRequest, read_count: int, now_ns: int) -> None:
+        self._requests.credit(request, read_count)
 
     def release(self, client: Client[EnsembleRequest], message: Release) -> None:
         self._memory.lent.release(client.pid, message.memory, message.offsets)

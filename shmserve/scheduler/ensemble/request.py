@@ -193,9 +193,9 @@ class UnreadResponses:
         self._window.record_sent(byte_size)
         self._values.append(list(values))
 
-    def read(self, responses: int) -> None:
-        """Release the oldest `responses` responses, which the client has read."""
-        for _ in range(self._window.record_credit(responses)):
+    def read(self, read_count: int) -> None:
+        """Release the oldest `read_count` responses, which the client has read."""
+        for _ in range(self._window.record_credit(read_count)):
             _release(self._values.popleft())
 
     def close(self) -> None:
@@ -308,10 +308,10 @@ class EnsembleRequests:
             request.response_count += 1
             request.client.post(Responded(request.submit.id, "", "", schema, data, final=False))
 
-    def credit(self, request: EnsembleRequest, responses: int) -> None:
+    def credit(self, request: EnsembleRequest, read_count: int) -> None:
         """Release the responses of a stream that the client has read."""
         if request.unread is not None:
-            request.unread.read(responses)
+            request.unread.read(read_count)
         self.changed_requests[request] = None
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:

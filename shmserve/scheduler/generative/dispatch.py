@@ -81,7 +81,7 @@ class AssignedRequest:
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        # Samples that are generated again may not have begun.
+        # A sample that is generated again may not have begun: its replayed tokens count then.
         open_tokens = self.replayed_tokens | self.open_sample_tokens
         samples = {s: (tokens, "") for s, tokens in open_tokens.items()} | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):
@@ -283,7 +283,8 @@ class GenerativeDispatcher(Dispatcher):
         try:
             engine.finish_step(message)
         except ValueError as error:
-            logger.error("process %d returned an invalid result of a step: %s", slot.pid, error)
+            text = "worker process %d returned an invalid result of a step: %s"
+            logger.error(text, slot.pid, error)
             return False
         self._executions.step_done(slot, message, len(running_step.rows), now_ns)
         for sequence, row in running_step.rows.values():

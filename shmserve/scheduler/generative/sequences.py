@@ -46,9 +46,9 @@ class BlockPool:
     def __init__(self, block_count: int) -> None:
         self.block_count = block_count
         self.references = [0] * block_count
-        # Free extents by their starts.
+        # The length of each free extent, by its first block.
         self._length_by_start: dict[int, int] = {0: block_count} if block_count else {}
-        # Free extents by their ends.
+        # The first block of each free extent, by its last block.
         self._start_by_end: dict[int, int] = {block_count - 1: 0} if block_count else {}
         self.free_count = block_count
         self._keys: dict[int, bytes] = {}

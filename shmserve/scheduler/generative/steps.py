@@ -86,7 +86,7 @@ def _solve(equations: list[list[float]]) -> list[float]:
 
 @dataclass(slots=True, eq=False)
 class StepTimes:
-    """The model of the duration of a step and of a block copy, in ms."""
+    """The model of the durations of a step, of a block copy and of a draft token, in ms."""
 
     _weights: list[float] = field(default_factory=partial(list, _INITIAL_WEIGHTS))
     # The normal equations of the least squares fit to the observed steps.
@@ -134,8 +134,8 @@ class StepTimes:
         recompute_ms = tokens * self.prompt_token_ms + self._weights[3] * pairs / _PAIRS_UNIT
         return 2 * blocks * self.copy_ms < recompute_ms
 
-    def fitting_tokens(self, load: StepWork, start: int, target_ms: float) -> int:
-        """Return how many prompt tokens after the first `start` fit a step within the target.
+    def fitting_tokens(self, load: StepWork, computed_tokens: int, target_ms: float) -> int:
+        """Return how many prompt tokens after the computed ones fit a step within the target.
 
         The step also contains `load`. The result is a multiple of 16, and at least 16 if the step
         has no other prompt tokens.
@@ -143,7 +143,7 @@ class StepTimes:
         budget_ms = max(target_ms - self.expected_ms(load), 0.0)
         # Each token reads all tokens before it: n tokens take linear * n + square * n * n.
         square = self._weights[3] / _PAIRS_UNIT
-        linear = self.prompt_token_ms + square * start
+        linear = self.prompt_token_ms + square * computed_tokens
         count = int(2 * budget_ms / (linear + math.sqrt(linear * linear + 4 * square * budget_ms)))
         return max(count // CHUNK * CHUNK, 0 if load.prefilled_tokens else CHUNK)
 

@@ -406,7 +406,7 @@ class DescriptorWaiter:
             else:
                 if left_ns > _MAX_WAIT_NS:
                     left_ns = _MAX_WAIT_NS
-                # The timeout is rounded down; the caller then waits for the rest.
+                # The timeout is rounded down to ms; the caller's next wait is precise.
                 ready_events = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
         self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
         if len(ready_events) > 1:
@@ -506,7 +506,7 @@ class Host:
             if type(message) in _FROM_SUPERVISOR:
                 self._handle(message)
             else:
-                logger.warning("unexpected %s from the supervisor", type(message).__name__)
+                logger.warning("dropped an unexpected %s of the supervisor", type(message).__name__)
 
     def _handle(self, message: SupervisorToHost) -> None:
         match message:

@@ -189,12 +189,12 @@ class Executions:
         if request.worker is not None:
             self._workers.post(request.worker.peer, CancelExecution(request.key, keeps_reading))
 
-    def credit(self, request: ScheduledRequest, responses: int) -> None:
+    def credit(self, request: ScheduledRequest, read_count: int) -> None:
         """Send credit to the worker of a request, for the responses that the client has read.
 
         The credit is at most the number of responses sent.
         """
-        newly_read = min(responses, request.response_count - request.credited_responses)
+        newly_read = min(read_count, request.response_count - request.credited_responses)
         if newly_read > 0 and request.worker is not None:
             request.credited_responses += newly_read
             self._workers.post(request.worker.peer, CreditExecution(request.key, newly_read))
@@ -205,7 +205,7 @@ class Executions:
         if slot is not None:
             release = ReleaseOutputs(client_pid, message.offsets, message.memory)
             self._workers.post(slot.peer, release)
-        # The worker of a predecessor scheduler has not connected yet.
+        # The worker of a predecessor scheduler has not connected yet: the release waits for it.
         elif message.pid in self._pool.awaited_pids():
             releases = self._early_releases.setdefault(message.pid, [])
             releases += _split_release(client_pid, message)[: _MAX_EARLY_RELEASES - len(releases)]

@@ -232,7 +232,7 @@ class Pool:
     due_ns: int = NEVER
 
     def __post_init__(self) -> None:
-        # Returns the instance with this address, or None.
+        # Returns the instance with this address, or None; a method would cost one more call.
         self.find_by_peer: Callable[[bytes], Slot | None] = self._slots_by_peer.get
 
     # --- registration and exit --------------------------------------------------------------------

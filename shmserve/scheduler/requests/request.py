@@ -156,7 +156,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
 }
 
 
-# A worker has the request, and its client waits.
+# The states in which a worker has the request and its client waits for a response.
 AT_WORK = frozenset((State.EXECUTING, State.RESPONDING))
 
 
