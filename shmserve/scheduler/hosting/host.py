@@ -184,7 +184,7 @@ class HostedScheduler(ABC):
                 self._local_clients.process_exited(message.process)
                 self._traces.process_exited(message.process)
             if type(message) is SetTracing:
-                self._traces.use(message)
+                self._traces.apply_settings(message)
             elif type(message) in self.control_messages:
                 front.handle_control_message(message, now_ns)
             else:

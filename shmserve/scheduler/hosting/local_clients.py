@@ -238,7 +238,7 @@ class LocalTraces:
         self.is_active = False
         self.measured_requests: dict[tuple[bytes, int], tuple[Submit, bool]] = {}
 
-    def use(self, message: SetTracing) -> None:
+    def apply_settings(self, message: SetTracing) -> None:
         """Apply trace settings; settings that have not changed do not restart the sampling."""
         settings = message.settings
         trace_settings = TraceSettings(**settings.get(self._model, settings[""]))
