@@ -187,7 +187,72 @@ class Lifecycle:
             if name in self._registry.models:
                 self._add_unless_repeated(Order(self._registry.models[name], OrderKind.MOVE))
 
-    # --- events
+    # --- execution
+
+    def _run(self) -> None:
+        """Advance all orders as far as possible.
+
+        Changes that happen during the call are included.
+        """
+        self._has_changed = True
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            while self._has_changed:
+                self._has_changed = False
+                self._advance_all()
+        finally:
+            self._is_running = False
+        if self._changed_models:
+            self._registry.update(self._changed_models)
+            self._changed_models.clear()
+            self._actions.report_change()
+
+    def _advance_all(self) -> None:
+        for model in list(self._registry.models.values()):
+            orders = model.orders
+            has_step = orders and (orders[0].phase not in _EVENT_PHASES or len(orders) > 1)
+            if model.retiring or has_step:
+                self._advance(model)
+        finished_orders = [o for o in self._open_orders if o.phase is OrderPhase.FINISHED]
+        for order in finished_orders:
+            if not order.awaited_ends and all(o.is_answered for o in order.follow_ups):
+                self._open_orders.remove(order)
+                order.is_answered = self._has_changed = True
+                for model in self._registry.remove_unused(order.model):
+                    self._actions.remove(model)
+                self._actions.answer(order)
+
+    def _advance(self, model: ModelEntry) -> None:
+        try:
+            while model.orders and self._execute_step(model.orders[0]):
+                self._has_changed = True
+                self._publish(model)
+            self._retire(model)
+        except Exception:  # the orders of the other models continue
+            logger.exception("the state of model '%s' could not be updated", model.name)
+            if model.orders and not model.orders[0].is_finished:
+                self._fail(model.orders[0], Internal())
+
+    def _execute_step(self, order: Order) -> bool:
+        """Execute the next step of an order, and return whether it could be executed."""
+        step = self._phase_steps.get(order.phase)
+        return step is not None and step(order)
+
+    # --- the phases of an order: QUEUED and READING
+
+    def _begin(self, order: Order) -> bool:
+        model = order.model
+        if order.kind is OrderKind.LOAD:
+            order.phase, model.failure_is_temporary = OrderPhase.READING, False
+            self._actions.read(order)
+        elif order.kind is OrderKind.UNLOAD:
+            order.phase = OrderPhase.WAITING
+        else:
+            order.phase = OrderPhase.MOVING
+            self._actions.move(order, self._group(model.name))
+        return True
 
     def load_planned(self, order: Order, plan: LoadPlan) -> None:
         """Handle the plan of a load whose folder and configuration were read."""
@@ -239,6 +304,39 @@ class Lifecycle:
                 load = self._load(step, FOLDER, Cause.ENSEMBLE)
             if load is not None:
                 order.prerequisites.append(load)
+
+    # --- WAITING
+
+    def _advance_waiting(self, order: Order) -> bool:
+        if not all(prerequisite.is_finished for prerequisite in order.prerequisites):
+            return self._cancel_hanging(order)
+        if order.kind is OrderKind.LOAD:
+            order.start(self._actions, self._group(order.model.name))
+        else:
+            self._withdraw(order)
+        return True
+
+    def _cancel_hanging(self, order: Order) -> bool:
+        """Cancel a load that hangs if the model is to be unloaded."""
+        is_abandoned = order.kind is OrderKind.LOAD and order.model.unloads_later and order.hangs
+        if is_abandoned:
+            self._cancel(order)
+        return is_abandoned
+
+    def _withdraw(self, order: Order) -> None:
+        model = order.model
+        withdrawn, model.serving = model.serving, {}
+        error = order.failures.get("")  # set if the reload of an ensemble failed; logged there
+        outcome = LoadOutcome(str(error).rstrip(), is_logged=True) if error else UNLOADED
+        model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, outcome)
+        model.fingerprint, model.last_load = "", None
+        model.retiring += withdrawn.values()
+        order.awaited_ends.update(withdrawn.values())
+        if withdrawn:
+            self._actions.await_ends(order)
+        order.phase = OrderPhase.PUBLISHING
+
+    # --- STARTING
 
     def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
         """Handle the configuration that the first worker of a version has completed.
@@ -295,142 +393,7 @@ class Lifecycle:
                 self._publish(order.model)
         self._run()
 
-    def move_finished(self, order: Order) -> None:
-        """Handle the end of a move, whether or not the schedulers have moved."""
-        self._finish(order)
-        self._run()
-
-    def version_ended(self, version: ModelVersion) -> None:
-        """Handle a version whose processes have all ended."""
-        model, number = self._registry.model(version.spec.name), version.spec.version
-        if version in model.dropping:
-            model.dropping.remove(version)
-        elif version in model.retiring:
-            logger.info("successfully unloaded '%s' version %s", model.name, number)
-            self._actions.forward(version, model.serving.get(number))
-            model.retiring.remove(version)
-        model.draining.discard(version)
-        self._actions.discard([version.spec])
-        for order in self._open_orders:
-            order.awaited_ends.discard(version)
-        self._publish(model)
-        self._run()
-
-    def ends_awaited(self, order: Order) -> None:
-        """End an order's wait for removed instances, and for versions with long requests."""
-        order.awaited_ends = {e for e in order.awaited_ends if not isinstance(e, str) and e.drained}
-        self._run()
-
-    def version_changed(self, version: ModelVersion) -> None:
-        """Handle a change of a version's readiness, endpoint or failure."""
-        model = self._registry.models.get(version.spec.name)
-        if model is not None and model.published.get(version.spec.version) is version:
-            self._publish(model)
-        if model is not None:
-            self._run()
-
-    def publication_acknowledged(self) -> None:
-        """Continue the orders that wait for clients to acknowledge a publication."""
-        self._run()
-
-    def publish(self, model: ModelEntry) -> None:
-        """Publish the changes of a model to the clients, and continue the orders."""
-        self._publish(model)
-        self._run()
-
-    # --- execution
-
-    def _run(self) -> None:
-        """Advance all orders as far as possible.
-
-        Changes that happen during the call are included.
-        """
-        self._has_changed = True
-        if self._is_running:
-            return
-        self._is_running = True
-        try:
-            while self._has_changed:
-                self._has_changed = False
-                self._advance_all()
-        finally:
-            self._is_running = False
-        if self._changed_models:
-            self._registry.update(self._changed_models)
-            self._changed_models.clear()
-            self._actions.report_change()
-
-    def _advance_all(self) -> None:
-        for model in list(self._registry.models.values()):
-            orders = model.orders
-            has_step = orders and (orders[0].phase not in _EVENT_PHASES or len(orders) > 1)
-            if model.retiring or has_step:
-                self._advance(model)
-        finished_orders = [o for o in self._open_orders if o.phase is OrderPhase.FINISHED]
-        for order in finished_orders:
-            if not order.awaited_ends and all(o.is_answered for o in order.follow_ups):
-                self._open_orders.remove(order)
-                order.is_answered = self._has_changed = True
-                for model in self._registry.remove_unused(order.model):
-                    self._actions.remove(model)
-                self._actions.answer(order)
-
-    def _advance(self, model: ModelEntry) -> None:
-        try:
-            while model.orders and self._execute_step(model.orders[0]):
-                self._has_changed = True
-                self._publish(model)
-            self._retire(model)
-        except Exception:  # the orders of the other models continue
-            logger.exception("the state of model '%s' could not be updated", model.name)
-            if model.orders and not model.orders[0].is_finished:
-                self._fail(model.orders[0], Internal())
-
-    def _execute_step(self, order: Order) -> bool:
-        """Execute the next step of an order, and return whether it could be executed."""
-        step = self._phase_steps.get(order.phase)
-        return step is not None and step(order)
-
-    def _begin(self, order: Order) -> bool:
-        model = order.model
-        if order.kind is OrderKind.LOAD:
-            order.phase, model.failure_is_temporary = OrderPhase.READING, False
-            self._actions.read(order)
-        elif order.kind is OrderKind.UNLOAD:
-            order.phase = OrderPhase.WAITING
-        else:
-            order.phase = OrderPhase.MOVING
-            self._actions.move(order, self._group(model.name))
-        return True
-
-    def _advance_waiting(self, order: Order) -> bool:
-        if not all(prerequisite.is_finished for prerequisite in order.prerequisites):
-            return self._cancel_hanging(order)
-        if order.kind is OrderKind.LOAD:
-            order.start(self._actions, self._group(order.model.name))
-        else:
-            self._withdraw(order)
-        return True
-
-    def _cancel_hanging(self, order: Order) -> bool:
-        """Cancel a load that hangs if the model is to be unloaded."""
-        is_abandoned = order.kind is OrderKind.LOAD and order.model.unloads_later and order.hangs
-        if is_abandoned:
-            self._cancel(order)
-        return is_abandoned
-
-    def _withdraw(self, order: Order) -> None:
-        model = order.model
-        withdrawn, model.serving = model.serving, {}
-        error = order.failures.get("")  # set if the reload of an ensemble failed; logged there
-        outcome = LoadOutcome(str(error).rstrip(), is_logged=True) if error else UNLOADED
-        model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, outcome)
-        model.fingerprint, model.last_load = "", None
-        model.retiring += withdrawn.values()
-        order.awaited_ends.update(withdrawn.values())
-        if withdrawn:
-            self._actions.await_ends(order)
-        order.phase = OrderPhase.PUBLISHING
+    # --- OFFERED
 
     def _take_over(self, order: Order) -> bool:
         incoming = order.model.incoming.values()
@@ -474,12 +437,19 @@ class Lifecycle:
                 source = loads[0].source if loads else user.source
                 order.follow_ups.append(self._load(user, source, Cause.STEP))
 
+    # --- PUBLISHING, DROPPING, MOVING and FINISHED
+
     def _finish_once_acknowledged(self, order: Order) -> bool:
         model = order.model
         if model.dropping or order.starting_versions or not self._actions.is_published(model):
             return False
         self._finish(order, order.error)
         return True
+
+    def move_finished(self, order: Order) -> None:
+        """Handle the end of a move, whether or not the schedulers have moved."""
+        self._finish(order)
+        self._run()
 
     def _finish(self, order: Order, error: ShmserveError | None = None) -> None:
         if order.is_finished:
@@ -534,7 +504,15 @@ class Lifecycle:
         order.drop(self._actions, is_cancelled)
         self._publish(model)
 
-    # --- the end of versions
+    # --- changes of versions, and their ends
+
+    def version_changed(self, version: ModelVersion) -> None:
+        """Handle a change of a version's readiness, endpoint or failure."""
+        model = self._registry.models.get(version.spec.name)
+        if model is not None and model.published.get(version.spec.version) is version:
+            self._publish(model)
+        if model is not None:
+            self._run()
 
     def _retire(self, model: ModelEntry) -> None:
         """Drain versions that every client has replaced and that no ensemble needs."""
@@ -545,6 +523,38 @@ class Lifecycle:
             if model.serving or not self._registry.users_to_end(version):
                 model.draining.add(version)
                 self._actions.retire(version)
+
+    def version_ended(self, version: ModelVersion) -> None:
+        """Handle a version whose processes have all ended."""
+        model, number = self._registry.model(version.spec.name), version.spec.version
+        if version in model.dropping:
+            model.dropping.remove(version)
+        elif version in model.retiring:
+            logger.info("successfully unloaded '%s' version %s", model.name, number)
+            self._actions.forward(version, model.serving.get(number))
+            model.retiring.remove(version)
+        model.draining.discard(version)
+        self._actions.discard([version.spec])
+        for order in self._open_orders:
+            order.awaited_ends.discard(version)
+        self._publish(model)
+        self._run()
+
+    def ends_awaited(self, order: Order) -> None:
+        """End an order's wait for removed instances, and for versions with long requests."""
+        order.awaited_ends = {e for e in order.awaited_ends if not isinstance(e, str) and e.drained}
+        self._run()
+
+    # --- publications
+
+    def publication_acknowledged(self) -> None:
+        """Continue the orders that wait for clients to acknowledge a publication."""
+        self._run()
+
+    def publish(self, model: ModelEntry) -> None:
+        """Publish the changes of a model to the clients, and continue the orders."""
+        self._publish(model)
+        self._run()
 
     def _publish(self, model: ModelEntry) -> None:
         self._changed_models.add(model.name)
