@@ -99,7 +99,7 @@ class Autoscaler:
             await asyncio.sleep(SAMPLE_EVERY_S)
             try:
                 self.sample()
-            except Exception:  # such as a file of the host that cannot be opened
+            except Exception:  # for example, a file in /proc cannot be opened
                 logger.exception("the load of models could not be measured")
 
     def sample(self) -> None:
@@ -329,8 +329,8 @@ class ScalingPolicy:
     def _max_mean_wait_s(self) -> float:
         """Return the allowed mean wait in seconds: from `target_s`, or else from `delay_s`."""
         if self.target_s:
-            left_s = max(self.target_s - self._mean_execution_s, _MIN_SHARE * self.target_s)
-            return left_s / _P99_RATIO
+            max_wait_s = max(self.target_s - self._mean_execution_s, _MIN_SHARE * self.target_s)
+            return max_wait_s / _P99_RATIO
         return max(self.delay_s, self._mean_execution_s)
 
     def _long_wait_text(self, load: LoadSample) -> str:

@@ -227,10 +227,10 @@ class Instances:
         self._send(instance, m.LoadInstance(config, endpoint))
         message = await self._receive_in_time(instance, m.InstanceLoaded)
         instance.mark_loaded(message.checks_ready, message.device_byte_size)
-        current = self._scheduler.instances_endpoint
+        current_endpoint = self._scheduler.instances_endpoint
         # The scheduler may have been replaced while the model loaded.
-        if current != endpoint and not self.defers_attach:
-            self._send(instance, m.Attach(current))
+        if current_endpoint != endpoint and not self.defers_attach:
+            self._send(instance, m.Attach(current_endpoint))
         self._on_change()
 
     async def _spawn(self, instance: Instance, config: ModelSpec, instance_count: int) -> None:
@@ -303,7 +303,7 @@ class Instances:
         if not receiving.done() and instance.inbox.empty():
             self._check_needed(instance)
             raise Unavailable(f"{problem} ({child.reason})")
-        # A worker that has ended may have sent the reason before.
+        # A worker that has ended may have sent the reason before its exit.
         message = receiving.result() if receiving.done() else instance.inbox.get_nowait()
         if isinstance(message, m.LoadFailed):
             error = from_code(message.code, message.message)

@@ -39,8 +39,8 @@ from shmserve.supervisor.models.scheduler_process import Group
 
 logger = logging.getLogger(__name__)
 
-# Phases that only an event or a later order of the model ends. They are skipped, because most
-# orders of a start are in such a phase.
+# Phases that only an event or a later order of the model ends. Orders in these phases are skipped,
+# because most orders are in such a phase while a server starts.
 _EVENT_PHASES = (OrderPhase.READING, OrderPhase.STARTING, OrderPhase.MOVING)
 
 
@@ -77,7 +77,7 @@ class Lifecycle:
     def expect(self, steps: Mapping[str, list[str]]) -> None:
         """Register the models that are loaded at the start, with the steps of each.
 
-        The steps determine the process of each model's scheduler.
+        The steps determine which schedulers share a process.
         """
         for name, step_models in steps.items():
             model = self._registry.model(name)
@@ -157,6 +157,14 @@ class Lifecycle:
         orders_by_model: dict[ModelEntry, Order | None],
         on_demand: bool = False,
     ) -> Order:
+        """Order the ensembles that need a model, and then the model, to be unloaded.
+
+        Args:
+            model: The model.
+            orders_by_model: The unloads that were ordered for the same reason; None for a model
+                whose ensembles are visited. The order of this model is added.
+            on_demand: Whether the next request loads the model again.
+        """
         cause = Cause.STEP if orders_by_model else Cause.CALLER
         orders_by_model[model] = None
         model.on_demand = on_demand
@@ -192,7 +200,7 @@ class Lifecycle:
     def _run(self) -> None:
         """Advance all orders as far as possible.
 
-        Changes that happen during the call are included.
+        A nested call returns at once; the outer call then handles the changes.
         """
         self._has_changed = True
         if self._is_running:
@@ -262,8 +270,8 @@ class Lifecycle:
         model.fingerprint = order.fingerprint = plan.fingerprint
         order.specs = plan.specs
         if plan.error is not None:
-            # Errors of sent configurations and of names without a folder are not stored: clients
-            # may have mistyped them.
+            # Errors of sent configurations and of names without a folder are not stored, because
+            # clients may have mistyped the configuration or the name.
             is_stored = plan.is_known or model.has_failed or model.on_demand
             if is_stored and not model.serving and order.source == FOLDER:
                 outcome = DUPLICATE if plan.is_ambiguous else LoadOutcome(plan.error.message)
@@ -326,7 +334,7 @@ class Lifecycle:
     def _withdraw(self, order: Order) -> None:
         model = order.model
         withdrawn, model.serving = model.serving, {}
-        error = order.failures.get("")  # set if the reload of an ensemble failed; logged there
+        error = order.failures.get("")  # the logged error of a reload that this unload follows
         outcome = LoadOutcome(str(error).rstrip(), is_logged=True) if error else UNLOADED
         model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, outcome)
         model.fingerprint, model.last_load = "", None
@@ -374,7 +382,7 @@ class Lifecycle:
         self._offer_once_started(order)
 
     def updates_finished(self, order: Order, errors: Mapping[str, BaseException]) -> None:
-        """Handle the end of the changes of instances that an order has started in serving versions.
+        """Handle the end of an order's changes to the instances of serving versions.
 
         Args:
             order: The order.
@@ -410,7 +418,7 @@ class Lifecycle:
         return True
 
     def _load_users(self, order: Order, config_changed: bool) -> None:
-        """Reload the ensembles that lacked a model or use another immutable configuration of it.
+        """Reload ensembles that lacked the order's model, or use an old configuration of it.
 
         Loads that have not read the model's configuration yet are not changed. No ensemble is
         reloaded if the model is to be unloaded.
@@ -427,8 +435,8 @@ class Lifecycle:
                     load.is_outdated |= not load.is_planning and name in load.step_models
             is_unloaded = user.on_demand and not (user.serving or loads)
             steps = [self._registry.models.get(step) for step in user.needed_steps]
-            # An operator has unloaded another step: only a load of that step or of the user
-            # loads it again.
+            # If an operator has unloaded another step's model, only a load of that model or of the
+            # ensemble loads it again.
             is_unloaded |= any(step and step.name != name and step.is_unloaded for step in steps)
             is_needed = name in user.needed_steps and not is_unloaded
             if not is_needed or any(load.is_planning for load in loads):

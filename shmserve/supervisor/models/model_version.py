@@ -31,9 +31,8 @@ from shmserve.supervisor.processes.children import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
-# Consecutive failed starts of a scheduler: the number after which a load fails, and the number
-# after which requests that wait for a successor are rejected (some seconds).
-_MAX_FAILED_STARTS = 5
+_MAX_FAILED_STARTS = 5  # consecutive failed starts of a scheduler after which a load fails
+# Consecutive failed starts, some seconds, after which requests that wait for a scheduler fail.
 _MAX_AWAITED_STARTS = 10
 _CLIENT_ROLES = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
 _MAX_INCOMPLETE = 3  # incomplete files that the error of a load names
@@ -84,8 +83,8 @@ class ModelVersion:
         self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self.scheduler = VersionScheduler(context, hosts, spec, group, lifetime, self._on_message)
-        parts = (context, spec, self.scheduler, lifetime, self.report_change, finalise_config)
-        self.instances = EnsembleInstances(*parts, find=find) if spec.steps else Instances(*parts)
+        common = (context, spec, self.scheduler, lifetime, self.report_change, finalise_config)
+        self.instances = EnsembleInstances(*common, find=find) if spec.steps else Instances(*common)
         self._backoff = RestartBackoff()
         self._failed_starts = 0
         self._supervision: asyncio.Task[None] | None = None
@@ -265,7 +264,10 @@ class ModelVersion:
             self._supervision = self._context.background(self._supervise())
 
     def pass_counters_to(self, successor: ModelVersion | None) -> None:
-        """Make this version's counters (also of its drain) the base of a successor's counters."""
+        """Make this version's counters, which its drain still changes, the base of a successor's.
+
+        None ends this.
+        """
         self.scheduler.counters.pass_to(None if successor is None else successor.scheduler.counters)
 
     # --- schedulers

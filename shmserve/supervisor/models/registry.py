@@ -66,8 +66,8 @@ class ModelRegistry:
     def failures(self) -> LoadsFailed:
         """Return the versions that should serve and do not, and the number of failed loads."""
         summaries = sorted(self._summaries.items())
-        pairs = [[name, version] for name, s in summaries for version in sorted(s.problems)]
-        return LoadsFailed(pairs, self.failed_loads)
+        failed = [[name, version] for name, s in summaries for version in sorted(s.problems)]
+        return LoadsFailed(failed, self.failed_loads)
 
     # --- versions
 
@@ -184,7 +184,7 @@ class ModelRegistry:
 
         Args:
             name: The model.
-            steps: The models that it would need.
+            steps: The models that the model's steps would run.
             unloaded_steps: The steps of models that are not loaded, according to their folders.
         """
 
@@ -227,8 +227,8 @@ class ModelRegistry:
         names = sorted(
             {*folders, *(name for name, versions in statuses_by_model.items() if versions)}
         )
-        parts = (index_rows(n, statuses_by_model.get(n), folders.get(n), ready_only) for n in names)
-        return [row for rows in parts for row in rows]
+        lists = (index_rows(n, statuses_by_model.get(n), folders.get(n), ready_only) for n in names)
+        return [row for rows in lists for row in rows]
 
     def states(self) -> dict[tuple[str, str], Status]:
         """Return the status of each version, by name and version."""
@@ -282,10 +282,10 @@ class ModelSummary(NamedTuple):
 
     Attributes:
         states: The status of each version.
-        is_ready: Whether every version that should serve is ready; models on demand always are.
-        problems: The reasons why versions do not serve that should, by version number.
-        progress: The progress of a load at the start: "loading", "ready", or "failed" with the
-            unlogged reason; empty if the model is not loaded at the start.
+        is_ready: Whether every version that should serve is ready; true for models on demand.
+        problems: The reason why a version does not serve, by version number, without unloads.
+        progress: The progress of a load at the server's start: "loading", "ready", or "failed" with
+            reasons that were not logged; empty if the model is not loaded at the start.
     """
 
     states: dict[str, Status]
@@ -384,7 +384,7 @@ def _row(name: str, version: str, status: Status) -> dict[str, Any]:
 
 
 class _Check(NamedTuple):
-    """A check in flight; its outcome is None if the worker has ended."""
+    """A readiness check in flight; its outcome is None if the worker has ended."""
 
     number: int
     outcome: asyncio.Future[bool | None]
@@ -398,7 +398,7 @@ class ReadinessCheck:
     """
 
     def __init__(self, send: Callable[[int, Any], None]) -> None:
-        """Create a check; `send(pid, message)` sends a message to a worker."""
+        """Create an object without checks; `send(pid, message)` sends a message to a worker."""
         self._send = send
         self._check_numbers = itertools.count(1)
         self._in_flight: dict[int, _Check] = {}

@@ -62,7 +62,7 @@ class SchedulerHandle:
 
 
 class _SchedulerHost:
-    """A host process, its schedulers by number, and the `names` of models that may share it."""
+    """A host process, its schedulers by number, and the `names` of the models that may share it."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
@@ -185,7 +185,7 @@ class CarriedCounters:
         self._update_successor()
 
     def pass_to(self, successor: CarriedCounters | None) -> None:
-        """Make these counters, also the counts of a drain, the base of a successor's counters."""
+        """Add these counters, which a drain still changes, to a successor's; None stops this."""
         self._successor = successor
         self._update_successor()
 
@@ -207,7 +207,7 @@ class CarriedCounters:
             self._send(m.BaseCounters(self._base_counters))
 
     def _update_successor(self) -> None:
-        # This scheduler may have ended while an earlier scheduler, which is draining, still counts.
+        # The base still changes after this scheduler has ended, while an earlier scheduler drains.
         if self._successor is None:
             return
         base = self._base_counters
@@ -239,7 +239,7 @@ class VersionScheduler:
     _on_message: Callable[[Any], None]
 
     def __post_init__(self) -> None:
-        # The number of the serving scheduler, or of the first one.
+        # The number of the serving scheduler; before the first one serves, its number.
         self.number = next(self._context.scheduler_ids)
         self._latest: SchedulerHandle | None = None  # the scheduler that was started last
         self._current: SchedulerHandle | None = None  # the scheduler at `endpoint`
