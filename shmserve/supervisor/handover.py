@@ -160,10 +160,10 @@ class Handover:
         in_background(self._await_successor_exit(self._successor), self._tasks)
 
     def _offer(self, link: socket.socket) -> Offer:
-        listeners, local = self._listeners, self._local_clients.connections
+        listeners, client_connections = self._listeners, self._local_clients.connections
         sockets = {"http": listeners.http, "grpc": listeners.grpc, "metrics": listeners.metrics}
-        sockets["local"] = local.shared_sockets()
-        return Offer(link, sockets, listeners.shared_sockets, local.client_listener)
+        sockets["local"] = client_connections.shared_sockets()
+        return Offer(link, sockets, listeners.shared_sockets, client_connections.client_listener)
 
     async def _await_successor_exit(self, successor: HandoverLink) -> None:
         await successor.end_future

@@ -134,8 +134,8 @@ class Gateways(PermanentProcesses):
     ) -> None:
         config = context.config
         workers = config.grpc.workers if listeners.grpc and config.grpc is not None else 0
-        grpc = [f"{GRPC}{number or ''}" for number in range(workers)]
-        super().__init__(context, [*map(str, range(config.gateways)), *grpc])
+        grpc_names = [f"{GRPC}{number or ''}" for number in range(workers)]
+        super().__init__(context, [*map(str, range(config.gateways)), *grpc_names])
         self._listeners = listeners
         self._snapshot = snapshot
         self._drain_futures: dict[int, asyncio.Future[None]] = {}
@@ -253,8 +253,8 @@ class WorkspaceHolders(PermanentProcesses):
 
     def _handle_message(self, process: PermanentProcess, child: Child, message: Any) -> None:
         match message:
-            case WorkspaceAllocated(raw, uuid):
-                handle = CudaHandle(raw, _device_index(process.name), uuid)
+            case WorkspaceAllocated(raw_handle, uuid):
+                handle = CudaHandle(raw_handle, _device_index(process.name), uuid)
                 size = self._sizes[process.name]
                 memory = Memory.on_device(secrets.randbits(62), size, handle, child.pid)
                 self._context.workspaces.on_allocated(process.name, memory)

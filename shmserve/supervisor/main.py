@@ -168,8 +168,8 @@ def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
     for name, protocol in (("http", config.http), ("grpc", config.grpc)):
         path = None if protocol is None else protocol.unix_socket
         if path is not None and not listeners.has_path(path):
-            unix = listen_unix(path, config.shm.group, f"--{name}-unix-socket")
-            getattr(listeners, name).append(unix)
+            unix_listener = listen_unix(path, config.shm.group, f"--{name}-unix-socket")
+            getattr(listeners, name).append(unix_listener)
 
 
 def compose(
@@ -222,8 +222,7 @@ def compose(
     observers: list[Callable[[], None]] = [feed.models_changed, partial(announce, context, health)]
     if service_manager.is_present:
         observers.append(lambda: service_manager.notify_status(state()))
-    parts = (context, planner, registry, publisher, observers)
-    models = ModelManager(LifecycleExecutor(*parts))
+    models = ModelManager(LifecycleExecutor(context, planner, registry, publisher, observers))
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
@@ -318,10 +317,10 @@ def _create_worker_zygote(
     # Processes of models inherit the mark, by which the front zygote kills those that remain.
     environment = with_uncached_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
-    devices = host.accelerators(visible=config.visible_devices).count > 0
-    files = [Path(file.rpartition(":")[0] or file) for file in config.model_files]
+    has_devices = host.accelerators(visible=config.visible_devices).count > 0
+    model_files = [Path(file.rpartition(":")[0] or file) for file in config.model_files]
     may_add_models = config.model_control_mode != "none"
-    preloads = worker_preloads(config.model_repositories, files, devices, may_add_models)
+    preloads = worker_preloads(config.model_repositories, model_files, has_devices, may_add_models)
     return Zygote(processes, run_dir, "worker zygote", preloads, environment)
 
 

@@ -177,9 +177,9 @@ class Reload:
             logger.info("no model is loaded or unloaded, because of --model-control-mode=explicit")
             return
         models = asyncio.gather(*await self._poller.scan())
-        superseded = asyncio.ensure_future(self._request_event.wait())
-        await wait_any(models, superseded)
-        superseded.cancel()
+        next_request = asyncio.ensure_future(self._request_event.wait())
+        await wait_any(models, next_request)
+        next_request.cancel()
 
     def _adopt(self, config: ServerConfig) -> None:
         """Apply the settings that may change; log them, and the changes that need a restart."""

@@ -55,8 +55,8 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def handled_signals() -> tuple[int, ...]:
     """Return the signals that the supervisor handles; under `nohup`, SIGHUP is not one of them."""
-    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return END_SIGNALS if nohup else (*END_SIGNALS, signal.SIGHUP)
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return END_SIGNALS if ignores_hangup else (*END_SIGNALS, signal.SIGHUP)
 
 
 # Signals within this time are one request to end: timeout(1), for example, signals the process, and
@@ -121,8 +121,8 @@ class Supervisor:
 
     def _signal(self, number: int) -> None:
         # A closed terminal sends SIGHUP, too.
-        terminal_closed = self._had_terminal and not has_terminal()
-        if number == signal.SIGHUP and self.reload is not None and not terminal_closed:
+        is_terminal_closed = self._had_terminal and not has_terminal()
+        if number == signal.SIGHUP and self.reload is not None and not is_terminal_closed:
             self.reload.request()
             return
         now = time.monotonic()
@@ -344,16 +344,16 @@ class Supervisor:
         await self._drain_gateways()
         await self.gateways.stop()
 
-    async def _drain(self, sequences_s: float) -> None:
-        """Wait at most `sequences_s` seconds for open sequences, then drain everything else."""
+    async def _drain(self, max_sequences_s: float) -> None:
+        """Wait at most `max_sequences_s` seconds for open sequences, then drain everything else."""
         if not self._has_successor:
             # As in Triton, gRPC clients receive GOAWAY at once.
             self.gateways.begin_drain(has_successor=False, names=GRPC)
         try:
-            async with asyncio.timeout(sequences_s):
+            async with asyncio.timeout(max_sequences_s):
                 await self.models.finish_sequences()
         except TimeoutError:
-            logger.warning("open sequences have not ended within %g s", sequences_s)
+            logger.warning("open sequences have not ended within %g s", max_sequences_s)
         await asyncio.gather(
             self.handover.let_successor_accept(),
             self._drain_gateways(),

@@ -72,11 +72,11 @@ class Offer:
             raise InvalidArgument(f"--take-over: {_describe_failure(run_dir, error)}") from None
         sockets: dict[str, list[socket.socket]] = {}
         shared = []
-        for (name, is_lent), fd in zip(response["sockets"], fds, strict=True):
+        for (name, is_shared), fd in zip(response["sockets"], fds, strict=True):
             sock = socket.socket(fileno=fd)
             sock.setblocking(False)
             sockets.setdefault(name, []).append(sock)
-            if is_lent:
+            if is_shared:
                 shared.append(sock)
         return cls(link, sockets, shared, *sockets.pop(_CLIENT_LISTENER))
 

@@ -61,9 +61,9 @@ class RunDirectory:
                 self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
         else:
             self.path = Path(os.path.abspath(folder))
-            creating = convert_os_errors(f"--run-dir: cannot make '{self.path}'")
+            mkdir_errors = convert_os_errors(f"--run-dir: cannot make '{self.path}'")
             # The type of an existing file is checked next.
-            with creating, contextlib.suppress(FileExistsError):
+            with mkdir_errors, contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         group_bits = 0o010 if group >= 0 else 0
         if reason := unsafe_reason(self.path, self.path.lstat(), group_bits):

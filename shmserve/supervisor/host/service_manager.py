@@ -65,8 +65,8 @@ class ServiceManager:
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
         """Return the service manager that the environment names, and remove its variables."""
         variables = {name: environment.pop(f"WATCHDOG_{name}", "") for name in ("PID", "USEC")}
-        required = variables["USEC"].isdecimal() and variables["PID"] in ("", str(os.getpid()))
-        watchdog_s = int(variables["USEC"]) / 1e6 if required else 0.0
+        has_watchdog = variables["USEC"].isdecimal() and variables["PID"] in ("", str(os.getpid()))
+        watchdog_s = int(variables["USEC"]) / 1e6 if has_watchdog else 0.0
         return cls(environment.pop("NOTIFY_SOCKET", None), watchdog_s)
 
     def notify_ready(self, state: str) -> None:
@@ -171,9 +171,9 @@ def progress_line(progress: Mapping[str, str]) -> str:
     states = [state.partition(":")[0] for state in progress.values()]
     line = f"{states.count('ready')}/{len(progress)} models ready"
     for state in ("loading", "failed"):
-        names = [model for model, reached in zip(progress, states, strict=True) if reached == state]
-        unnamed = len(names) - _MAX_NAMED_MODELS
-        remainder = f" and {unnamed} more" if unnamed > 0 else ""
+        names = [model for model, found in zip(progress, states, strict=True) if found == state]
+        unnamed_count = len(names) - _MAX_NAMED_MODELS
+        remainder = f" and {unnamed_count} more" if unnamed_count > 0 else ""
         if names:
             line += f"; {state} {', '.join(names[:_MAX_NAMED_MODELS])}{remainder}"
     return line
@@ -217,12 +217,12 @@ def take_inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict
 def _listening_socket(fd: int, name: str) -> socket.socket:
     try:
         sock = socket.socket(fileno=fd)
-        listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         kind = socket.SOCK_SEQPACKET if name == "local" else socket.SOCK_STREAM
-        listens = listens and sock.type == kind
+        is_listening = is_listening and sock.type == kind
     except OSError:
-        listens = 0
-    if not listens:
+        is_listening = 0
+    if not is_listening:
         raise InvalidArgument(f"LISTEN_FDS: descriptor {fd} ('{name}') is not a listening socket")
     sock.setblocking(False)
     return sock

@@ -88,14 +88,14 @@ def _receive_packet(link: socket.socket, size: int) -> _Packet:
 
 def close_all(fds: Iterable[int]) -> None:
     """Close received descriptors."""
-    slow = []
+    slow_fds = []
     for fd in fds:
         if is_memory(fd):
             os.close(fd)
         else:
-            slow.append(fd)
-    if slow:
-        _run_in_thread(partial(_close_slow, slow))
+            slow_fds.append(fd)
+    if slow_fds:
+        _run_in_thread(partial(_close_slow, slow_fds))
 
 
 def is_memory(fd: int) -> bool:
@@ -190,8 +190,8 @@ class LocalClientConnections:
         if group != NO_GROUP:
             admit_group(path.parent, group)
         self._client_listener = Listener(predecessor_listener or _open_listener(path, group))
-        buffer = self._client_listener.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        self.largest_packet = buffer - _PACKET_OVERHEAD_BYTES
+        buffer_bytes = self._client_listener.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        self.largest_packet = buffer_bytes - _PACKET_OVERHEAD_BYTES
         self._shared_listeners = list(map(Listener, shared))
         self._own_listeners = [] if predecessor_listener else [self._client_listener]
         self._predecessor_listeners = [self._client_listener] if predecessor_listener else []
@@ -291,8 +291,8 @@ class LocalClientConnections:
 
     def close(self) -> None:
         """Disconnect all clients and close the listeners."""
-        own, predecessor = self._own_listeners, self._predecessor_listeners
-        self._close_listeners([*own, *predecessor, *self._shared_listeners])
+        own_listeners, predecessor = self._own_listeners, self._predecessor_listeners
+        self._close_listeners([*own_listeners, *predecessor, *self._shared_listeners])
         for client in list(self._clients.values()):
             self.disconnect(client)
 

@@ -170,9 +170,9 @@ class LocalMemory:
         """Release the regions that were truncated, since a worker died of a missing page."""
         for region in self.all():
             if not region.owner.copied and region.has_shrunk():
-                blamed = region.report_truncation()
-                self._publish_event(blamed)
-                self.release(region.lease_holder, region.memory_id, blamed.reason)
+                event = region.report_truncation()
+                self._publish_event(event)
+                self.release(region.lease_holder, region.memory_id, event.reason)
 
     def close(self) -> None:
         """Close every region."""
@@ -199,8 +199,8 @@ def check_memory(fd: int, byte_size: int, is_trusted: bool = True) -> SharedObje
         raise InvalidArgument("a memfd that can be sealed must have the seal F_SEAL_SHRINK")
     shared = describe_object(fd)
     status = os.fstat(fd)
-    page = os.fstatvfs(fd).f_bsize
-    if page != mmap.PAGESIZE and (not is_trusted or byte_size % page):
+    page_bytes = os.fstatvfs(fd).f_bsize
+    if page_bytes != mmap.PAGESIZE and (not is_trusted or byte_size % page_bytes):
         raise InvalidArgument(
             "shared memory on huge pages is accepted only from the server's user or root, and only "
             "if 'byte_size' is a multiple of the size of a huge page"
@@ -375,8 +375,8 @@ def _convert_for_clients(message: Any) -> Any:
                 fields["ensemble_scheduling"] = {}
             for key in ("input", "output"):
                 fields[key] = [_tensor_fields(tensor) for tensor in source.get(key, ())]
-            brief, local_clients = ModelSpec.of(fields), endpoints.for_local_clients(endpoint)
-            return replace(message, config=brief, metadata={}, endpoint=local_clients)
+            client_config, convert = ModelSpec.of(fields), endpoints.for_local_clients
+            return replace(message, config=client_config, metadata={}, endpoint=convert(endpoint))
         case m.SchedulerLost(endpoint, successor):
             convert = endpoints.for_local_clients
             return m.SchedulerLost(convert(endpoint), convert(successor))

@@ -143,15 +143,15 @@ class Autoscaler:
         if now_s < state.next_change_s:
             return
         count = change.instance_count
-        missing = state.capacity.missing_resources(count) if count > before else ""
-        if missing:
+        missing_text = state.capacity.missing_resources(count) if count > before else ""
+        if missing_text:
             state.next_change_s = now_s + _RETRY_S
             logger.warning(
                 "model '%s' keeps %d instances although %s: %s",
                 version.spec.name,
                 before,
                 change.reason,
-                missing,
+                missing_text,
             )
             return
         state.is_changing = True
@@ -354,8 +354,8 @@ class ScalingPolicy:
 
     def _catches_up(self, load: LoadSample) -> bool:
         """Check whether the queue shrinks so fast that it is empty within `_CATCH_UP_S` seconds."""
-        earlier = self._loads[-min(4, len(self._loads))]
-        elapsed_s, dequeued = load.at_s - earlier.at_s, earlier.queued_count - load.queued_count
+        first = self._loads[-min(4, len(self._loads))]
+        elapsed_s, dequeued = load.at_s - first.at_s, first.queued_count - load.queued_count
         return dequeued > 0 and load.queued_count / dequeued * elapsed_s < _CATCH_UP_S
 
     def _remove_idle(self, load: LoadSample, count: int) -> Change | None:
@@ -372,9 +372,9 @@ class ScalingPolicy:
     def _max_mean_busy(self) -> float:
         """Return the highest mean number of busy instances in any half second of the samples."""
         size = round(_BUSY_WINDOW_S / SAMPLE_EVERY_S)
-        busy = [load.busy_count for load in self._loads]
-        ends = range(size, len(busy) + 1, size)  # the ends of the windows
-        return max((fmean(busy[end - size : end]) for end in ends), default=math.inf)
+        busy_counts = [load.busy_count for load in self._loads]
+        ends = range(size, len(busy_counts) + 1, size)  # the ends of the windows
+        return max((fmean(busy_counts[end - size : end]) for end in ends), default=math.inf)
 
 
 def _ms(seconds: float) -> str:
@@ -442,8 +442,8 @@ class HostCapacity:
         self._processor_times, self._last_execution_s = processor_times, execution_s
         if self._executed_s > _MEASURE_EVERY_S:
             # Workers that compete for processors use less of them, so high values fade slowly.
-            used = self._used_s / self._executed_s
-            self._busy_processors = max(used, _DECAY * self._busy_processors)
+            used_processors = self._used_s / self._executed_s
+            self._busy_processors = max(used_processors, _DECAY * self._busy_processors)
             self._used_s = self._executed_s = 0.0
 
     def missing_resources(self, count: int) -> str:

@@ -531,9 +531,9 @@ class Instances:
                 self._abandon(instance, error.message)
                 return
             pid = instance.child.pid if instance.child is not None else 0
-            down_s = time.monotonic() - exited_at
+            downtime_s = time.monotonic() - exited_at
             logger.info(
-                "%s runs again: pid %d, %.1f s after its exit", exited_child.title, pid, down_s
+                "%s runs again: pid %d, %.1f s after its exit", exited_child.title, pid, downtime_s
             )
             return
 

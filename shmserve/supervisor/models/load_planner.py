@@ -242,23 +242,23 @@ class LoadPlanner:
         if spec.steps:
             return self._complete_ensemble(config, folder, source, reported_properties)
         count = self._accelerators.count
-        merged = config
+        final = config
         if config.backend == "native":
             source = replace(source, python_class_source=_class_source(config, folder))
         if self._config.auto_complete or config.backend == "native":
-            merged = model_config.merge_autocomplete(config, reported_properties, source)
-        merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
-        self._validate(merged, folder, source, is_complete=True)
-        for text in model_config.warnings_of(written_config, merged):
+            final = model_config.merge_autocomplete(config, reported_properties, source)
+        final = model_config.normalise(final, folder.name, count, self._config.model_defaults)
+        self._validate(final, folder, source, is_complete=True)
+        for text in model_config.warnings_of(written_config, final):
             logger.warning("model %s: %s", folder.name, text)
-        ignored = model_config.ignored_fields(merged)
+        ignored = model_config.ignored_fields(final)
         if ignored:
             logger.info(
                 "model %s: these settings are accepted and have no effect: %s",
                 folder.name,
                 ", ".join(ignored),
             )
-        return ModelSpec.of(model_config.to_dict(merged))
+        return ModelSpec.of(model_config.to_dict(final))
 
     def _complete_ensemble(
         self, config: ModelConfig, folder: ModelFolder, source: Source, reported: dict[str, Any]
@@ -407,14 +407,14 @@ def materialise_override(root: Path, name: str, override: str, files: Mapping[st
     contents = dict(files)
     contents[CONFIG_FILE] = text_format.MessageToString(config).encode()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    unique = Path(tempfile.mkdtemp(prefix="override-", dir=root))
+    unique_folder = Path(tempfile.mkdtemp(prefix="override-", dir=root))
     try:
         for relative, content in contents.items():
-            _write(unique / name, relative, content)
+            _write(unique_folder / name, relative, content)
     except BaseException:
-        shutil.rmtree(unique, ignore_errors=True)
+        shutil.rmtree(unique_folder, ignore_errors=True)
         raise
-    return unique / name
+    return unique_folder / name
 
 
 def _write(root: Path, relative: str, content: bytes) -> None:

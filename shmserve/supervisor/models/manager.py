@@ -204,8 +204,8 @@ class LifecycleExecutor(LifecycleActions):
             event.set()
 
     def report_change(self) -> None:
-        for notify in self._observers:
-            notify()
+        for observer in self._observers:
+            observer()
 
     # --- publications
 

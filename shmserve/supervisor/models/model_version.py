@@ -218,8 +218,8 @@ class ModelVersion:
         """
         config = self.config
         is_stateful = config.sequence_batching is not None or config.decoupled
-        is_fixed = is_stateful or self.scheduler.is_limited(config)
-        if self.ready and not is_fixed and self.scheduler.must_move(group):
+        is_immovable = is_stateful or self.scheduler.is_limited(config)
+        if self.ready and not is_immovable and self.scheduler.must_move(group):
             logger.info("model '%s' is moved to the process of %s", self.spec.name, group.title)
             await self._move(group, publish)
 

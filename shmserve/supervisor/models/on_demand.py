@@ -101,14 +101,14 @@ class MemoryUse:
         now = time.monotonic()
         loaded = [v for model in models.values() for v in model.versions if v.has_loaded]
         measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded}
-        outdated = {
+        outdated_versions = {
             v for v in loaded if measures_again and now - measured_at[v] >= _MEASURE_EVERY_S
         }
-        to_measure = outdated | {v for v in loaded if v.spec.name not in self._last_sizes}
+        to_measure = outdated_versions | {v for v in loaded if v.spec.name not in self._last_sizes}
         if not to_measure:
             return
         pids = {version: version.pids() for version in loaded}
-        sharers = Counter(pid for version in loaded for pid in pids[version])
+        sharer_counts = Counter(pid for version in loaded for pid in pids[version])
         measured_pids = {pid for version in to_measure for pid in pids[version]}
         sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured_pids})
         self._measured_at = measured_at | dict.fromkeys(to_measure, now)
@@ -116,7 +116,7 @@ class MemoryUse:
         self._last_sizes = {n: size for n, size in self._last_sizes.items() if n in models}
         for version in to_measure:
             # The memory of a process that hosts several schedulers is divided among their models.
-            host_size = sum(sizes[pid] // sharers[pid] for pid in pids[version])
+            host_size = sum(sizes[pid] // sharer_counts[pid] for pid in pids[version])
             size = host_size + version.instances.device_byte_size
             self._sizes[version] = self._last_sizes[version.spec.name] = size
 
@@ -276,11 +276,11 @@ class OnDemand:
     def _resident(self, model: ModelEntry, users: frozenset[str]) -> Resident:
         usages = [self._usage(version) for version in model.serving.values()]
         used_ns = max((usage.used_ns for usage in usages), default=0)
-        stays = model.orders or model.retiring or model.name in self._loads or not model.on_demand
-        stays = bool(stays) or any(usage.is_busy for usage in usages)
+        is_busy = any(usage.is_busy for usage in usages) or model.name in self._loads
+        must_stay = is_busy or bool(model.orders or model.retiring) or not model.on_demand
         idle_limit_ns = int(1e9 * min(map(self._idle_limit_s, model.serving.values()), default=0.0))
         size = self._memory.byte_size(model)
-        return Resident(model.name, size, used_ns, stays, idle_limit_ns, users)
+        return Resident(model.name, size, used_ns, must_stay, idle_limit_ns, users)
 
     def _idle_limit_s(self, version: ModelVersion) -> float:
         limit_s = parse_idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))

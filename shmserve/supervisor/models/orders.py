@@ -214,8 +214,8 @@ class Order:
             order = unvisited.pop()
             if order.kind is OrderKind.UNLOAD or order._starts_slowly:
                 return True
-            queue = list(order.model.orders)
-            earlier = queue[: queue.index(order)] if order in queue else []
+            model_orders = list(order.model.orders)
+            earlier = model_orders[: model_orders.index(order)] if order in model_orders else []
             unvisited += {*order.prerequisites, *earlier} - awaited
             awaited.update(unvisited)
         return False
@@ -353,7 +353,7 @@ class Order:
         graph_problem = next((e for e in errors if isinstance(e, GraphProblem)), None)
         if graph_problem is not None:
             return LoggedFailure(f"load failed for model '{name}': {graph_problem.message}\n")
-        lines = (f"version {n} is at UNAVAILABLE state: {why};\n" for n, why in reasons.items())
+        lines = (f"version {n} is at UNAVAILABLE state: {text};\n" for n, text in reasons.items())
         return LoggedFailure(f"load failed for model '{name}': {''.join(lines)}")
 
 

@@ -424,9 +424,9 @@ def _read_folder(path: Path, config_name: str) -> ModelFolder | None:
     config_path = path / CONFIG_FILE
     try:
         versions = _read_versions(path)
-        named_path = path / _NAMED_CONFIGS / f"{config_name}.pbtxt"
-        if config_name and _is_file(named_path):
-            config_path = named_path
+        named_config_path = path / _NAMED_CONFIGS / f"{config_name}.pbtxt"
+        if config_name and _is_file(named_config_path):
+            config_path = named_config_path
         has_config = _is_file(config_path)
     except OSError as error:
         reason = error.strerror or "cannot be read"

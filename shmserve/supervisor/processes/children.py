@@ -374,7 +374,7 @@ class Zygote:
 
     def _spawn_process(self, child_end: socket.socket) -> int:
         root = str(Path(shmserve.__file__).resolve().parent.parent)
-        boot = (
+        boot_code = (
             f"import sys; sys.path.append({root!r}); "
             "from shmserve.supervisor.processes.zygote import main; sys.exit(main(sys.argv[1:]))"
         )
@@ -385,7 +385,7 @@ class Zygote:
             return os.posix_spawn(
                 sys.executable,
                 [
-                    *(sys.executable, "-P", "-c", boot),
+                    *(sys.executable, "-P", "-c", boot_code),
                     *(str(child_end.fileno()), str(self._run_dir.lock_fd), str(os.getpid())),
                     *(str(self._run_dir.path), self._title),
                     *self._modules,
@@ -460,8 +460,8 @@ class Zygote:
 
     def _fork_spare(self) -> None:
         is_forking = self._forking_spare is not None and not self._forking_spare.done()
-        broken = self._ready.done() and self._ready.exception() is not None
-        if not (self._is_stopping or self._spare or is_forking or broken):
+        is_broken = self._ready.done() and self._ready.exception() is not None
+        if not (self._is_stopping or self._spare or is_forking or is_broken):
             self._forking_spare = self._loop.create_task(self._start_spare())
 
     async def _start_spare(self) -> None:
@@ -584,10 +584,10 @@ def worker_preloads(
     models = [model for root in repositories for model in root.glob("*/")]
     patterns = (*_TORCH_FILES, "*/*.onnx") if has_devices else _TORCH_FILES
     is_empty = may_add_models and bool(repositories) and not models
-    unknown = is_empty or any(file.is_dir() for file in files)
+    may_need_torch = is_empty or any(file.is_dir() for file in files)
     sources = {source for file in files for source in _imported_files(file)}
-    is_used = unknown or any(map(_imports_torch, sources))
-    if not is_used and not any(_uses_torch(model, patterns) for model in models):
+    needs_torch = may_need_torch or any(map(_imports_torch, sources))
+    if not needs_torch and not any(_uses_torch(model, patterns) for model in models):
         return [_WORKER_MODULE]
     modules = [
         module

@@ -157,10 +157,10 @@ class ControlSocket:
             handler: Receives the messages that `serve` routes to no other handler.
         """
         self._peers[address] = _Peer(role, handler)
-        early_messages = [item for item in self._early_messages if item[0] == address]
-        for item in early_messages:
-            self._early_messages.remove(item)
-            self._handle_registered(*item)
+        early_messages = [queued for queued in self._early_messages if queued[0] == address]
+        for queued in early_messages:
+            self._early_messages.remove(queued)
+            self._handle_registered(*queued)
 
     def add_caller(self, address: Address) -> None:
         """Grant a worker that calls models the role "caller", which receives changes of models."""
@@ -200,8 +200,8 @@ class ControlSocket:
 
     def _addresses(self, *roles: str) -> list[Address]:
         callers: set[Address] = self._callers if "caller" in roles else set()
-        connected = ((a, peer) for a, peer in self._peers.items() if a in self._identities)
-        return [a for a, peer in connected if peer.role in roles or a in callers]
+        connected = (item for item in self._peers.items() if item[0] in self._identities)
+        return [address for address, peer in connected if peer.role in roles or address in callers]
 
     # --- in
 
@@ -344,8 +344,8 @@ class TraceControl:
         """
         if changes:
             previous_changes = self._changes.get(model)
-            merged_changes = (previous_changes or {}) | changes
-            self._changes[model] = {k: v for k, v in merged_changes.items() if v is not None}
+            merged = ((previous_changes or {}) | changes).items()
+            self._changes[model] = {name: value for name, value in merged if value is not None}
             if problem := self._settings_of(model).problem:
                 self._changes[model] = previous_changes or {}
                 raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")

@@ -173,7 +173,7 @@ class HandleCheck:
     _open_checks: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
 
     async def check(self, memory: Memory) -> None:
-        """Have the workers on the device of `memory` open it; without a free worker, do nothing.
+        """Check device memory: the device's workers open it. Without a free worker, do nothing.
 
         Raises:
             InvalidArgument: A worker cannot open the memory.
@@ -184,14 +184,14 @@ class HandleCheck:
         if handle.device >= self.device_count:
             text = f"{CUDA_INVALID} (the server has {self.device_count} CUDA devices)"
             raise InvalidArgument(text)
-        workers = list(self._find_workers(handle.device))
-        if not workers:
+        worker_pids = list(self._find_workers(handle.device))
+        if not worker_pids:
             return
         number = next(self._check_numbers)
         future: asyncio.Future[MemoryChecked] = asyncio.get_running_loop().create_future()
-        self._open_checks[number] = workers, future
+        self._open_checks[number] = worker_pids, future
         size = memory.byte_size
-        for pid in workers:
+        for pid in worker_pids:
             self._send(pid, CheckMemory(number, handle.raw, handle.device, handle.uuid, size))
         try:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
@@ -211,11 +211,11 @@ class HandleCheck:
 
         The first response of a worker that can use the device counts, or else the last response.
         """
-        workers, future = self._open_checks.get(message.id, ([], None))
-        if future is None or pid not in workers or future.done():
+        worker_pids, future = self._open_checks.get(message.id, ([], None))
+        if future is None or pid not in worker_pids or future.done():
             return
-        workers.remove(pid)
-        if message.code != Unavailable.code or not workers:
+        worker_pids.remove(pid)
+        if message.code != Unavailable.code or not worker_pids:
             future.set_result(message)
 
 
@@ -245,8 +245,8 @@ class RegionOpener:
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(os.close, shared.fd)
             owner = self._owner(peer, key, shared)
-            number = secrets.randbits(62)
-            region = OpenRegion(name, key, number, shared, offset, byte_size, owner, pinned=pin)
+            memory_id = secrets.randbits(62)
+            region = OpenRegion(name, key, memory_id, shared, offset, byte_size, owner, pinned=pin)
             self._admit(region, shared)
             cleanup.callback(self._release, region)
             await self._reserve(region, shared)

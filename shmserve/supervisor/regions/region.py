@@ -224,8 +224,8 @@ def _reopen(fds: list[int], admit: Admission) -> OpenRegion:
     shared = posix_shm.describe_object(fds[are_sealed.index(False)])
     fields = json.loads(os.pread(description, _MAX_DESCRIPTION_BYTES, 0))
     owner, blocks = Ownership(**fields.pop("owner")), os.fstat(shared.fd).st_blocks
-    number = secrets.randbits(62)
-    region = OpenRegion(memory_id=number, shared=shared, owner=owner, blocks=blocks, **fields)
+    memory_id = secrets.randbits(62)
+    region = OpenRegion(memory_id=memory_id, shared=shared, owner=owner, blocks=blocks, **fields)
     admit(region, shared)
     os.close(description)
     return region

@@ -348,8 +348,8 @@ class RegionRegistry:
         async with self._lock:
             regions = [self._active_regions[name]] if name in self._active_regions else []
             for region in regions if name else self.active_regions():
-                admitted = peer.uid == EVERYONE or region.owner.admits(peer)
-                if admitted and (region.cuda is not None) == is_cuda:
+                is_admitted = peer.uid == EVERYONE or region.owner.admits(peer)
+                if is_admitted and (region.cuda is not None) == is_cuda:
                     await self._withdraw(region, retire=True)
 
     async def withdraw_leased(self, lease_holder: int, memory_id: int = 0) -> None:
@@ -367,9 +367,9 @@ class RegionRegistry:
         async with self._lock:
             for region in [*self.active_regions(), *self.draining.retired.values()]:
                 if not region.owner.copied and region.has_shrunk():
-                    blamed = region.report_truncation()
-                    self._publish_event(blamed)
-                    await self._withdraw(region, blamed.reason)
+                    event = region.report_truncation()
+                    self._publish_event(event)
+                    await self._withdraw(region, event.reason)
 
     async def _withdraw(self, region: OpenRegion, reason: str = "", retire: bool = False) -> None:
         if self._active_regions.get(region.name) is region:

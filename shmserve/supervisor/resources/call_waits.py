@@ -81,9 +81,9 @@ class CallWaits:
         """
         waits = []
         for calls, instances in message.waits:
-            waiting = {key: Caller.parse(callers) for key, callers in calls}
+            waiting_calls = {key: Caller.parse(callers) for key, callers in calls}
             occupied = [(pid, {(pid, key) for key in keys}) for pid, *keys in instances]
-            waits.append(_Wait(sender, message.model, waiting, occupied))
+            waits.append(_Wait(sender, message.model, waiting_calls, occupied))
         self._reports[sender] = _Report(now_ns, waits)
         for address, report in list(self._reports.items()):
             if now_ns - report.received_ns > _VALIDITY_NS:
@@ -126,13 +126,13 @@ class CallWaits:
 
     def _deadlock(self, scheduler: Address, stuck: list[_Wait]) -> CallDeadlocked | None:
         """Return the oldest call of a scheduler in a cycle of stuck waits, with the cycle."""
-        for start in (wait for wait in stuck if wait.scheduler == scheduler):
-            paths, visited = [(start, [start.model])], {id(start)}
+        for first_wait in (wait for wait in stuck if wait.scheduler == scheduler):
+            paths, visited = [(first_wait, [first_wait.model])], {id(first_wait)}
             for wait, models in paths:  # the loop adds paths: a breadth-first search
                 awaited = self._awaited_executions(wait, stuck)
-                own_call = _oldest_awaited_call(awaited, start)
+                own_call = _oldest_awaited_call(awaited, first_wait)
                 if own_call is not None:
-                    chain = [caller.model for caller in start.calls[own_call.key]] + models
+                    chain = [caller.model for caller in first_wait.calls[own_call.key]] + models
                     return CallDeadlocked(own_call.key, " -> ".join(chain))
                 for successor in stuck:
                     call = _oldest_awaited_call(awaited, successor)
@@ -140,8 +140,8 @@ class CallWaits:
                         continue
                     visited.add(id(successor))
                     # A caller other than the called model holds its resources, and is named, too.
-                    caller = [] if call.caller == wait.model else [call.caller]
-                    paths.append((successor, [*models, *caller, successor.model]))
+                    holder = [] if call.caller == wait.model else [call.caller]
+                    paths.append((successor, [*models, *holder, successor.model]))
         return None
 
     def _awaited_executions(self, wait: _Wait, stuck: list[_Wait]) -> set[_Execution]:

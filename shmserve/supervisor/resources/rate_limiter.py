@@ -53,8 +53,8 @@ class Needs(NamedTuple):
     @classmethod
     def of(cls, limit: RateLimit, device: int) -> Needs:
         """Return the needs of an instance on a device."""
-        needed = (r for r in limit.resources if r.count)
-        resources = {(r.name, GLOBAL if r.is_global else device): r.count for r in needed}
+        needed_resources = (r for r in limit.resources if r.count)
+        resources = {(r.name, GLOBAL if r.is_global else device): r.count for r in needed_resources}
         return cls(resources, limit.priority or 1)
 
 
@@ -133,10 +133,10 @@ class RateLimiter:
         members = self._members.values()
         scores = [instance.score for record in members for instance in record.instances.values()]
         lowest_score = min(scores, default=0)
-        joined = self._members.setdefault(member, _Member())
+        member_record = self._members.setdefault(member, _Member())
         for index, needs in instances.items():
             executions = max(_FIRST_EXECUTIONS, -(-lowest_score // needs.priority))
-            joined.instances[index] = _Instance(needs, executions)
+            member_record.instances[index] = _Instance(needs, executions)
         self._compute_capacities()
 
     def _check_resource(self, resource: Resource, count: int, resources: set[Resource]) -> None:
@@ -159,13 +159,13 @@ class RateLimiter:
         return capacities.get(resource, capacities.get((resource[0], None)))
 
     def _compute_capacities(self) -> None:
-        maxima: dict[Resource, int] = {}
+        largest_counts: dict[Resource, int] = {}
         for member in self._members.values():
             for instance in member.instances.values():
                 for resource, count in instance.needs.resources.items():
-                    maxima[resource] = max(count, maxima.get(resource, 0))
+                    largest_counts[resource] = max(count, largest_counts.get(resource, 0))
         self._capacity = {}
-        for resource, count in maxima.items():
+        for resource, count in largest_counts.items():
             configured = self._configured_capacity(resource)
             self._capacity[resource] = count if configured is None else configured
 
