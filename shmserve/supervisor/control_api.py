@@ -73,7 +73,7 @@ class ControlApi:
                 return {"ready": await self._readiness.check(pids)}
             case _:
                 payload = await self._handle_region(pid, request)
-                # A region counts as registered once it would survive a restart or a handover.
+                # The response confirms that the region will survive a restart or a handover.
                 await self._kept.flush()
                 return payload
 

@@ -197,7 +197,7 @@ class Handover:
             await self._successor.ask(_ACCEPT)
 
     def close(self) -> None:
-        """Close the links, so that the other server detects the end of this one."""
+        """Close the links, so that the other server detects the end of this server."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()

@@ -43,7 +43,7 @@ class Health:
         self._strict = strict
         self.has_started = False  # whether the models of the start are loaded
         self.has_failed = False  # whether the start has failed
-        self.is_exiting = False  # whether the server ends and has no successor for its clients
+        self.is_exiting = False  # whether the server ends without a successor
         self._current = HealthChanged(live=True, ready=False, exiting=False, started=False)
         self.failures = LoadsFailed([], 0)
 

@@ -193,10 +193,7 @@ class Gateways(PermanentProcesses):
         return [process.child for process in self._processes if process.child is not None]
 
     def accept(self) -> None:
-        """Let the gateways accept the clients that wait at shared sockets.
-
-        The models are loaded now.
-        """
+        """Let the gateways accept the clients at shared sockets, since the models are loaded."""
         self._waits_for_models = False
         self._context.control.broadcast(m.Accept(), "gateway")
 

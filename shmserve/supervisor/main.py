@@ -1,4 +1,4 @@
-"""`shmserve serve`: the composition root, where the parts of a server are wired by constructor.
+"""`shmserve serve`: the composition root, which creates the objects of a server and connects them.
 
 listening sockets -> run directory -> compose -> Supervisor.run -> the run directory is removed
 """
@@ -93,7 +93,7 @@ def serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None =
         set_process_title("supervisor")
         fd_limits.raise_limit()
         table.check_at_start(config)
-        faulthandler.enable()  # prints the stacks at a crash, or if a service manager aborts it
+        faulthandler.enable()  # prints the stacks at a crash or at a service manager's SIGABRT
         offer = Offer.of(configured_run_directory(config)) if config.take_over else None
         with contextlib.closing(Listeners(offer)) as listeners:
             _open_listeners(config, listeners)
@@ -136,7 +136,7 @@ def run_composed(
 def defer_signals() -> list[int]:
     """Defer the signals that end the server until `Supervisor.open`.
 
-    From now on the server has files to remove at its end.
+    A signal must not end the process from now on, since it has files to remove.
 
     Returns:
         A list to which the numbers of received signals are appended.
@@ -186,7 +186,7 @@ def compose(
     Raises:
         ShmserveError: InvalidArgument or Unavailable, with a message for the operator.
     """
-    # The first step, since it removes variables from the environment that processes would inherit.
+    # First, because it removes variables from the environment, which child processes inherit.
     service_manager = ServiceManager.from_environment(os.environ)
     accelerators = host.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, accelerators)
@@ -314,7 +314,8 @@ def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, n
 def _create_worker_zygote(
     processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig
 ) -> Zygote:
-    # Processes of models inherit the mark, by which the front zygote kills those that remain.
+    # Processes that models start inherit the mark. After the server's end, zygotes find and kill
+    # the remaining processes by it.
     environment = with_uncached_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
     has_devices = host.accelerators(visible=config.visible_devices).count > 0

@@ -45,13 +45,13 @@ class RepositoryPoller:
     _planner: LoadPlanner
     _registry: ModelRegistry
     _models: ModelManager
-    # The changes in progress: models, and whether they are present.
+    # The changes in progress: each model's name, and whether its folder is present.
     _in_progress: set[tuple[str, bool]] = field(init=False, default_factory=set)
     # The time of a failed model's next retry, and the pause after that retry.
     _retries: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
-        """Poll every `repository_poll_s` seconds until this is cancelled."""
+        """Poll every `repository_poll_s` seconds until the task is cancelled."""
         pause_s = self._context.config.repository_poll_s
         while pause_s:
             await asyncio.sleep(pause_s)
@@ -133,8 +133,8 @@ RELOADABLE = frozenset({_TOKENS_FLAG, *_SERVER_FIELDS, *_LOG_FIELDS, *_SHM_FIELD
 class Reload:
     """The task that reloads the settings.
 
-    `_read_config()` returns the current settings as at a start. `_describe_state()` returns the
-    status for the service manager.
+    `_read_config()` reads the settings again, as at a start. `_describe_state()` returns the status
+    line for the service manager.
     """
 
     _context: SupervisorContext
@@ -189,7 +189,7 @@ class Reload:
         if config.tokens != old_config.tokens:
             changed.add(_TOKENS_FLAG)
         applied = changed & RELOADABLE
-        # With tokens, listeners may have other addresses.
+        # The first token, or the loss of the last one, changes which addresses are allowed.
         if bool(config.tokens) != bool(old_config.tokens):
             applied.discard(_TOKENS_FLAG)
         for name in sorted(changed):

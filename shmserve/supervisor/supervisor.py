@@ -300,7 +300,7 @@ class Supervisor:
         context = self.context
         self.service_manager.report_stopping("finishing requests in flight")
         timeout_extension = asyncio.ensure_future(self.service_manager.keep_waiting())
-        if not self.handover.has_successor:  # otherwise its clients use the successor
+        if not self.handover.has_successor:  # clients may continue to use a successor
             self.health.is_exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()

@@ -68,7 +68,7 @@ def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
 
 
 def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
-    """Return WRONG if no server can use the run directory, and a warning if its disk is full."""
+    """Return WRONG if no server can use the run directory, and WARNING if its disk is full."""
     if facts.problem:
         return wrong(facts.problem, "correct this folder, or choose another --run-dir")
     if facts.server_pid:
@@ -92,8 +92,8 @@ def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
 class PortFacts(NamedTuple):
     """The addresses of a server's listeners: `free_endpoints` can be opened, the others not.
 
-    `refused` contains each address that cannot be opened, the error, and the pids of the processes
-    that use the port. `server_pid` is the pid of the server that uses the run directory, or 0.
+    `refused` contains (address, error, pids of the processes that use the port) of each address
+    that cannot be opened. `server_pid` is the server that uses the run directory, or 0.
     """
 
     free_endpoints: tuple[str, ...]
@@ -230,7 +230,7 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def judge_peer(server: ServerFacts, peer: PeerFacts) -> Iterator[tuple[str, Verdict]]:
-    """Yield the name and verdict of each check of a peer."""
+    """Yield the name and verdict of each check that compares a peer with the server."""
     server_identities = server.process.identities.items()
     different_kinds = {name for name, _ in peer.identities.items() - server_identities}
     yield "peer's /dev/shm", _judge_peer_shm(different_kinds)

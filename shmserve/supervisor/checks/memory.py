@@ -134,7 +134,7 @@ def _used_files() -> set[str]:
 
 
 def judge_objects(objects: list[ShmObject]) -> Verdict:
-    """Warn about files in /dev/shm that no process uses: they occupy memory until deleted."""
+    """Warn about files in /dev/shm that no process uses, since they occupy memory."""
     unused = [shm_object for shm_object in objects if not shm_object.in_use]
     total = megabytes(sum(shm_object.byte_size for shm_object in unused or objects))
     if unused:

@@ -121,7 +121,7 @@ class EventPublisher:
     def __init__(self) -> None:
         self._subscriptions = Subscriptions()
         self._sequences: Counter[str] = Counter()
-        # By topic, so that frequent events of regions do not evict the other topics' events.
+        # One queue for each topic, so that frequent events do not evict the events of other topics.
         self._recent_events: dict[str, deque[tuple[int, Any]]] = {}
         self._socket: Xpub | None = None
 

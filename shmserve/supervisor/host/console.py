@@ -102,7 +102,7 @@ class StartupReport:
             logger.log(level, "model %s: %s (%.2f s)", model, state, time.monotonic() - started_at)
 
     def _write(self, line: str) -> None:
-        """Replace the last line of a terminal, which must not wrap a long line to the next one."""
+        """Replace the last line of a terminal. A long line is not wrapped, but cut off."""
         if self._is_terminal:
             sys.stderr.write(f"\r\x1b[K\x1b[?7l{line}\x1b[?7h" if line else "\r\x1b[K")
             sys.stderr.flush()

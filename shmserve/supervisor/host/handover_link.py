@@ -97,7 +97,7 @@ class Offer:
 
 
 def refuse(link: socket.socket, reason: str) -> None:
-    """Refuse a successor; the reason continues "the server there cannot be taken over: "."""
+    """Refuse a successor. Its error is "the server of 'DIR' cannot be taken over: REASON"."""
     with link, contextlib.suppress(OSError):
         link.send(json.dumps({"refused": reason}).encode())
 

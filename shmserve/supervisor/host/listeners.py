@@ -20,7 +20,7 @@ from shmserve.errors import InvalidArgument, convert_os_errors
 from shmserve.ipc.transport.router import refuse_descriptors
 from shmserve.supervisor.host.handover_link import Offer
 
-# The errors that mean that this host does not support an address family (such as IPv6).
+# The errors of bind() on a host that does not support an address family, such as IPv6.
 _NO_SUCH_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 

@@ -62,7 +62,7 @@ class RunDirectory:
         else:
             self.path = Path(os.path.abspath(folder))
             mkdir_errors = convert_os_errors(f"--run-dir: cannot make '{self.path}'")
-            # The type of an existing file is checked next.
+            # If the path exists and is not a folder, the next check reports it.
             with mkdir_errors, contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         group_bits = 0o010 if group >= 0 else 0
@@ -130,7 +130,7 @@ class RunDirectory:
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last process of a killed server may have removed the file before the lock.
+            # The last process of a killed server may have removed the file before it was locked.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
                     self._mark(fd)

@@ -55,7 +55,7 @@ _PACKET_OVERHEAD_BYTES = 32  # bytes of a socket's buffer that a packet cannot u
 
 
 def receive(link: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive a packet and its descriptors; b"" at the end, or if the packet is too large.
+    """Receive a packet and its descriptors; b"" at the connection's end, or if it is too large.
 
     Raises:
         OSError: Nothing can be received.
@@ -112,7 +112,7 @@ def disconnect(link: socket.socket) -> None:
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
     with contextlib.suppress(OSError):
-        # Credentials distinguish an empty message from the end of the connection.
+        # Only a message has credentials, which distinguish an empty one from the connection's end.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         while (packet := _receive_packet(link, 1)).has_content:
             close_all(packet.fds)
@@ -213,7 +213,7 @@ class LocalClientConnections:
     def accept(self) -> None:
         """Accept the clients that wait at shared listeners."""
         for listener in self._predecessor_listeners:
-            # Peers read the credentials of the process that called listen last.
+            # Peers read the credentials of the process that called listen last, so call it again.
             listener.sock.listen(_BACKLOG)
         self._start_accepting([*self._predecessor_listeners, *self._shared_listeners])
         self._own_listeners += self._predecessor_listeners

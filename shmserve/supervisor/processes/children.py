@@ -135,7 +135,7 @@ class ProcessTable:
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
-        """Mark that a process is being started; unknown children are not killed meanwhile."""
+        """Mark that a process is being started; meanwhile, unknown children are not killed."""
         self._spawning += 1
         try:
             yield
@@ -157,7 +157,7 @@ class ProcessTable:
     def _reap(self) -> None:
         self._child_exited.set()
         known_kills = self._oom_kills
-        with contextlib.suppress(OSError):  # without a free descriptor, children are reaped, too
+        with contextlib.suppress(OSError):  # no descriptor is free, but children must be reaped
             self._oom_kills = oom_kills()
         while True:
             try:
@@ -212,8 +212,8 @@ class ProcessTable:
 
     def _kill_stopped(self, child: Child) -> None:
         timer = child.stop_timer
-        # If this loop was itself stopped, the child may have continued since; its status is read
-        # first.
+        # If this process was stopped, too, the child may have continued in the meantime, which
+        # its unread status shows.
         self._reap()
         if child.stop_timer is timer:
             child.kill_reason = f"it was stopped for {STOPPED_LIMIT_S} s"
@@ -225,8 +225,8 @@ class ProcessTable:
             return
         self._early_exits.clear()
         for pid in self._strays():
-            # The pid may be the intermediate process of a dead zygote, which is the parent of a
-            # child.
+            # A stray may be the intermediate process of a dead zygote. Its child is in the table,
+            # and must not be killed.
             processes.kill_tree(pid, excluded_pids=self._children)
 
     def _strays(self) -> list[int]:
@@ -393,7 +393,7 @@ class Zygote:
                 self._environment,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
                 setpgroup=0,  # a signal to the server's group must not prevent the zygote's cleanup
-                # Blocked until the zygote ignores them, because the supervisor stops it.
+                # Blocked until the zygote ignores these signals, because only the supervisor ends it.
                 setsigmask=[signal.SIGINT, signal.SIGTERM],
             )
         finally:
@@ -525,7 +525,7 @@ class Zygote:
                 _kill(pid)
                 continue
             await zygote.until_exit()
-            await asyncio.sleep(0)  # yields to the loop, so that `_on_exit` runs first
+            await asyncio.sleep(0)  # let the event loop call `_on_exit` first
         raise Unavailable("the server is stopping")
 
     async def _fork(self, entry: str, start: bytes, fds: Sequence[int]) -> int:

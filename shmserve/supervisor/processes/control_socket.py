@@ -129,9 +129,10 @@ class _Peer:
 class ControlSocket:
     """The supervisor's socket for messages with its processes, in the event loop.
 
-    The identity of a process is "role.....pid", that of a scheduler "role.number.pid". The role of
-    a registered address decides which messages it may send, since a model's code can connect, too.
-    A process may send messages shortly before it is registered; these wait in a short queue.
+    The routing identity of a process starts with its role and ends with its pid; that of a
+    scheduler is "role.number.pid". The role of a registered address decides which messages it may
+    send, since a model's code can connect, too. Messages that a process sends shortly before its
+    registration are queued.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -240,7 +241,7 @@ class ControlSocket:
     # --- out
 
     def send(self, address: Address, message: Any) -> None:
-        """Queue a message for an address; the messages of a loop's turn are sent in one frame.
+        """Queue a message; all messages of one turn of the event loop are sent in one frame.
 
         The message is dropped if nothing was received from the address.
         """

@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     zygote_pid = os.getpid()
 
     def supervisor_ended() -> None:
-        # The lock protects another zygote that is clearing the directory from being killed.
+        # The lock prevents that a zygote is killed by another zygote while it clears the directory.
         with contextlib.suppress(OSError), exclusive(lock_fd):
             # The first zygote reports the death and removes the directory.
             if os.getppid() != supervisor_pid and run_dir.exists():
@@ -185,8 +185,8 @@ def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
         os.close(write_end)
         os._exit(0 if os.read(read_end, 1) else errno.EAGAIN)
     os.setpgid(0, 0)  # a model may signal its group
-    # The new process reports its own pid. If the zygote dies, the intermediate process is killed,
-    # and a process that has been reported must continue to run.
+    # The new process, not its parent, reports the pid: when the zygote dies, the intermediate
+    # process is killed, but a process whose pid was reported must continue to run.
     try:
         link.send(msgpack.packb([number, os.getpid()]))
     except OSError:
@@ -214,7 +214,7 @@ def _become_child_of(supervisor_pid: int, intermediate_pid: int) -> None:
 
 
 def _reseed() -> None:
-    # Forked twins would draw the same random numbers.
+    # Otherwise all forked processes would draw the same random numbers.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

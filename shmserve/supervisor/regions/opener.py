@@ -39,7 +39,7 @@ MEMFD_KEY = "memfd"  # the key of a local client's memory in listings
 logger = logging.getLogger(__name__)
 
 _CHECK_TIMEOUT_S = 2.0
-_OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
+_OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]  # pids to respond, and the result
 
 
 class RegionQuota:

@@ -153,7 +153,7 @@ class KeptRegions:
         self._other_server = other_server
 
     def add(self, region: OpenRegion) -> None:
-        """Pass the registration of a new region to the keepers."""
+        """Store the registration of a new region with the service manager and the other server."""
         if region.shared is None or region.lease_holder:
             return
         region.kept_name = secrets.token_hex(8)

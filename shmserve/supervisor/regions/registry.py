@@ -339,7 +339,7 @@ class RegionRegistry:
         in_background(withdraw(), self._tasks)
 
     async def unregister(self, name: str, peer: Peer, is_cuda: bool = False) -> None:
-        """Unregister a name of system or CUDA memory, or all names of `peer` if it is empty.
+        """Unregister a name of system or CUDA memory, or if it is "", all names of `peer`.
 
         While requests use a region, it stays usable, also for new requests. If no request uses it,
         the call returns when no gateway accepts the name any more. A name is ignored if it is
@@ -362,7 +362,7 @@ class RegionRegistry:
     async def drop_shrunk(self) -> None:
         """Unregister the regions that have lost pages, since a worker died of a missing page.
 
-        The next request that uses one fails, since the name is unknown.
+        The next request that names such a region fails, since the name is unknown.
         """
         async with self._lock:
             for region in [*self.active_regions(), *self.draining.retired.values()]:
