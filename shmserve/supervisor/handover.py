@@ -53,7 +53,7 @@ class Handover:
     run_dir: RunDirectory
     _listeners: Listeners
     _regions: RegionRegistry
-    _kept: KeptRegions
+    _kept_regions: KeptRegions
     _local_clients: LocalClientServer
     _refusal_reason: Callable[[], str]
     _on_handed_over: Callable[[], None]
@@ -101,7 +101,7 @@ class Handover:
         predecessor, offer = self._predecessor, self._listeners.offer
         if predecessor is None or offer is None:
             return
-        self._kept.mirror_to(predecessor)
+        self._kept_regions.mirror_to(predecessor)
         await predecessor.ask(_GO)
         try:
             if predecessor.end_future.done():
@@ -129,7 +129,7 @@ class Handover:
         await predecessor.end_future
         predecessor.close()
         self._predecessor = None
-        self._kept.mirror_to(None)
+        self._kept_regions.mirror_to(None)
         with suppress(OSError):
             self.run_dir.clear_predecessor()
         logger.info("the previous server has exited")
@@ -169,16 +169,16 @@ class Handover:
         await successor.end_future
         successor.close()
         self._successor = None
-        self._kept.mirror_to(None)
+        self._kept_regions.mirror_to(None)
         if not self.has_successor:
             logger.warning("the successor has exited before it took over; this server continues")
 
     async def _hand_over(self) -> None:
         successor = self._successor
         assert successor is not None
-        self._kept.mirror_to(successor)
+        self._kept_regions.mirror_to(successor)
         for region in self._regions.active_regions():
-            self._kept.send_to_other_server(region)
+            self._kept_regions.send_to_other_server(region)
             await successor.until_done()
         if not successor.end_future.done():
             self.has_successor = True

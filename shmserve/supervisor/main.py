@@ -98,11 +98,11 @@ def serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None =
         with contextlib.closing(Listeners(offer)) as listeners:
             _open_listeners(config, listeners)
             signals = defer_signals()
-            run_dir = _run_directory(config)
+            run_dir = _open_run_directory(config)
             return run_composed(config, run_dir, listeners, signals, Supervisor.run, read_config)
 
 
-def _run_directory(config: ServerConfig) -> RunDirectory:
+def _open_run_directory(config: ServerConfig) -> RunDirectory:
     path, group = config.run_dir, config.shm.group
     if config.take_over:
         return RunDirectory.for_successor(configured_run_directory(config), group)

@@ -62,11 +62,11 @@ logger = logging.getLogger(__name__)
 class StartupReport:
     """A context manager that reports the progress of the loads at the start.
 
-    `_progress()` returns the progress by model. The functions in `_observers`, to which the report
-    adds one, are called when the progress may have changed.
+    `_read_progress()` returns the progress by model. The functions in `_observers` are called when
+    the progress may have changed; the report adds a function.
     """
 
-    _progress: Callable[[], dict[str, str]]
+    _read_progress: Callable[[], dict[str, str]]
     _observers: list[Callable[[], None]]
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class StartupReport:
 
     def _update(self) -> None:
         """Report the loads whose state has changed, and show the loads in progress."""
-        old_states, self._states = self._states, self._progress()
+        old_states, self._states = self._states, self._read_progress()
         for model, state in self._states.items():
             if old_states.get(model) != state:
                 self._report(model, state)

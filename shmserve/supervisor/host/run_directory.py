@@ -121,7 +121,7 @@ class RunDirectory:
 
     def _lock_now(self) -> int:
         # The last process of a killed server may have removed the lock, but not all files.
-        if self._is_foreign():
+        if self._has_foreign_files():
             raise InvalidArgument(
                 f"--run-dir: '{self.path}' contains files that do not belong to a "
                 "server; it must be empty, or the run directory of a killed server"
@@ -133,12 +133,12 @@ class RunDirectory:
             # The last process of a killed server may have removed the file before it was locked.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
-                    self._mark(fd)
+                    self._write_lock_contents(fd)
                     return fd
         os.close(fd)
         raise InvalidArgument(f"--run-dir: '{self.path}' is in use by another server{_REMEDY}")
 
-    def _mark(self, fd: int) -> None:
+    def _write_lock_contents(self, fd: int) -> None:
         try:
             os.pwrite(fd, _LOCK_CONTENTS, 0)
         except OSError:  # the disk may be full
@@ -148,7 +148,7 @@ class RunDirectory:
                 self.path.rmdir()
             raise
 
-    def _is_foreign(self) -> bool:
+    def _has_foreign_files(self) -> bool:
         with contextlib.suppress(OSError):
             if not set(os.listdir(self.path)) - {"lock"}:
                 return False

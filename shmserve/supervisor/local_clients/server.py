@@ -254,7 +254,7 @@ class LocalClientServer:
         self._snapshot = snapshot
         self._on_disconnect = on_disconnect
         self._load_on_demand = load_on_demand
-        self._checks: set[asyncio.Task[None]] = set()
+        self._response_tasks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self.connections = LocalClientConnections(
             run_dir, group, self._on_message, self._on_disconnected, shared, predecessor_listener
@@ -357,7 +357,7 @@ class LocalClientServer:
             if client.number in self.connections:
                 self.connections.send(client, frames.pack([response]))
 
-        in_background(respond(), self._checks)
+        in_background(respond(), self._response_tasks)
 
     async def _share_device(self, client: LocalClient, offer: ShareDeviceMemory) -> dict[str, Any]:
         memory = await self._memory.share_device(client, offer)

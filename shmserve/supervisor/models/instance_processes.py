@@ -103,7 +103,7 @@ class Instances:
     failure: str = field(init=False, default="")
     defers_attach: bool = field(init=False, default=False)
     _warned_topics: set[str] = field(init=False, default_factory=set)
-    _abandoned_for: str = field(init=False, default="")  # why the last instance was abandoned
+    _abandon_reason: str = field(init=False, default="")  # why the last instance was abandoned
     _instances: list[Instance] = field(init=False)
     # The number of instances of the version that this version replaces.
     _replaced_count: int = field(init=False, default=0)
@@ -561,7 +561,7 @@ class Instances:
         instance.transition("abandon")
         logger.error("instance '%s' is not restarted: %s", instance.name, reason)
         self._send_instance_gone(instance)
-        self._abandoned_for = reason
+        self._abandon_reason = reason
         self._store_failure()
         self._on_change()
 
@@ -569,7 +569,7 @@ class Instances:
         """Store the failure if no instance serves or will serve; return whether there is one."""
         states = self.states()
         if InstanceState.FAILED in states and _DOWN_STATES.issuperset(states):
-            self.failure = self._abandoned_for
+            self.failure = self._abandon_reason
         return bool(self.failure)
 
     def _send_instance_gone(self, instance: Instance) -> None:

@@ -101,7 +101,7 @@ class LoadPlanner:
             ShmserveError: The model cannot be loaded; the text is Triton's.
         """
         try:
-            folder = self._folder(name, override, files)
+            folder = self._open_folder(name, override, files)
         except ShmserveError as error:
             raise _poll_error(name, error) from None
         try:
@@ -186,7 +186,7 @@ class LoadPlanner:
         if folder.is_relative_to(self._overrides_dir):
             shutil.rmtree(folder.parent, ignore_errors=True)
 
-    def _folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
+    def _open_folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
         if files:
             if not override:
                 raise InvalidArgument("override files are given without a 'config' override")

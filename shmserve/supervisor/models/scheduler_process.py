@@ -247,7 +247,7 @@ class VersionScheduler:
         self._ready: asyncio.Future[None] = loop.create_future()
         self._drain_future: asyncio.Future[None] = loop.create_future()
         self.counters = CarriedCounters(self.send)
-        self._publish_counters = False
+        self._publishes_counters = False
         self._snapshot: asyncio.Future[dict[str, Any]] | None = None
         self._is_rate_limited = False
 
@@ -357,8 +357,8 @@ class VersionScheduler:
             case m.StatisticsSnapshot(statistics, metrics):
                 counters.update(statistics, metrics)
                 resolve_future(self._snapshot, statistics)
-                if self._publish_counters:
-                    self._publish_counters = False
+                if self._publishes_counters:
+                    self._publishes_counters = False
                     event = counters_event(self._spec.name, self._spec.version, statistics)
                     self._context.events.publish(event)
             case _:
@@ -371,7 +371,7 @@ class VersionScheduler:
 
     def publish_counters(self) -> None:
         """Request the counters and publish them as an event."""
-        self._publish_counters = True
+        self._publishes_counters = True
         self.send(m.SnapshotStatistics())
 
     def snapshot(self) -> asyncio.Future[dict[str, Any]]:

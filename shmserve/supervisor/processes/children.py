@@ -106,12 +106,12 @@ class ProcessTable:
         self._children: dict[int, Child] = {}
         self._early_exits: dict[int, str] = {}
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
-        self._spawning = 0
+        self._spawn_count = 0
         self._oom_kills = oom_kills()
         self._child_exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # A shell may have started processes before it executed this program in its place.
-        self._inherited = set(processes.children(os.getpid()))
+        self._inherited_pids = set(processes.children(os.getpid()))
         processes.adopt_orphans()
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
@@ -136,11 +136,11 @@ class ProcessTable:
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
         """Mark that a process is being started; meanwhile, unknown children are not killed."""
-        self._spawning += 1
+        self._spawn_count += 1
         try:
             yield
         finally:
-            self._spawning -= 1
+            self._spawn_count -= 1
             self._kill_strays()
 
     async def wait_for_trackers(self, timeout_s: float) -> None:
@@ -176,17 +176,17 @@ class ProcessTable:
             elif child is not None and info.si_code == os.CLD_STOPPED:
                 self._on_stopped(child)
             elif child is not None and info.si_code == os.CLD_CONTINUED:
-                self._on_continued(child)
+                self._cancel_stop_timer(child)
         self._kill_strays()
 
     def _on_child_exit(self, pid: int, reason: str) -> None:
         child = self._children.pop(pid, None)
         if child is None:
-            self._inherited.discard(pid)
-            if self._spawning:
+            self._inherited_pids.discard(pid)
+            if self._spawn_count:
                 self._early_exits[pid] = reason
             return
-        self._on_continued(child)
+        self._cancel_stop_timer(child)
         self._reserved_pids.append(pid)
         logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
         child.exited.set_result(reason)  # calls its waiters in the loop's next turn
@@ -201,11 +201,11 @@ class ProcessTable:
             child.title,
             STOPPED_LIMIT_S,
         )
-        self._on_continued(child)
+        self._cancel_stop_timer(child)
         child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, self._kill_stopped, child)
 
     @staticmethod
-    def _on_continued(child: Child) -> None:
+    def _cancel_stop_timer(child: Child) -> None:
         if child.stop_timer is not None:
             child.stop_timer.cancel()
             child.stop_timer = None
@@ -221,7 +221,7 @@ class ProcessTable:
 
     def _kill_strays(self) -> None:
         """Kill the adopted descendants of dead workers, which their models had started."""
-        if self._spawning:
+        if self._spawn_count:
             return
         self._early_exits.clear()
         for pid in self._strays():
@@ -230,7 +230,7 @@ class ProcessTable:
             processes.kill_tree(pid, excluded_pids=self._children)
 
     def _strays(self) -> list[int]:
-        known_pids = self._children.keys() | self._inherited
+        known_pids = self._children.keys() | self._inherited_pids
         return [pid for pid in processes.children(os.getpid()) if pid not in known_pids]
 
     def close(self) -> None:
@@ -338,7 +338,7 @@ class Zygote:
     def __post_init__(self) -> None:
         self._fork_numbers = itertools.count(1)
         self._pending_forks: dict[int, asyncio.Future[int]] = {}
-        self._slots = asyncio.Semaphore(_MAX_REQUESTS)
+        self._request_slots = asyncio.Semaphore(_MAX_REQUESTS)
         self._serving_zygote: _ZygoteProcess | None = None
         self._spare: _ZygoteProcess | None = None
         self._backoff = RestartBackoff()  # the backoff of spares
@@ -393,7 +393,7 @@ class Zygote:
                 self._environment,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
                 setpgroup=0,  # a signal to the server's group must not prevent the zygote's cleanup
-                # Blocked until the zygote ignores these signals, because only the supervisor ends it.
+                # Blocked until the zygote ignores these signals: only the supervisor ends it.
                 setsigmask=[signal.SIGINT, signal.SIGTERM],
             )
         finally:
@@ -530,7 +530,7 @@ class Zygote:
 
     async def _fork(self, entry: str, start: bytes, fds: Sequence[int]) -> int:
         """Fork a process; return its pid, or 0 if the zygote has exited."""
-        async with self._slots:
+        async with self._request_slots:
             number = next(self._fork_numbers)
             waiter: asyncio.Future[int] = self._loop.create_future()
             self._pending_forks[number] = waiter
@@ -592,18 +592,18 @@ def worker_preloads(
     modules = [
         module
         for pattern, module in _PRELOADS_BY_PATTERN.items()
-        if any(_contains(root, [pattern]) for root in repositories)
+        if any(_contains_file(root, [pattern]) for root in repositories)
     ]
     return [*_TORCH_PRELOADS, _WORKER_MODULE, *modules]
 
 
 def _uses_torch(model: Path, patterns: Sequence[str]) -> bool:
     with contextlib.suppress(OSError):
-        return _contains(model, patterns) or any(map(_imports_torch, model.rglob("*.py")))
+        return _contains_file(model, patterns) or any(map(_imports_torch, model.rglob("*.py")))
     return False
 
 
-def _contains(folder: Path, patterns: Sequence[str]) -> bool:
+def _contains_file(folder: Path, patterns: Sequence[str]) -> bool:
     with contextlib.suppress(OSError):  # such as a stale mount; the load reports the error
         return any(any(folder.glob(pattern)) for pattern in patterns)
     return False

@@ -79,7 +79,7 @@ class Acknowledgements:
     def __init__(self) -> None:
         self._message_numbers = itertools.count(1)
         self._missing_peers: dict[int, set[Hashable]] = {}
-        self._complete = asyncio.Event()
+        self._change_acknowledged = asyncio.Event()
 
     def begin(self, peers: Iterable[Hashable]) -> int:
         """Register a change that is sent to these peers, and return its number."""
@@ -94,7 +94,7 @@ class Acknowledgements:
         missing_peers = self._missing_peers.get(number, set())
         missing_peers.discard(peer)
         if not missing_peers and self._missing_peers.pop(number, None) is not None:
-            self._complete.set()
+            self._change_acknowledged.set()
 
     def remove_peer(self, peer: Hashable) -> None:
         """Stop waiting for the acknowledgements of a peer that has exited."""
@@ -111,8 +111,8 @@ class Acknowledgements:
 
     async def until_next_complete(self) -> None:
         """Wait until another change is acknowledged by all peers."""
-        self._complete.clear()
-        await self._complete.wait()
+        self._change_acknowledged.clear()
+        await self._change_acknowledged.wait()
 
     async def until_acknowledged(self, number: int) -> None:
         """Wait until every live peer has acknowledged a change."""

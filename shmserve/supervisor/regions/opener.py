@@ -48,9 +48,9 @@ class RegionQuota:
     def __init__(self, policy: ShmPolicy, has_cuda: bool = False) -> None:
         self.policy = policy
         self._has_cuda = has_cuda
-        self._pinned = 0
-        self._regions: Counter[int] = Counter()  # number of regions by user id
-        self._bytes: Counter[int] = Counter()  # bytes of regions by user id
+        self._pinned_bytes = 0
+        self._regions_by_uid: Counter[int] = Counter()  # number of regions by user id
+        self._bytes_by_uid: Counter[int] = Counter()  # bytes of regions by user id
         # Number of regions by (device, inode) of their object.
         self._regions_by_file: Counter[tuple[int, int]] = Counter()
         # Key and allocated bytes of objects by (device, inode).
@@ -64,32 +64,32 @@ class RegionQuota:
         """
         policy = self.policy
         for count, limit, flag in (
-            (self._regions[uid], policy.max_regions_per_uid, "--shm-max-regions-per-uid"),
-            (self._regions.total(), policy.max_regions, "--shm-max-regions"),
+            (self._regions_by_uid[uid], policy.max_regions_per_uid, "--shm-max-regions-per-uid"),
+            (self._regions_by_uid.total(), policy.max_regions, "--shm-max-regions"),
         ):
             if count >= limit:
                 text = f"at most {limit} shared memory regions can be registered ({flag})"
                 raise InvalidArgument(text)
         for used_amount, limit, flag in (
-            (self._bytes[uid], policy.max_byte_size_per_uid, "--shm-max-byte-size-per-uid"),
-            (self._bytes.total(), policy.max_byte_size, "--shm-max-byte-size"),
+            (self._bytes_by_uid[uid], policy.max_byte_size_per_uid, "--shm-max-byte-size-per-uid"),
+            (self._bytes_by_uid.total(), policy.max_byte_size, "--shm-max-byte-size"),
         ):
             if byte_size > limit - used_amount:
                 raise InvalidArgument(
                     f"a region of {byte_size} bytes is too large: {used_amount} of the {limit} "
                     f"bytes that can be registered are in use ({flag})"
                 )
-        self._regions[uid] += 1
-        self._bytes[uid] += byte_size
+        self._regions_by_uid[uid] += 1
+        self._bytes_by_uid[uid] += byte_size
         if file is not None:
             self._regions_by_file[file] += 1
 
     def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
         """Remove a region from the count."""
-        self._regions[uid] -= 1
-        self._bytes[uid] -= byte_size
-        if not self._regions[uid]:
-            del self._regions[uid], self._bytes[uid]
+        self._regions_by_uid[uid] -= 1
+        self._bytes_by_uid[uid] -= byte_size
+        if not self._regions_by_uid[uid]:
+            del self._regions_by_uid[uid], self._bytes_by_uid[uid]
         if file is not None:
             self._regions_by_file[file] -= 1
             if not self._regions_by_file[file]:
@@ -150,16 +150,16 @@ class RegionQuota:
             text = "memory that other processes may truncate is neither mapped nor pinned"
             raise InvalidArgument(text)
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned:
+        if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned_bytes:
             raise InvalidArgument(
-                f"{byte_size} bytes cannot be pinned: {self._pinned} of the {limit} bytes that a "
-                "process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
+                f"{byte_size} bytes cannot be pinned: {self._pinned_bytes} of the {limit} bytes that "
+                "a process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
             )
-        self._pinned += byte_size
+        self._pinned_bytes += byte_size
 
     def unpin(self, byte_size: int) -> None:
         """Remove pinned bytes from the count."""
-        self._pinned -= byte_size
+        self._pinned_bytes -= byte_size
 
 
 @dataclass(eq=False)
@@ -248,8 +248,8 @@ class RegionOpener:
             memory_id = secrets.randbits(62)
             region = OpenRegion(name, key, memory_id, shared, offset, byte_size, owner, pinned=pin)
             self._admit(region, shared)
-            cleanup.callback(self._release, region)
-            await self._reserve(region, shared)
+            cleanup.callback(self._release_quota, region)
+            await self._reserve_pages(region, shared)
             region.blocks = os.fstat(shared.fd).st_blocks
             cleanup.pop_all()
         return region
@@ -277,13 +277,13 @@ class RegionOpener:
                 self._quota.release(region.owner.uid, region.byte_size, file)
                 raise
 
-    def _release(self, region: OpenRegion) -> None:
+    def _release_quota(self, region: OpenRegion) -> None:
         if region.pinned:
             self._quota.unpin(region.offset + region.byte_size)
         file = None if region.shared is None else region.shared.file
         self._quota.release(region.owner.uid, region.byte_size, file)
 
-    async def _reserve(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
+    async def _reserve_pages(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
         charged = posix_shm.unallocated_bytes(shared, region.byte_size)
         self._quota.charge(region.key, shared.file, charged)
         allocated = 0
@@ -359,7 +359,7 @@ class RegionOpener:
         try:
             await self.handles.check(memory)
         except BaseException:
-            self._release(region)
+            self._release_quota(region)
             raise
         return region
 
@@ -369,5 +369,5 @@ class RegionOpener:
 
     def close(self, region: OpenRegion) -> None:
         """Close a region, and release its quotas."""
-        self._release(region)
+        self._release_quota(region)
         region.close()

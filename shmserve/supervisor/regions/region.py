@@ -157,14 +157,14 @@ class KeptRegions:
         if region.shared is None or region.lease_holder:
             return
         region.kept_name = secrets.token_hex(8)
-        with _description(region) as description:
+        with _description_memfd(region) as description:
             self._service_manager.keep(region.kept_name, [region.shared.fd, description])
         self.send_to_other_server(region)
 
     def send_to_other_server(self, region: OpenRegion) -> None:
         """Send the registration of a region to the other server of a handover, if there is one."""
         if self._other_server is not None and region.shared is not None and region.kept_name:
-            with _description(region) as description:
+            with _description_memfd(region) as description:
                 self._other_server.ask(KEEP, region.kept_name, [region.shared.fd, description])
 
     def remove(self, region: OpenRegion) -> None:
@@ -204,7 +204,7 @@ class KeptRegions:
 
 
 @contextlib.contextmanager
-def _description(region: OpenRegion) -> Iterator[int]:
+def _description_memfd(region: OpenRegion) -> Iterator[int]:
     fd = os.memfd_create("region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         fields: dict[str, Any] = {name: getattr(region, name) for name in _DESCRIBED_FIELDS}

@@ -91,8 +91,8 @@ class CallWaits:
                 self._suspicions.pop(address, None)
         for suspicion in self._suspicions.values():
             suspicion.unconfirmed.discard(sender)
-        stuck = self._stuck()
-        deadlocked = self._deadlock(sender, stuck)
+        stuck = self._find_stuck()
+        deadlocked = self._find_deadlock(sender, stuck)
         suspicion_before = self._suspicions.pop(sender, None)
         if deadlocked is None:
             return None
@@ -107,7 +107,7 @@ class CallWaits:
             return deadlocked
         return None
 
-    def _stuck(self) -> list[_Wait]:
+    def _find_stuck(self) -> list[_Wait]:
         """Return the largest set of waits that only wait for each other."""
         stuck: list[_Wait] = []
         remaining_waits = [wait for report in self._reports.values() for wait in report.waits]
@@ -124,7 +124,7 @@ class CallWaits:
             for _, occupants in wait.instances
         )
 
-    def _deadlock(self, scheduler: Address, stuck: list[_Wait]) -> CallDeadlocked | None:
+    def _find_deadlock(self, scheduler: Address, stuck: list[_Wait]) -> CallDeadlocked | None:
         """Return the oldest call of a scheduler in a cycle of stuck waits, with the cycle."""
         for first_wait in (wait for wait in stuck if wait.scheduler == scheduler):
             paths, visited = [(first_wait, [first_wait.model])], {id(first_wait)}

@@ -314,7 +314,7 @@ class Tickets:
         self.on = on
         self._send = send
         self._limiter = RateLimiter(explicit)
-        self._logged: dict[Resource, int] = {}
+        self._logged_capacity: dict[Resource, int] = {}
         self._members: dict[Address, int] = {}
         self._schedulers: dict[int, Address] = {}
 
@@ -352,8 +352,8 @@ class Tickets:
     def _log(self) -> None:
         """Log the capacities if they have changed, in the format of Triton."""
         capacity = self._limiter.capacity()
-        if capacity != self._logged:
-            self._logged = capacity
+        if capacity != self._logged_capacity:
+            self._logged_capacity = capacity
             for (name, device), count in sorted(capacity.items()):
                 shown_device = "GLOBAL" if device == GLOBAL else device
                 logger.info("Device: %s Resource: %s\t Count: %d", shown_device, name, count)
