@@ -152,8 +152,8 @@ class RegionQuota:
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned_bytes:
             raise InvalidArgument(
-                f"{byte_size} bytes cannot be pinned: {self._pinned_bytes} of the {limit} bytes that "
-                "a process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
+                f"{byte_size} bytes cannot be pinned: {self._pinned_bytes} of the {limit} bytes "
+                "that a process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
             )
         self._pinned_bytes += byte_size
 
