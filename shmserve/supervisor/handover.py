@@ -77,7 +77,7 @@ class Handover:
         if self._listeners.offer is not None:
             self._predecessor = HandoverLink(self._listeners.offer.link, self._execute)
 
-    # --- the predecessor
+    # --- the handover from a predecessor
 
     async def run_beside_predecessor(self, work: asyncio.Future[T]) -> T:
         """Return the result of `work`, during which a predecessor, if any, must not exit.
@@ -134,7 +134,7 @@ class Handover:
             self.run_dir.clear_predecessor()
         logger.info("the previous server has exited")
 
-    # --- the successor
+    # --- the handover to a successor
 
     def _on_successor_connected(self) -> None:
         assert self._listener is not None

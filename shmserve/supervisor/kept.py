@@ -97,7 +97,7 @@ class PermanentProcesses(ABC):
             return
         if not process.connected.done() and self._would_fail_again(child):
             process.connected.set_exception(Unavailable(f"{child.title} ended during its start"))
-            # Reading the exception avoids asyncio's warning if nothing waits for it.
+            # asyncio would warn of an exception that nothing reads.
             process.connected.exception()
         else:
             logger.error("%s ended (%s); restarting it", child.title, child.reason)
@@ -109,7 +109,7 @@ class PermanentProcesses(ABC):
             return
         try:
             await self._start(process)
-        except (ShmserveError, OSError) as error:  # OSError: no descriptor or memory is free
+        except (ShmserveError, OSError) as error:  # an OSError if no descriptor or memory is free
             logger.error("%s %s could not be started: %s", self.role, process.name, error)
             self._context.background(self._restart(process))
 

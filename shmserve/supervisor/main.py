@@ -146,7 +146,7 @@ def defer_signals() -> list[int]:
     def defer_signal(number: int, _: object) -> None:
         pending_signals.append(number)
 
-    # A signal mask would not suffice: another thread would receive the signal.
+    # Signals cannot be blocked instead: another thread, whose mask differs, would receive them.
     for number in handled_signals():
         signal.signal(number, defer_signal)
     return pending_signals
@@ -314,8 +314,8 @@ def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, n
 def _create_worker_zygote(
     processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig
 ) -> Zygote:
-    # Processes that models start inherit the mark. After the server's end, zygotes find and kill
-    # the remaining processes by it.
+    # Processes that models start inherit the mark, by which the zygotes find and kill the remaining
+    # processes after the server's end.
     environment = with_uncached_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
     has_devices = host.accelerators(visible=config.visible_devices).count > 0
@@ -327,7 +327,7 @@ def _create_worker_zygote(
 
 def _worker_environment(environment: Mapping[str, str], run_dir: Path) -> dict[str, str]:
     defaults = {
-        # Caches of torch's compiler belong to the server's files, not to $TMPDIR.
+        # torch's compiler would otherwise leave its caches in $TMPDIR after the server's end.
         "TORCHINDUCTOR_CACHE_DIR": str(run_dir / "torchinductor"),
         # onnxruntime would otherwise create a telemetry session in $TMPDIR on import.
         "ORT_DISABLE_TELEMETRY": "1",

@@ -47,7 +47,7 @@ class RepositoryPoller:
     _models: ModelManager
     # The changes in progress: each model's name, and whether its folder is present.
     _in_progress: set[tuple[str, bool]] = field(init=False, default_factory=set)
-    # The time of a failed model's next retry, and the pause after that retry.
+    # By model whose load has failed: the time of the next retry, and the pause after that retry.
     _retries: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
@@ -105,7 +105,7 @@ class RepositoryPoller:
             return  # its next request loads the current files
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
         retry_at, pause_s = self._retries.get(name, (0.0, _FIRST_PAUSE_S))
-        if model is None or model.fingerprint != fingerprint:  # also reloaded after a failed load
+        if model is None or model.fingerprint != fingerprint:  # even if the last load has failed
             pause_s = _FIRST_PAUSE_S
         elif not model.failure_is_temporary or time.monotonic() < retry_at:
             return
@@ -189,7 +189,7 @@ class Reload:
         if config.tokens != old_config.tokens:
             changed.add(_TOKENS_FLAG)
         applied = changed & RELOADABLE
-        # The first token, or the loss of the last one, changes which addresses are allowed.
+        # With the first or without any token, listeners may have other addresses: restart.
         if bool(config.tokens) != bool(old_config.tokens):
             applied.discard(_TOKENS_FLAG)
         for name in sorted(changed):
@@ -218,5 +218,5 @@ def _format_value(config: ServerConfig, name: str) -> str:
     if name == _TOKENS_FLAG:
         return f"{len(config.tokens)} tokens"
     value = config.flags[name]
-    # A repeated flag may contain a secret.
+    # The values of a repeated flag are not logged, since they may contain a secret.
     return f"{len(value)} values" if isinstance(value, list) else str(value)

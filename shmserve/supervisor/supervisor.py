@@ -120,7 +120,7 @@ class Supervisor:
         return status or int(self._lost_run_dir)
 
     def _signal(self, number: int) -> None:
-        # A closed terminal sends SIGHUP, too.
+        # A closed terminal sends SIGHUP, too, which then ends the server.
         is_terminal_closed = self._had_terminal and not has_terminal()
         if number == signal.SIGHUP and self.reload is not None and not is_terminal_closed:
             self.reload.request()
@@ -141,7 +141,7 @@ class Supervisor:
             logger.error("the server cannot start: internal error", exc_info=error)
         return 1
 
-    # --- start
+    # --- the server's start
 
     def open(self) -> None:
         """Handle signals, start the zygotes and publish events; no model is loaded yet."""
@@ -151,7 +151,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._signal, number)
         for number in self.early_signals:
             self._signal(number)
-        # The parent may have blocked signals, so that exits and the end would not be detected.
+        # The parent may have blocked signals. Without SIGCHLD, no exit would be detected.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.without_effect:
             logger.warning("--%s has no effect: %s", name, FLAGS[name].help)
@@ -159,7 +159,7 @@ class Supervisor:
             logger.warning("--backend-config=%s has no effect", setting)
         if context.config.trace.problem:
             logger.warning("requests are not traced: %s", context.config.trace.problem)
-        # Before other processes, because the import of torch takes longest.
+        # The worker zygote starts first, because its import of torch takes longest.
         context.worker_zygote.start()
         context.front_zygote.start()
         context.events.open(endpoints.events(context.run_dir), self.feed.on_subscription)
@@ -228,18 +228,18 @@ class Supervisor:
             logger.info("try: %s", command)
 
     async def _load(self) -> bool:
-        # Before the models, because they may lease workspaces in their warm-up.
+        # The holders start first, because models may lease workspaces in their warm-up.
         await self.workspace_holders.start()
         try:
             return await self.models.start()
-        except ShmserveError as error:  # the repository does not exist
+        except ShmserveError as error:  # for example, the repository does not exist
             if self.context.config.exit_on_error:
                 raise
             logger.error("no model is served, and the server is not live: %s", error.message)
             self.health.has_failed = True
             return False
 
-    # --- exits
+    # --- exits of processes
 
     def _process_exited(self, child: Child) -> None:
         """Release the resources that a process has in its role, and broadcast its exit.
@@ -290,7 +290,7 @@ class Supervisor:
             self.context.broadcast(exited, *_MODEL_ROLES)
         self._stopped_exits.clear()
 
-    # --- end
+    # --- the server's end
 
     async def end(self, status: int) -> None:
         """Drain for at most `exit_timeout_s`, or until a second signal, then stop everything.
@@ -318,7 +318,7 @@ class Supervisor:
         context.workspaces.close()
         context.events.close()
         context.control.close()
-        # Closed last, because a successor may use the run directory afterwards.
+        # A successor may use the run directory once this link is closed.
         self.handover.close()
         self.processes.close()
         await end_all(timeout_extension)

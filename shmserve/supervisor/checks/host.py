@@ -24,15 +24,15 @@ _FILE_LIMIT_FIX = (
     "set LimitNOFILE=65536 in the unit, or run ulimit -Hn 65536, or docker run "
     "--ulimit nofile=65536"
 )
-_MIN_TASKS = 1024  # a lower limit on processes and threads is reported
-_TASKS_PER_MODEL = 16  # two processes and their threads
+_MIN_TASKS = 1024  # a limit on processes and threads below this number is reported
+_TASKS_PER_MODEL = 16  # the two processes of a model, and their threads
 _SYSTEM_UIDS = range(1000)
 _DYNAMIC_UIDS = range(61184, 65520)  # the user ids of systemd's DynamicUser=
 _FAST_CLOCKS = ("", "tsc", "kvm-clock", "arch_sys_counter", "hyperv", "xen")
 _DAY_S = 86400
 _REPORTED_PACKAGES = ("aiohttp", "pyzmq", "torch", "numpy")
 _UNIT_FOLDER = Path("/etc/systemd/system")
-# The highest exposure of a unit that `systemd-analyze security` accepts, in tenths.
+# The highest exposure, in tenths, with which `systemd-analyze security` accepts a unit.
 _MAX_EXPOSURE = "15"
 _ANALYZE_TIMEOUT_S = 30
 

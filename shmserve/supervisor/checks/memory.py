@@ -110,7 +110,7 @@ def gather_objects(_: ServerConfig) -> list[ShmObject]:
     for entry in os.scandir(_SHM):
         with contextlib.suppress(OSError):
             status = entry.stat(follow_symlinks=False)
-            # The processes of other users, which may use their objects, cannot be inspected.
+            # Other users' files are skipped: their processes cannot be searched for a use.
             is_deletable = own_uid in (0, status.st_uid)
             if is_deletable and status.st_blocks * 512 >= _LARGE_OBJECT_BYTES:
                 large_files.append((entry.name, status.st_blocks * 512, status.st_uid))

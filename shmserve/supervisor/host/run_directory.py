@@ -24,7 +24,7 @@ from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
-# The last process of a killed server clears the folder within milliseconds.
+# The last process of a killed server clears the folder and ends within milliseconds.
 _LOCK_TIMEOUT_S = 3.0
 _DEFAULT_FOLDER_TIMEOUT_S = 0.5  # short, because a second server can use another folder
 _REMEDY = "; stop that server, replace it with --take-over, or set another --run-dir"
@@ -229,7 +229,7 @@ def clear(path: Path, lock_fd: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(folder / "lock"), os.fstat(lock_fd)):
                 _delete_contents(folder)
-                # Last, since no server starts in a folder that has files and no lock.
+                # The lock is deleted last: no server starts in a folder with files and no lock.
                 if os.listdir(folder) == ["lock"]:
                     (folder / "lock").unlink()
                     folder.rmdir()

@@ -23,7 +23,7 @@ _FIRST_FD = 3  # SD_LISTEN_FDS_START, the first inherited descriptor
 # The allowed values of FileDescriptorName= of a socket.
 LISTENER_NAMES = ("http", "grpc", "metrics", "local")
 _STORED_PREFIX = "kept-"  # the prefix of the names of stored descriptors
-# Seconds by which each message to the manager extends its timeout for the start or the end.
+# Seconds by which each message extends the service manager's timeout for the start or the end.
 _TIMEOUT_EXTENSION_S = 60
 _SIGN_OF_LIFE_INTERVAL_S = 10.0
 _FLUSH_TIMEOUT_S = 5.0  # the longest wait of a registration for a manager that hangs

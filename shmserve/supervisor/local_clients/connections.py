@@ -46,7 +46,7 @@ _CREDENTIALS_BYTES = 12  # size of struct ucred
 _NO_LINGER = struct.pack("ii", 0, 0)  # a struct linger, with which close() does not block
 
 _MAX_CLIENTS = 1024
-# When more clients have not sent Hello, the oldest of them is disconnected.
+# Maximum clients that have not sent Hello. A further client disconnects the oldest of them.
 _MAX_CLIENTS_BEFORE_HELLO = 256
 _BACKLOG = 128
 _MAX_ACCEPTED_AT_ONCE = 64  # connections that are accepted before open ones are read
@@ -283,8 +283,8 @@ class LocalClientConnections:
         if client.pidfd >= 0:
             self._loop.remove_reader(client.pidfd)
             os.close(client.pidfd)
-        # This link is closed before the schedulers close theirs. The client thus detects that the
-        # server has disconnected it.
+        # This link is closed before the schedulers close theirs, so that the client detects that
+        # the server, not a scheduler, has disconnected it.
         disconnect(client.link)
         if client.is_welcomed:
             self._on_disconnect(client.number)
@@ -296,7 +296,7 @@ class LocalClientConnections:
         for client in list(self._clients.values()):
             self.disconnect(client)
 
-    # --- out
+    # --- sent packets
 
     def send(self, client: LocalClient, data: bytes) -> None:
         """Send a packet now or when the client reads; disconnect it if too many are unread."""
@@ -322,7 +322,7 @@ class LocalClientConnections:
             client.unsent.popleft()
         self._loop.remove_writer(client.link.fileno())
 
-    # --- in
+    # --- received packets
 
     def _read(self, client: LocalClient) -> None:
         try:

@@ -217,7 +217,7 @@ def check_memory(fd: int, byte_size: int, is_trusted: bool = True) -> SharedObje
     return shared
 
 
-_ACK_TIMEOUT_S = 1.0  # the longest time for which a stopped local client delays a reload
+_ACK_TIMEOUT_S = 1.0  # the longest time for which a local client that hangs delays a reload
 # The fields of a model's configuration and of its tensors that local clients need.
 _MODEL_FIELDS = ("name", "backend", "max_batch_size", "input", "output", "model_transaction_policy")
 _TENSOR_FIELDS = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")

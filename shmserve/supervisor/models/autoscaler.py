@@ -55,7 +55,7 @@ _IDLE_S = 20.0  # the time without long waits before a removal
 _BUSY_WINDOW_S = 0.5  # the window of the mean number of busy instances
 _REMOVAL_PAUSE_S = 2.0  # the shortest time between a change and a removal
 _TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
-# The idle time doubles if an instance is added again within this multiple of it after a removal.
+# If an instance is added within this multiple of the idle time after a removal, the time doubles.
 _SOON_FACTOR = 3.0
 _MAX_IDLE_S = 320.0
 _MIN_SHARE = 0.25  # a p99 of the wait below this share of the target is never too long

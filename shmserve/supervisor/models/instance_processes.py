@@ -181,7 +181,7 @@ class Instances:
         """Return whether the model implements a readiness check."""
         return any(instance.checks_ready for instance in self._instances)
 
-    # --- start
+    # --- loads
 
     async def complete_config(self) -> None:
         """Complete the configuration with the first instance, and reserve resources for all."""
@@ -303,7 +303,7 @@ class Instances:
         if not receiving.done() and instance.inbox.empty():
             self._check_needed(instance)
             raise Unavailable(f"{problem} ({child.reason})")
-        # A worker that has ended may have sent the reason before its exit.
+        # If the worker has ended, its last message may contain the reason.
         message = receiving.result() if receiving.done() else instance.inbox.get_nowait()
         if isinstance(message, m.LoadFailed):
             error = from_code(message.code, message.message)
@@ -339,7 +339,7 @@ class Instances:
         """Return the changes to the instances of `config`, the final configuration of `spec`."""
         config_differs, scaled_config = config != self.config, config
         if bounds_of(config) is not None and not config_differs:
-            # An unchanged model keeps its scale.
+            # If only the load's number of instances differs, the scaled number is kept.
             scaled_config = with_instance_count(config, self.count)
         changes = find_changes(self._instances, scaled_config, self.count)
         return InstanceUpdate(spec, config, config_differs, *changes)
@@ -425,7 +425,7 @@ class Instances:
                 patience_s,
             )
 
-    # --- schedulers
+    # --- changes of schedulers
 
     def notify_new_scheduler(self, worker_pids: list[int]) -> None:
         """Notify a new scheduler of its instances, and of the exits since it was started.
@@ -437,7 +437,7 @@ class Instances:
             self._scheduler.send(ProcessExited(pid, ""))
         for instance in self._instances:
             if instance.state is InstanceState.RETIRING:
-                # Clients have resubmitted its requests to the new scheduler.
+                # Clients have resubmitted the instance's requests to the new scheduler.
                 self._context.background(self._end(instance))
             elif instance.state is InstanceState.FAILED:
                 self._send_instance_gone(instance)
@@ -452,7 +452,7 @@ class Instances:
             if instance.state is InstanceState.READY:
                 self._send(instance, attach)
 
-    # --- exits
+    # --- exits of processes
 
     def kill_overdue(self, pid: int, reason: str) -> None:
         """Kill an instance that exceeded its time limit, unless its process has been replaced."""
@@ -576,7 +576,7 @@ class Instances:
         reason = f"model '{self._spec.name}' failed: its instances are not restarted"
         self._scheduler.send(m.InstanceGone(instance.index, reason))
 
-    # --- end
+    # --- the version's end
 
     async def stop(self) -> None:
         """Finalize the model in every process that has loaded it, and wait for all exits."""

@@ -301,7 +301,7 @@ def find_changes(
     return added, removed
 
 
-# --- hangs
+# --- loads that hang
 
 
 async def stacks_of(instance: Instance) -> str:

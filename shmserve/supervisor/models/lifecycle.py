@@ -72,7 +72,7 @@ class Lifecycle:
             OrderPhase.DROPPING: self._finish_once_acknowledged,
         }
 
-    # --- orders
+    # --- creation of orders
 
     def expect(self, steps: Mapping[str, list[str]]) -> None:
         """Register the models that are loaded at the start, with the steps of each.
@@ -195,7 +195,7 @@ class Lifecycle:
             if name in self._registry.models:
                 self._add_unless_repeated(Order(self._registry.models[name], OrderKind.MOVE))
 
-    # --- execution
+    # --- execution of orders
 
     def _run(self) -> None:
         """Advance all orders as far as possible.
@@ -248,7 +248,7 @@ class Lifecycle:
         step = self._phase_steps.get(order.phase)
         return step is not None and step(order)
 
-    # --- the phases of an order: QUEUED and READING
+    # --- the phases of an order; QUEUED and READING
 
     def _begin(self, order: Order) -> bool:
         model = order.model
@@ -313,7 +313,7 @@ class Lifecycle:
             if load is not None:
                 order.prerequisites.append(load)
 
-    # --- WAITING
+    # --- phase WAITING
 
     def _advance_waiting(self, order: Order) -> bool:
         if not all(prerequisite.is_finished for prerequisite in order.prerequisites):
@@ -344,7 +344,7 @@ class Lifecycle:
             self._actions.await_ends(order)
         order.phase = OrderPhase.PUBLISHING
 
-    # --- STARTING
+    # --- phase STARTING
 
     def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
         """Handle the configuration that the first worker of a version has completed.
@@ -401,7 +401,7 @@ class Lifecycle:
                 self._publish(order.model)
         self._run()
 
-    # --- OFFERED
+    # --- phase OFFERED
 
     def _take_over(self, order: Order) -> bool:
         incoming = order.model.incoming.values()
@@ -435,8 +435,8 @@ class Lifecycle:
                     load.is_outdated |= not load.is_planning and name in load.step_models
             is_unloaded = user.on_demand and not (user.serving or loads)
             steps = [self._registry.models.get(step) for step in user.needed_steps]
-            # If an operator has unloaded another step's model, only a load of that model or of the
-            # ensemble loads it again.
+            # If an operator has unloaded another step's model, the ensemble is reloaded only by a
+            # load of that model or of the ensemble itself.
             is_unloaded |= any(step and step.name != name and step.is_unloaded for step in steps)
             is_needed = name in user.needed_steps and not is_unloaded
             if not is_needed or any(load.is_planning for load in loads):
@@ -445,7 +445,7 @@ class Lifecycle:
                 source = loads[0].source if loads else user.source
                 order.follow_ups.append(self._load(user, source, Cause.STEP))
 
-    # --- PUBLISHING, DROPPING, MOVING and FINISHED
+    # --- phases PUBLISHING, DROPPING, MOVING and FINISHED
 
     def _finish_once_acknowledged(self, order: Order) -> bool:
         model = order.model

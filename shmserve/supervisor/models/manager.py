@@ -411,7 +411,7 @@ class ModelManager:
         steps = self._planner.steps
         return {name: list(dict.fromkeys(step.name for step in steps(name))) for name in names}
 
-    # --- requests
+    # --- requests of gateways and models
 
     async def handle(self, pid: int, request: ModelRequest) -> dict[str, Any] | None:
         """Handle a request of a gateway or a model; return the payload of the response."""
@@ -508,7 +508,7 @@ class ModelManager:
         """
         await self._wait_for(self._lifecycle.unload(name))
 
-    # --- end
+    # --- the server's end
 
     async def finish_sequences(self) -> None:
         """Reject new sequences and wait until the open sequences have ended."""

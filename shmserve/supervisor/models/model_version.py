@@ -32,7 +32,7 @@ from shmserve.supervisor.processes.children import RestartBackoff
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 5  # consecutive failed starts of a scheduler after which a load fails
-# Consecutive failed starts, some seconds, after which requests that wait for a scheduler fail.
+# Consecutive failed starts, which take some seconds, after which waiting requests fail.
 _MAX_AWAITED_STARTS = 10
 _CLIENT_ROLES = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
 _MAX_INCOMPLETE = 3  # incomplete files that the error of a load names
@@ -270,7 +270,7 @@ class ModelVersion:
         """
         self.scheduler.counters.pass_to(None if successor is None else successor.scheduler.counters)
 
-    # --- schedulers
+    # --- replacement of schedulers
 
     async def _start_scheduler(self, is_first: bool = False) -> None:
         worker_pids = self.instances.pids()
@@ -317,8 +317,8 @@ class ModelVersion:
         self._broadcast_lost(lost_endpoint, "", "caller", LOCAL_CLIENT)
 
     def _broadcast_lost(self, endpoint: str, successor: str, *roles: str) -> None:
-        # Messages to the successor are flushed first: local clients have sockets of their own and
-        # resubmit at once.
+        # The messages to the successor are flushed first, since local clients, which use other
+        # sockets, resubmit at once.
         self._context.control.flush()
         self._context.broadcast(SchedulerLost(endpoint, successor), *roles)
 
@@ -336,7 +336,7 @@ class ModelVersion:
             case _:
                 logger.warning("unexpected %s from a scheduler", type(message).__name__)
 
-    # --- end
+    # --- the version's end
 
     async def finish_sequences(self) -> None:
         """Reject new sequences and wait until the open sequences have ended."""

@@ -160,7 +160,7 @@ class OnDemand:
 
     def __post_init__(self, observers: list[Callable[[], None]]) -> None:
         self._loads: dict[str, asyncio.Future[ShmserveError | None]] = {}
-        # The backoff of failed loads by model, and the time of the next retry.
+        # By model whose load has failed: the backoff, and the time of the next retry.
         self._failures: dict[str, tuple[RestartBackoff, float]] = {}
         self._unload_lock = asyncio.Lock()
         self._memory = MemoryUse()

@@ -102,7 +102,7 @@ class LoadOutcome(NamedTuple):
 
 
 UNLOADED = LoadOutcome("unloaded", is_failure=False)
-# No load has failed: several repositories have the model. The server may be ready nevertheless.
+# If several repositories have a model, no load has failed, and the server may still be ready.
 DUPLICATE = LoadOutcome(DUPLICATE_MODEL, is_failure=False)
 
 

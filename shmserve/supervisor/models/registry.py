@@ -214,7 +214,7 @@ class ModelRegistry:
         title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
         return Group(title, frozenset(names))
 
-    # --- statuses
+    # --- the repository index and the statuses
 
     def index(self, folders: Mapping[str, ModelFolder], ready_only: bool) -> list[dict[str, Any]]:
         """Return the repository index.

@@ -419,7 +419,7 @@ def _is_dangling(path: Path) -> bool:
 
 def _read_folder(path: Path, config_name: str) -> ModelFolder | None:
     """Return the model in a folder; None if the folder has no model's name or contents."""
-    # Bytes of a name that are not UTF-8 cannot be sent.
+    # Messages can contain only UTF-8, so other bytes of the name are replaced.
     name = os.fsencode(path.name).decode(errors="replace")
     config_path = path / CONFIG_FILE
     try:

@@ -207,7 +207,7 @@ class CarriedCounters:
             self._send(m.BaseCounters(self._base_counters))
 
     def _update_successor(self) -> None:
-        # The base still changes after this scheduler has ended, while an earlier scheduler drains.
+        # This is called even after this scheduler's end, while an earlier scheduler still drains.
         if self._successor is None:
             return
         base = self._base_counters
@@ -239,7 +239,7 @@ class VersionScheduler:
     _on_message: Callable[[Any], None]
 
     def __post_init__(self) -> None:
-        # The number of the serving scheduler; before the first one serves, its number.
+        # The number of the serving scheduler, or before that, of the first scheduler.
         self.number = next(self._context.scheduler_ids)
         self._latest: SchedulerHandle | None = None  # the scheduler that was started last
         self._current: SchedulerHandle | None = None  # the scheduler at `endpoint`

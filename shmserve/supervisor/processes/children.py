@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 # A child that stays stopped for longer is killed, and its owner handles that like any exit.
 STOPPED_LIMIT_S = 0.4
-# Peers identify a process by its pid, which the kernel reuses. A new process must not have a pid
-# whose exit a peer still stores. The factor covers exits that are reported late (`Supervisor`).
+# The number of recent pids that no new process may have, since peers identify processes by pid, and
+# store recent exits. The factor 2 covers exits that the supervisor reports late.
 _RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
 _OUT_OF_MEMORY = "the kernel killed it for lack of memory"
 
@@ -125,7 +125,7 @@ class ProcessTable:
         self._children[pid] = child
         self._on_start(child)
         if pid in self._early_exits:
-            # Deferred, so that the caller receives the child before its exit.
+            # The exit is handled later, so that the caller receives the child before.
             self._loop.call_soon(self._on_child_exit, pid, self._early_exits.pop(pid))
         return child
 
@@ -241,7 +241,7 @@ class ProcessTable:
 # Pauses before a start after the n-th exit in a row.
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0  # a process that lives longer resets the number of exits
-_MAX_EXITS_AFTER_WORK = 4  # useful work lowers the number of consecutive exits to this
+_MAX_EXITS_AFTER_WORK = 4  # useful work lowers the number of consecutive exits to this maximum
 
 
 @dataclass(slots=True)
@@ -341,7 +341,7 @@ class Zygote:
         self._request_slots = asyncio.Semaphore(_MAX_REQUESTS)
         self._serving_zygote: _ZygoteProcess | None = None
         self._spare: _ZygoteProcess | None = None
-        self._backoff = RestartBackoff()  # the backoff of spares
+        self._backoff = RestartBackoff()  # determines the pauses before spares are restarted
         self._forking_spare: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -381,7 +381,7 @@ class Zygote:
         os.set_inheritable(child_end.fileno(), True)
         os.set_inheritable(self._run_dir.lock_fd, True)
         try:
-            # -P: modules are not imported from the current folder, which may contain `workers`.
+            # -P prevents imports from the current folder, which may contain a module `workers`.
             return os.posix_spawn(
                 sys.executable,
                 [
@@ -445,7 +445,7 @@ class Zygote:
         self._pending_forks.clear()
         if self._failed_starts == _MAX_FAILED_STARTS:  # the installation is probably broken
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
-            self._ready.exception()  # avoids asyncio's warning if nothing waits
+            self._ready.exception()  # asyncio would warn of an exception that nothing reads
         elif spare is None:
             self._loop.call_later(_RESTART_PAUSE_S, self._restart)
 
@@ -487,7 +487,7 @@ class Zygote:
                 pause_s = self._backoff.pause_s(time.monotonic() - spare.started_at)
                 self._loop.call_later(pause_s, self._fork_spare)
 
-    # --- requests
+    # --- requests to fork
 
     def _restart(self) -> None:
         if self._is_stopping:
@@ -633,7 +633,7 @@ def _imported_packages(source: Path) -> Iterator[str]:
     """Yield the packages that a Python file imports anywhere, except relative imports."""
     try:
         with warnings.catch_warnings(action="ignore"):  # loading the file repeats the warnings
-            # The open of a pipe would wait for a writer.
+            # Only files are read, since the open of a pipe would wait for a writer.
             tree = ast.parse(source.read_bytes() if source.is_file() else b"")
     # Loading the model reports the error.
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):

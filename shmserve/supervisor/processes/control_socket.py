@@ -204,7 +204,7 @@ class ControlSocket:
         connected = (item for item in self._peers.items() if item[0] in self._identities)
         return [address for address, peer in connected if peer.role in roles or address in callers]
 
-    # --- in
+    # --- received messages
 
     def receive_all(self) -> None:
         """Handle the received messages, in at most `_MAX_READS` reads."""
@@ -238,7 +238,7 @@ class ControlSocket:
         except Exception:
             logger.exception("the message %s could not be handled", type(message).__name__)
 
-    # --- out
+    # --- sent messages
 
     def send(self, address: Address, message: Any) -> None:
         """Queue a message; all messages of one turn of the event loop are sent in one frame.

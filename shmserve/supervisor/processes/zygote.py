@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     zygote_pid = os.getpid()
 
     def supervisor_ended() -> None:
-        # The lock prevents that a zygote is killed by another zygote while it clears the directory.
+        # With the lock, no zygote kills another zygote that is clearing the directory.
         with contextlib.suppress(OSError), exclusive(lock_fd):
             # The first zygote reports the death and removes the directory.
             if os.getppid() != supervisor_pid and run_dir.exists():

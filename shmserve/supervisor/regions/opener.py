@@ -39,7 +39,8 @@ MEMFD_KEY = "memfd"  # the key of a local client's memory in listings
 logger = logging.getLogger(__name__)
 
 _CHECK_TIMEOUT_S = 2.0
-_OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]  # pids to respond, and the result
+# The workers that have not responded, and the result.
+_OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
 class RegionQuota:
@@ -233,7 +234,7 @@ class RegionOpener:
 
     def set_limits(self, policy: ShmPolicy) -> None:
         """Change the limits for later regions."""
-        # A server without a free descriptor could start no process.
+        # Regions must leave free descriptors, which the server needs to start processes.
         max_regions = min(policy.max_regions, fd_limits.regions_share(fd_limits.limit()))
         self._quota.policy = replace(policy, max_regions=max_regions)
 

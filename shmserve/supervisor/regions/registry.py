@@ -163,7 +163,7 @@ class RegionRegistry:
     draining: DrainingRegions = field(init=False)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     _active_regions: dict[str, OpenRegion] = field(init=False, default_factory=dict)
-    # Changes take effect one after the other in all processes.
+    # Held during each change, so that every process receives the changes in the same order.
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:

@@ -114,7 +114,7 @@ class RateLimiter:
         """Return the capacity of each resource that an instance of a member needs."""
         return dict(self._capacity)
 
-    # --- members ----------------------------------------------------------------------------------
+    # --- members
 
     def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
         """Register instances of a model version by index.
@@ -209,7 +209,7 @@ class RateLimiter:
         self._compute_capacities()
         return granted + self._grant()
 
-    # --- tickets ----------------------------------------------------------------------------------
+    # --- tickets
 
     def ask(
         self, member: Hashable, instance_index: int, ticket: Hashable, pid: int = 0
