@@ -183,7 +183,7 @@ class Gateways(PermanentProcesses):
             case m.Drained():
                 resolve_future(self._drain_futures.get(child.pid), None)
             case _:
-                logger.warning("unexpected %s from a gateway", type(message).__name__)
+                logger.warning("unexpected message from a gateway: %s", type(message).__name__)
 
     def _would_fail_again(self, child: Child) -> bool:
         """Return whether the gateway's entry point failed, as its successor's would."""

@@ -297,5 +297,5 @@ def _judge_peer_devices(server: ServerFacts, peer: PeerFacts, different_kinds: s
             "use the same value for both, or send the device's UUID with a handle, as "
             "shmserve.client does"
         )
-        return warning(f"{finding}: cuda:0 may be another device there", fix)
+        return warning(f"{finding}: cuda:0 may be a different device for each process", fix)
     return ok("same as the server's")

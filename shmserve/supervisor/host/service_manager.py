@@ -53,7 +53,7 @@ class ServiceManager:
             try:
                 self._socket.connect(socket_address)
             except OSError as error:
-                logger.warning("the service manager is not notified: %s", error.strerror)
+                logger.warning("the service manager cannot be notified: %s", error.strerror)
                 self.close()
 
     @property

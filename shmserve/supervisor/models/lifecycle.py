@@ -467,7 +467,7 @@ class Lifecycle:
         if error is not None and model.is_expected and not statuses(model):
             model.outcomes[""] = LoadOutcome(error.message)  # no repository has the model
         if error is not None and Cause.STEP in order.causes and order.kind is OrderKind.LOAD:
-            logger.error("ensemble '%s': %s", model.name, error.message)
+            logger.error("ensemble '%s' could not be reloaded: %s", model.name, error.message)
             if model.serving:  # otherwise the reason of the failure stays visible
                 unload = self._unload(model, {model: None}, model.on_demand)
                 unload.failures[""] = error

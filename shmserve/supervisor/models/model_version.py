@@ -334,7 +334,7 @@ class ModelVersion:
             case MemoryDropped():  # an ensemble's memory, which its steps' workers unmap
                 self._context.broadcast(message, "worker")
             case _:
-                logger.warning("unexpected %s from a scheduler", type(message).__name__)
+                logger.warning("unexpected message from a scheduler: %s", type(message).__name__)
 
     # --- the version's end
 

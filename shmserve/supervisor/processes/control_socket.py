@@ -228,7 +228,9 @@ class ControlSocket:
         self._identities[address] = identity
         try:
             if type(message) not in _MAY_SEND[peer.role]:
-                logger.warning("a %s sent an unexpected %s", peer.role, type(message).__name__)
+                logger.warning(
+                    "a %s sent an unexpected message: %s", peer.role, type(message).__name__
+                )
             elif isinstance(message, Acknowledged):
                 self.acknowledgements.record_acknowledged(address, message.number)
             elif (service := self._services.get(type(message))) is not None:
@@ -236,7 +238,8 @@ class ControlSocket:
             else:
                 peer.handler(message)
         except Exception:
-            logger.exception("the message %s could not be handled", type(message).__name__)
+            kind = type(message).__name__
+            logger.exception("a message %s from a %s could not be handled", kind, peer.role)
 
     # --- sent messages
 

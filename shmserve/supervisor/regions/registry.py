@@ -270,7 +270,7 @@ class RegionRegistry:
                 text = f"shared memory region '{name}' cannot be registered: {error.strerror}"
                 raise Unavailable(text) from None
             if existing_region is not None:
-                logger.info("region '%s' replaced: its old object was removed from /dev/shm", name)
+                logger.info("region '%s' replaces a region whose object was removed", name)
                 await self._withdraw(existing_region, _OBJECT_REMOVED)
             await self._activate(region)
             return {"memory_id": region.memory_id}
