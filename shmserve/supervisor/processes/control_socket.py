@@ -229,7 +229,7 @@ class ControlSocket:
         try:
             if type(message) not in _MAY_SEND[peer.role]:
                 logger.warning(
-                    "a %s sent an unexpected message: %s", peer.role, type(message).__name__
+                    "unexpected message from a %s: %s", peer.role, type(message).__name__
                 )
             elif isinstance(message, Acknowledged):
                 self.acknowledgements.record_acknowledged(address, message.number)
@@ -238,8 +238,7 @@ class ControlSocket:
             else:
                 peer.handler(message)
         except Exception:
-            kind = type(message).__name__
-            logger.exception("a message %s from a %s could not be handled", kind, peer.role)
+            logger.exception("a message of type %s could not be handled", type(message).__name__)
 
     # --- sent messages
 
