@@ -228,9 +228,7 @@ class ControlSocket:
         self._identities[address] = identity
         try:
             if type(message) not in _MAY_SEND[peer.role]:
-                logger.warning(
-                    "unexpected message from a %s: %s", peer.role, type(message).__name__
-                )
+                logger.warning("unexpected message of a %s: %s", peer.role, type(message).__name__)
             elif isinstance(message, Acknowledged):
                 self.acknowledgements.record_acknowledged(address, message.number)
             elif (service := self._services.get(type(message))) is not None:
