@@ -80,7 +80,7 @@ class Handover:
     # --- the handover from a predecessor
 
     async def run_beside_predecessor(self, work: asyncio.Future[T]) -> T:
-        """Return the result of `work`, during which a predecessor, if any, must not exit.
+        """Wait for `work` and return its result. A predecessor, if any, must not exit meanwhile.
 
         Raises:
             Unavailable: The predecessor has exited before the work was done. Its last process has
@@ -188,10 +188,9 @@ class Handover:
             self._on_handed_over()
 
     async def let_successor_accept(self) -> None:
-        """Let the successor accept clients, and wait until it uses the run directory.
+        """Let the successor accept clients, and wait until the successor uses the run directory.
 
-        This server no longer accepts clients. It must not end earlier, because it would remove the
-        directory.
+        This server must not end before that, because it would remove the directory.
         """
         if self._successor is not None:
             await self._successor.ask(_ACCEPT)

@@ -72,7 +72,7 @@ class PermanentProcesses(ABC):
         """Handle a message from a process."""
 
     def _would_fail_again(self, child: Child) -> bool:
-        """Return whether a process that exited before its first contact would exit again."""
+        """Return whether a process that exited without connecting would exit again."""
         return True
 
     async def start(self) -> None:
@@ -186,7 +186,7 @@ class Gateways(PermanentProcesses):
                 logger.warning("unexpected message from a gateway: %s", type(message).__name__)
 
     def _would_fail_again(self, child: Child) -> bool:
-        """Return whether the gateway's entry point failed, as its successor's would."""
+        """Return whether the gateway's entry point failed, and would therefore fail again."""
         return child.exited.result() == f"exit status {BOOT_FAILED}"
 
     def _children(self) -> list[Child]:

@@ -35,7 +35,7 @@ _LONGEST_PAUSE_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class RepositoryPoller:
-    """The poller of the repositories, which loads and unloads models as these change.
+    """The poller of the repositories, which loads and unloads models as their folders change.
 
     A model that hangs while it loads does not delay other models. Its load is cancelled when the
     model is removed. Loads that failed for a temporary reason are retried with exponential backoff.

@@ -282,7 +282,7 @@ class Supervisor:
             self.end_signals.put_nowait(signal.SIGTERM)
 
     def _report_stopped(self) -> None:
-        """Broadcast together the exits of processes that were sent `Stop`.
+        """Broadcast the exits of all processes that were sent `Stop` since the last call.
 
         Waking all processes for each exit would dominate the time of unloading many models.
         """

@@ -82,7 +82,7 @@ def gather_parser(_: ServerConfig) -> bool:
 
 
 def judge_parser(is_c_parser: bool) -> Verdict:
-    """Require the C parser: most request smuggling was found in its replacement in Python."""
+    """Require the C parser, because the parser in Python has often allowed request smuggling."""
     if is_c_parser:
         return ok("aiohttp's parser in C")
     fix = (

@@ -39,8 +39,8 @@ class Offer:
     """The listening sockets that a running server passes to its successor.
 
     `link` is the connection between the two servers. `sockets` has the sockets by protocol, and
-    `shared` has those that the server itself has inherited. `client_listener` is the listener in
-    the run directory for local clients.
+    `shared` the sockets that the server itself has inherited. `client_listener` is the listener for
+    local clients, whose path is in the run directory.
     """
 
     link: socket.socket

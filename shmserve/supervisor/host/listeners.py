@@ -1,6 +1,6 @@
 """Listening sockets, which the supervisor binds and gateways inherit.
 
-The death of a gateway therefore refuses no connection.
+Therefore no connection is refused when a gateway dies.
 """
 
 from __future__ import annotations

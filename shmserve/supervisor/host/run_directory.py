@@ -210,7 +210,7 @@ def unsafe_reason(path: Path, status: os.stat_result, group_bits: int) -> str:
 
 @contextlib.contextmanager
 def exclusive(lock_fd: int) -> Iterator[None]:
-    """Exclude other processes with the inherited lock of a server, `lock_fd`, from this block."""
+    """Lock out other processes that have inherited `lock_fd`, a server's lock, during a block."""
     fcntl.lockf(lock_fd, fcntl.LOCK_EX)
     try:
         yield

@@ -221,7 +221,7 @@ class LocalClientConnections:
 
     @property
     def client_listener(self) -> socket.socket:
-        """Return the listener at the path in the run directory; `shared_sockets` has others."""
+        """Return the listener whose path is in the run directory."""
         return self._client_listener.sock
 
     def shared_sockets(self) -> list[socket.socket]:

@@ -99,7 +99,7 @@ class LocalMemory:
             yield region.listing(0)
 
     def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
-        """Register the memory of a client, whose only descriptor is in `fds`.
+        """Register a client's memory, whose descriptor must be the only element of `fds`.
 
         The server then owns the descriptor and empties `fds`, unless the registration fails.
 

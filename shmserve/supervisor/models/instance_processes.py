@@ -336,7 +336,7 @@ class Instances:
     # --- changes of the number of instances
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
-        """Return the changes to the instances of `config`, the final configuration of `spec`."""
+        """Return the update to the instances of `config`, which is `spec`'s final configuration."""
         config_differs, scaled_config = config != self.config, config
         if bounds_of(config) is not None and not config_differs:
             # If only the load's number of instances differs, the scaled number is kept.

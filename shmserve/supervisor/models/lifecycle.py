@@ -93,7 +93,7 @@ class Lifecycle:
         self._run()
 
     def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> Order:
-        """Order a model to be loaded or reloaded.
+        """Order a model to be loaded or reloaded, and return the order.
 
         Args:
             name: The model.
@@ -138,7 +138,7 @@ class Lifecycle:
         return self._add_unless_repeated(Order(model, OrderKind.LOAD, source, cause))
 
     def _add_unless_repeated(self, order: Order) -> Order:
-        """Add an order, or return the model's last order if that has the same effect."""
+        """Add an order, or return the model's last order if it has the same effect."""
         last_order = order.model.orders[-1] if order.model.orders else None
         if last_order is None or not last_order.is_repeated_by(order):
             return self._add(order)
@@ -493,7 +493,7 @@ class Lifecycle:
         self._fail(order, InvalidArgument(text), is_cancelled=True)
 
     def _fail(self, order: Order, error: ShmserveError, is_cancelled: bool = False) -> None:
-        """End the versions that an order has started; the serving versions continue."""
+        """Let an order fail: end the versions that it has started. Serving versions continue."""
         model, phase = order.model, order.phase
         if phase in (OrderPhase.PUBLISHING, OrderPhase.DROPPING, OrderPhase.FINISHED):
             return

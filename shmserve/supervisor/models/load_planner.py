@@ -203,7 +203,7 @@ class LoadPlanner:
         return folder
 
     def _with_defaults(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
-        """Return the configuration with the defaults that files and host determine."""
+        """Return the configuration with defaults, which depend on the model's files and host."""
         repository.check_files(folder)
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(written, folder.name, files)
@@ -285,7 +285,7 @@ class LoadPlanner:
         return [] if model is None else steps_of(ModelSpec.of(model_config.to_dict(model[1])))
 
     def _find_with_defaults(self, name: str) -> tuple[ModelFolder, ModelConfig] | None:
-        """Return the folder of a model and its configuration with defaults; None if unusable.
+        """Return a model's folder and its configuration with defaults; None without a folder.
 
         Raises:
             ShmserveError: The configuration cannot be read.

@@ -448,7 +448,7 @@ class ModelManager:
 
         Args:
             name: The model.
-            with_dependents: Whether to unload the models that were loaded only for this ensemble.
+            with_dependents: Whether to unload the models that were loaded only as its steps.
         """
         self._require_explicit()
         if is_traversal(name):

@@ -131,7 +131,7 @@ class ModelVersion:
             await self._state_changed.wait()
 
     def pids(self) -> list[int]:
-        """Return the running processes; the scheduler's may also run for other models."""
+        """Return the running processes; the scheduler's process may also host other schedulers."""
         scheduler_pids = [self.scheduler.current.child.pid] if self.scheduler.serves else []
         return [*self.instances.pids(), *scheduler_pids]
 
@@ -264,9 +264,9 @@ class ModelVersion:
             self._supervision = self._context.background(self._supervise())
 
     def pass_counters_to(self, successor: ModelVersion | None) -> None:
-        """Make this version's counters, which its drain still changes, the base of a successor's.
+        """Let a successor's counters include this version's, which may change until it has ended.
 
-        None ends this.
+        With None, no successor includes them.
         """
         self.scheduler.counters.pass_to(None if successor is None else successor.scheduler.counters)
 

@@ -149,7 +149,7 @@ class OnDemand:
         _registry: The models.
         _lifecycle: Receives the orders.
         _wait_for: Waits until an order is answered.
-        observers: Called when the status of a model may have changed. A callback is added.
+        observers: Called when the status of a model may have changed; `OnDemand` adds a callback.
     """
 
     _context: SupervisorContext

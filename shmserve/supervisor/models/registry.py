@@ -448,7 +448,7 @@ class ReadinessCheck:
             check.outcome.set_result(message.ready)
 
     def process_exited(self, pid: int) -> None:
-        """End the check of a process that has ended."""
+        """Complete the readiness check of a worker that has ended."""
         check = self._in_flight.pop(pid, None)
         if check is not None:
             check.outcome.set_result(None)

@@ -475,7 +475,7 @@ def _inline_config(folder: ModelFolder) -> ModelConfig:
 
 
 def _file_lines(root: Path) -> Iterator[bytes]:
-    """Yield a line for each file below `root`; follow links, but visit each folder once."""
+    """Yield the `_file_line` of each file below `root`; follow links, but visit a folder once."""
     visited: set[tuple[int, int]] = set()
     unvisited = [("", root)]
     while unvisited:

@@ -185,7 +185,7 @@ class CarriedCounters:
         self._update_successor()
 
     def pass_to(self, successor: CarriedCounters | None) -> None:
-        """Add these counters, which a drain still changes, to a successor's; None stops this."""
+        """Let a successor's counters include these, which may still change; None: no successor."""
         self._successor = successor
         self._update_successor()
 
@@ -426,7 +426,7 @@ class VersionScheduler:
     def is_limited(self, config: ModelSpec) -> bool:
         """Check whether the rate limiter applies to a configuration."""
         needs = (group.rate_limiter.limits for group in config.instance_group)
-        return self._context.tickets.on and any(needs)
+        return self._context.tickets.is_enabled and any(needs)
 
     def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:
         """Register the resources that instances need with the rate limiter, if it applies.

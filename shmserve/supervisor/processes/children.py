@@ -83,7 +83,7 @@ class Child:
         return killed and self.kill_reason in ("", _OUT_OF_MEMORY)
 
     async def until_exit(self) -> str:
-        """Wait until the process exits, and return the kind of its exit."""
+        """Wait until the process exits, and return its exit status or signal as a text."""
         return await asyncio.shield(self.exited)
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
@@ -234,7 +234,7 @@ class ProcessTable:
         return [pid for pid in processes.children(os.getpid()) if pid not in known_pids]
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop handling exits of children."""
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
 

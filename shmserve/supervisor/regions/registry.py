@@ -379,7 +379,7 @@ class RegionRegistry:
         await (self.draining.retire if retire else self.draining.drain)(region)
 
     def close(self) -> None:
-        """Close every object."""
+        """Close the objects of all regions."""
         for region in self._active_regions.values():
             self._opener.close(region)
         self._active_regions.clear()

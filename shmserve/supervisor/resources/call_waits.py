@@ -145,7 +145,7 @@ class CallWaits:
         return None
 
     def _awaited_executions(self, wait: _Wait, stuck: list[_Wait]) -> set[_Execution]:
-        """Return the executions that must end before a call of this wait can run."""
+        """Return the executions that must end before a call in `wait` can run."""
         executions = {caller for stuck_wait in stuck for caller in stuck_wait.callers()}
         holders = self._find_holders(wait.scheduler, {pid for pid, _ in executions})
         occupants = {occupant for _, occupying in wait.instances for occupant in occupying}

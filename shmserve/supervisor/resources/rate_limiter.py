@@ -80,7 +80,7 @@ class _PendingRequest:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Return the key by which waiting requests are granted, smallest first."""
+        """Return the sort key of the waiting requests; the smallest is granted first."""
         return self.overtaken_count < PATIENCE, self.instance.score, self.number
 
 
@@ -300,20 +300,20 @@ class Tickets:
     """The rate limiter of the server. Each member is bound to its current scheduler.
 
     Args:
-        on: Whether the server was started with the rate limiter.
-        explicit: The configured capacities (see `RateLimiter`).
+        is_enabled: Whether the server was started with the rate limiter.
+        configured_capacities: The configured capacities (see `RateLimiter`).
         send: Queues a message for a scheduler.
     """
 
     def __init__(
         self,
-        on: bool,
-        explicit: Mapping[tuple[str, int | None], int],
+        is_enabled: bool,
+        configured_capacities: Mapping[tuple[str, int | None], int],
         send: Callable[[Address, TicketGranted | ResourcesHeld], None],
     ) -> None:
-        self.on = on
+        self.is_enabled = is_enabled
         self._send = send
-        self._limiter = RateLimiter(explicit)
+        self._limiter = RateLimiter(configured_capacities)
         self._logged_capacity: dict[Resource, int] = {}
         self._members: dict[Address, int] = {}
         self._schedulers: dict[int, Address] = {}
@@ -369,7 +369,7 @@ class Tickets:
             self._send_granted(self._limiter.disconnect(member))
 
     def handle(self, scheduler: Address, message: TicketRequest) -> None:
-        """Handle a request for a ticket, its release, or a question about holders of resources."""
+        """Handle a request for a ticket, its release, or a request for the holders of resources."""
         member = self._members.get(scheduler)
         if member is None:
             return
