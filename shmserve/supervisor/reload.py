@@ -155,7 +155,7 @@ class Reload:
             await self._request_event.wait()
             self._request_event.clear()
             self._service_manager.report_reloading()
-            timeout_extension = asyncio.ensure_future(self._service_manager.keep_waiting())
+            timeout_extension = asyncio.ensure_future(self._service_manager.extend_timeout())
             try:
                 await self._reload()
             except Exception:  # any exception, because later requests are handled, too

@@ -172,7 +172,7 @@ class Supervisor:
         gateways = asyncio.ensure_future(self.gateways.start())
         with self.progress:
             loading = asyncio.ensure_future(self._load())
-            timeout_extension = asyncio.ensure_future(self.service_manager.keep_waiting())
+            timeout_extension = asyncio.ensure_future(self.service_manager.extend_timeout())
             try:
                 started = asyncio.gather(loading, gateways)
                 has_loaded, _ = await self.handover.run_beside_predecessor(started)
@@ -299,7 +299,7 @@ class Supervisor:
         """
         context = self.context
         self.service_manager.report_stopping("finishing requests in flight")
-        timeout_extension = asyncio.ensure_future(self.service_manager.keep_waiting())
+        timeout_extension = asyncio.ensure_future(self.service_manager.extend_timeout())
         if not self.handover.has_successor:  # clients may continue to use a successor
             self.health.is_exiting = True
         self.gateways.retire()

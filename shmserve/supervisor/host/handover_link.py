@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _VERSION = 1
 _PATIENCE_S = 10.0  # short, because a running server responds at once
 _MAX_PACKET_BYTES = 64 * 1024
-_CLIENT_LISTENER = "door"
+_CLIENT_LISTENER = "door"  # the name of the listener for local clients in an offer
 
 
 @dataclass(slots=True, eq=False)

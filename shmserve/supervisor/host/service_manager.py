@@ -94,7 +94,7 @@ class ServiceManager:
             self._state = state
             self._notify(f"STATUS={state}")
 
-    async def keep_waiting(self) -> None:
+    async def extend_timeout(self) -> None:
         """Extend the timeout of a long start or end until the task is cancelled."""
         while self._socket is not None:
             self._notify_unless_queued(f"EXTEND_TIMEOUT_USEC={_TIMEOUT_EXTENSION_S * 1_000_000}")

@@ -319,8 +319,8 @@ class ModelSummary(NamedTuple):
 
 def _failure_text(model: ModelEntry, problems: Mapping[str, str]) -> str:
     logged = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
-    shown = ((number, reason) for number, reason in problems.items() if number not in logged)
-    reasons = [f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in shown]
+    unlogged = ((number, reason) for number, reason in problems.items() if number not in logged)
+    reasons = [f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in unlogged]
     return f"failed: {'; '.join(reasons)}" if reasons else "failed"
 
 

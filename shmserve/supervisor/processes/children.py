@@ -329,7 +329,7 @@ class Zygote:
     continue to run.
     """
 
-    _table: ProcessTable
+    _process_table: ProcessTable
     _run_dir: RunDirectory
     _title: str
     _modules: Sequence[str]
@@ -364,7 +364,7 @@ class Zygote:
                     raise
         except OSError as error:
             raise _start_failure(error.errno) from None
-        self._serve(_ZygoteProcess(self._table.adopt(pid, self._title), own_end))
+        self._serve(_ZygoteProcess(self._process_table.adopt(pid, self._title), own_end))
 
     def _serve(self, process: _ZygoteProcess) -> None:
         """Send all further requests to this process, which is the zygote or its former spare."""
@@ -517,10 +517,10 @@ class Zygote:
             await asyncio.shield(self._ready)
             assert self._serving_zygote is not None
             zygote = self._serving_zygote.child
-            with self._table.spawning():
+            with self._process_table.spawning():
                 pid = await self._fork(entry, start, fds)
-                if pid and not self._table.is_reserved(pid):
-                    return self._table.adopt(pid, title)
+                if pid and not self._process_table.is_reserved(pid):
+                    return self._process_table.adopt(pid, title)
             if pid:
                 _kill(pid)
                 continue
