@@ -191,7 +191,7 @@ def compose(
     accelerators = host.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, accelerators)
     registry = ModelRegistry()
-    health = Health(registry, strict=config.strict_readiness)
+    health = Health(registry, requires_models=config.strict_readiness)
     events = EventPublisher()
     processes = ProcessTable(events.process_started)
     control = ControlSocket(endpoints.control(run_dir.path))

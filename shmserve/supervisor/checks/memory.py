@@ -52,7 +52,7 @@ class ShmFolder(NamedTuple):
     mode: int = 0
     total_bytes: int = 0
     free_bytes: int = 0
-    writable: bool = False
+    is_writable: bool = False
 
 
 def gather_shm(config: ServerConfig) -> ShmFolder:
@@ -63,11 +63,11 @@ def gather_shm(config: ServerConfig) -> ShmFolder:
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     _, filesystem, options = max(mount[1:4] for mount in mounts if _SHM.is_relative_to(mount[1]))
     size, free = filesystem_space(_SHM)
-    writable = False
+    is_writable = False
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=_SHM):
-        writable = True
+        is_writable = True
     mode = _SHM.stat().st_mode & 0o7777
-    return ShmFolder(is_used, filesystem, options, mode, size, free, writable)
+    return ShmFolder(is_used, filesystem, options, mode, size, free, is_writable)
 
 
 def filesystem_space(folder: Path) -> tuple[int, int]:
@@ -83,7 +83,7 @@ def judge_shm(shm: ShmFolder) -> Verdict:
     if shm.filesystem != "tmpfs":
         finding = f"is on {shm.filesystem}, not on tmpfs" if shm.filesystem else "does not exist"
         return wrong(finding, _MOUNT_COMMAND)
-    if not shm.writable:
+    if not shm.is_writable:
         fix = f"chmod 1777 /dev/shm, or {_MOUNT_COMMAND}"
         return wrong("this user cannot create an object in it", fix)
     finding = f"{megabytes(shm.total_bytes)}, {megabytes(shm.free_bytes)} free"

@@ -144,7 +144,7 @@ class HandoverLink:
         self._execute = execute
         self._loop = asyncio.get_running_loop()
         self._request_numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[None]] = {}
+        self._pending_requests: dict[int, asyncio.Future[None]] = {}
         self._requests: asyncio.Queue[tuple[int, str, str, list[int]]] = asyncio.Queue()
         self._execution_task = asyncio.ensure_future(self._execute_requests())
         self.end_future: asyncio.Future[None] = self._loop.create_future()
@@ -154,14 +154,14 @@ class HandoverLink:
         """Send a request; the future resolves when the other end has executed it or has exited."""
         completion: asyncio.Future[None] = self._loop.create_future()
         number = next(self._request_numbers)
-        self._pending[number] = completion
+        self._pending_requests[number] = completion
         self._send([number, verb, name], fds)
         return completion
 
     async def until_done(self) -> None:
         """Wait until the other end has executed all requests so far."""
-        if self._pending:
-            await asyncio.wait(self._pending.copy().values())
+        if self._pending_requests:
+            await asyncio.wait(self._pending_requests.copy().values())
 
     def _send(self, message: list[int | str], fds: Sequence[int] = ()) -> None:
         if not self.end_future.done():
@@ -182,7 +182,7 @@ class HandoverLink:
                 verb, name = map(str, request)
                 self._requests.put_nowait((number, verb, name, fds))
             else:
-                resolve_future(self._pending.pop(number, None), None)
+                resolve_future(self._pending_requests.pop(number, None), None)
         except BlockingIOError:
             return
         # The link has ended, or a message is invalid.
@@ -208,9 +208,9 @@ class HandoverLink:
             self._resolve_all()
 
     def _resolve_all(self) -> None:
-        for completion in self._pending.values():
+        for completion in self._pending_requests.values():
             resolve_future(completion, None)
-        self._pending.clear()
+        self._pending_requests.clear()
 
     def close(self) -> None:
         """Close the connection."""

@@ -61,7 +61,7 @@ def receive(link: socket.socket) -> tuple[bytes, list[int]]:
         OSError: Nothing can be received.
     """
     packet = _receive_packet(link, _MAX_PACKET_BYTES)
-    if not packet.complete or len(packet.fds) > _MAX_ACCEPTED_DESCRIPTORS:
+    if not packet.is_complete or len(packet.fds) > _MAX_ACCEPTED_DESCRIPTORS:
         close_all(packet.fds)
         return b"", []
     return packet.data, packet.fds
@@ -70,7 +70,7 @@ def receive(link: socket.socket) -> tuple[bytes, list[int]]:
 class _Packet(NamedTuple):
     data: bytes
     fds: list[int]
-    complete: bool
+    is_complete: bool
     has_content: bool  # whether the packet has data or ancillary data
 
 
@@ -82,8 +82,8 @@ def _receive_packet(link: socket.socket, size: int) -> _Packet:
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    complete = not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-    return _Packet(data, list(fds), complete, bool(data or ancillary))
+    is_complete = not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+    return _Packet(data, list(fds), is_complete, bool(data or ancillary))
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -166,12 +166,12 @@ class LocalClientConnections:
         group: int,
         on_message: Callable[[LocalClient, Any, list[int]], None],
         on_disconnect: Callable[[int], None],
-        shared: Iterable[socket.socket],
+        shared_listeners: Iterable[socket.socket],
         predecessor_listener: socket.socket | None,
     ) -> None:
         """Open the listener for programs of this user, and of a group if there is one.
 
-        Clients wait at the `shared` listeners and at `predecessor_listener` until `accept`.
+        Clients wait at `shared_listeners` and at `predecessor_listener` until `accept`.
 
         Raises:
             Unavailable: The run directory has no space for the listener.
@@ -192,7 +192,7 @@ class LocalClientConnections:
         self._client_listener = Listener(predecessor_listener or _open_listener(path, group))
         buffer_bytes = self._client_listener.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self.largest_packet = buffer_bytes - _PACKET_OVERHEAD_BYTES
-        self._shared_listeners = list(map(Listener, shared))
+        self._shared_listeners = list(map(Listener, shared_listeners))
         self._own_listeners = [] if predecessor_listener else [self._client_listener]
         self._predecessor_listeners = [self._client_listener] if predecessor_listener else []
         self._start_accepting(self._own_listeners)
@@ -235,9 +235,9 @@ class LocalClientConnections:
 
     def close_shared(self) -> bool:
         """Close the listeners that another server uses, too; return whether there are any."""
-        shared, self._shared_listeners = self._shared_listeners, []
-        self._close_listeners(shared)
-        return bool(shared)
+        shared_listeners, self._shared_listeners = self._shared_listeners, []
+        self._close_listeners(shared_listeners)
+        return bool(shared_listeners)
 
     def _close_listeners(self, listeners: list[Listener]) -> None:
         for listener in listeners:

@@ -295,16 +295,16 @@ class Instances:
         child = instance.child
         problem = f"the process of instance '{instance.name}' ended while loading"
         assert child is not None
-        receiving = asyncio.ensure_future(instance.inbox.get())
+        next_message = asyncio.ensure_future(instance.inbox.get())
         try:
-            await wait_any(receiving, child.exited)
+            await wait_any(next_message, child.exited)
         finally:
-            receiving.cancel()
-        if not receiving.done() and instance.inbox.empty():
+            next_message.cancel()
+        if not next_message.done() and instance.inbox.empty():
             self._check_needed(instance)
             raise Unavailable(f"{problem} ({child.reason})")
         # If the worker has ended, its last message may contain the reason.
-        message = receiving.result() if receiving.done() else instance.inbox.get_nowait()
+        message = next_message.result() if next_message.done() else instance.inbox.get_nowait()
         if isinstance(message, m.LoadFailed):
             error = from_code(message.code, message.message)
             if message.frames:

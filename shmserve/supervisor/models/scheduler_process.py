@@ -244,7 +244,7 @@ class VersionScheduler:
         self._latest: SchedulerHandle | None = None  # the scheduler that was started last
         self._current: SchedulerHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = loop.create_future()
+        self._ready_future: asyncio.Future[None] = loop.create_future()
         self._drain_future: asyncio.Future[None] = loop.create_future()
         self.counters = CarriedCounters(self.send)
         self._publishes_counters = False
@@ -290,7 +290,7 @@ class VersionScheduler:
         """
         context = self._context
         number = self.number if is_first else next(context.scheduler_ids)
-        ready_future = self._ready = asyncio.get_running_loop().create_future()
+        ready_future = self._ready_future = asyncio.get_running_loop().create_future()
         start = self._start_record(number, config, worker_pids)
         on_message = partial(self._on_scheduler_message, self.counters)
         handle = self._latest = await self.hosts.open(self._group, start, on_message)
@@ -351,7 +351,7 @@ class VersionScheduler:
     def _on_scheduler_message(self, counters: CarriedCounters, message: Any) -> None:
         match message:
             case m.SchedulerReady():
-                resolve_future(self._ready, None)
+                resolve_future(self._ready_future, None)
             case m.Drained():
                 resolve_future(self._drain_future, None)
             case m.StatisticsSnapshot(statistics, metrics):

@@ -150,7 +150,7 @@ class ProcessTable:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._strays():
+                while self._stray_pids():
                     self._child_exited.clear()
                     await self._child_exited.wait()
 
@@ -224,12 +224,12 @@ class ProcessTable:
         if self._spawn_count:
             return
         self._early_exits.clear()
-        for pid in self._strays():
+        for pid in self._stray_pids():
             # A stray may be the intermediate process of a dead zygote. Its child is in the table,
             # and must not be killed.
             processes.kill_tree(pid, excluded_pids=self._children)
 
-    def _strays(self) -> list[int]:
+    def _stray_pids(self) -> list[int]:
         known_pids = self._children.keys() | self._inherited_pids
         return [pid for pid in processes.children(os.getpid()) if pid not in known_pids]
 
