@@ -263,12 +263,12 @@ def port_users(port: int) -> list[tuple[int, str]]:
     return [(pid, _process_name(pid)) for pid in pids if links and _has_socket(pid, links)]
 
 
-def _has_socket(pid: int, links: set[str]) -> bool:
+def _has_socket(pid: int, socket_links: set[str]) -> bool:
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for fd in os.listdir(folder):
             with contextlib.suppress(OSError):
-                if os.readlink(f"{folder}/{fd}") in links:
+                if os.readlink(f"{folder}/{fd}") in socket_links:
                     return True
     return False
 

@@ -120,7 +120,7 @@ class RunDirectory:
             time.sleep(_LOCK_PAUSE_S)
 
     def _lock_now(self) -> int:
-        # The last process of a killed server may have removed the lock, but not all files.
+        # This may be temporary, while the last process of a killed server deletes the files.
         if self._has_foreign_files():
             raise InvalidArgument(
                 f"--run-dir: '{self.path}' contains files that do not belong to a "

@@ -60,7 +60,7 @@ _SOON_FACTOR = 3.0
 _MAX_IDLE_S = 320.0
 _MIN_SHARE = 0.25  # a p99 of the wait below this share of the target is never too long
 
-# The host's capacity.
+# The parameters for measurements of the host's capacity.
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PRIVATE_KIB = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
 _MIN_FREE_MEMORY = 0.05  # the fraction of the host's memory that must stay available

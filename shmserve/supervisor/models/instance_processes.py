@@ -339,7 +339,7 @@ class Instances:
         """Return the update to the instances of `config`, which is `spec`'s final configuration."""
         config_differs, scaled_config = config != self.config, config
         if bounds_of(config) is not None and not config_differs:
-            # If only the load's number of instances differs, the scaled number is kept.
+            # A load without changes keeps the current number of instances.
             scaled_config = with_instance_count(config, self.count)
         changes = find_changes(self._instances, scaled_config, self.count)
         return InstanceUpdate(spec, config, config_differs, *changes)

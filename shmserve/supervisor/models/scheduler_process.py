@@ -296,7 +296,7 @@ class VersionScheduler:
         handle = self._latest = await self.hosts.open(self._group, start, on_message)
         if self._is_rate_limited:
             context.tickets.bind(handle.address, id(self))
-        # A scheduler receives no message before it is ready.
+        # Messages to the scheduler would be lost before it is ready.
         await wait_any(ready_future, handle.close_future, handle.child.exited)
         if self._lifetime.is_stopping:
             await self.stop()

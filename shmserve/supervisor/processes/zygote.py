@@ -163,7 +163,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
                 return socket.socket(fileno=fds[1])
             os._exit(_run(entry, start, fds[1:]))
         status = os.waitstatus_to_exitcode(os.waitpid(intermediate_pid, 0)[1])
-        # The intermediate process may have been killed before its report.
+        # An intermediate process that was killed has reported nothing; EAGAIN stands for this.
         failure = status if status >= 0 else errno.EAGAIN
     for fd in fds[1:]:
         os.close(fd)

@@ -311,7 +311,7 @@ class RegionOpener:
 
         `on_exporter_exit(region)` is called when the process `exporter_pid` exits (0: unknown).
         """
-        # Every owner of a handle may use the memory, and no one can truncate it.
+        # Any process with the handle may use the memory, and device memory cannot be truncated.
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         region = OpenRegion(name, "", memory_id, None, offset, byte_size, owner, cuda=handle)
         self._reserve_quota(region)

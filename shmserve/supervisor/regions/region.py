@@ -220,12 +220,12 @@ def _reopen(fds: list[int], admit: Admission) -> OpenRegion:
     if sorted(are_sealed) != [False, True]:
         found = f"got {len(fds)}, {sum(are_sealed)} of them sealed"
         raise ValueError(f"expected 2 descriptors, one of them sealed; {found}")
-    description = fds[are_sealed.index(True)]
+    description_fd = fds[are_sealed.index(True)]
     shared = posix_shm.describe_object(fds[are_sealed.index(False)])
-    fields = json.loads(os.pread(description, _MAX_DESCRIPTION_BYTES, 0))
+    fields = json.loads(os.pread(description_fd, _MAX_DESCRIPTION_BYTES, 0))
     owner, blocks = Ownership(**fields.pop("owner")), os.fstat(shared.fd).st_blocks
     memory_id = secrets.randbits(62)
     region = OpenRegion(memory_id=memory_id, shared=shared, owner=owner, blocks=blocks, **fields)
     admit(region, shared)
-    os.close(description)
+    os.close(description_fd)
     return region

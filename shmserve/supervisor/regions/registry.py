@@ -192,7 +192,7 @@ class RegionRegistry:
             elif verb == KEEP:
                 for region in self._kept_regions.restore({kept_name: fds}, self._opener.readmit):
                     if existing_region := self._active_regions.get(region.name):
-                        # Both servers of the handover choose the larger name.
+                        # Both servers of the handover choose the larger name, hence the same one.
                         existing_region.kept_name = max(existing_region.kept_name, kept_name)
                         self._opener.close(region)
                     else:
