@@ -257,7 +257,7 @@ class ScalingPolicy:
         minimum: The minimum number of instances.
         maximum: The maximum number of instances.
         target_s: The latency target, which includes the execution; 0 for none.
-        delay_s: The allowed mean wait if there is no target, or the mean execution if it is longer.
+        delay_s: The allowed mean wait without a target, but at least the mean execution time.
     """
 
     minimum: int
