@@ -72,25 +72,36 @@ def children(pid: int) -> Iterator[int]:
             yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
 
 
-def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> None:
-    """Kill a process and its descendants, except the `excluded_pids` ones and their descendants."""
+def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> bool:
+    """Kill a process and its descendants, except the `excluded_pids` ones and their descendants.
+
+    Returns:
+        Whether the process `pid` has a command line. A process without one is not killed.
+    """
     child_pids = [child for child in children(pid) if child not in excluded_pids]
-    _kill(pid)
+    has_command_line = _kill(pid)
     for child in child_pids:
         kill_tree(child, excluded_pids)
+    return has_command_line
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int) -> bool:
     """Kill a process, unless it is a resource tracker of Python's `multiprocessing`.
 
     The tracker exits by itself, after it has removed the shared memory of its program.
+
+    Returns:
+        Whether the process has a command line. In execve(2) a process has none for a moment (for
+        0.3 s on a busy host), and may become a tracker. A process that has exited has none, either.
     """
     with contextlib.suppress(OSError):  # the process has exited
-        if _RESOURCE_TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return
-    # A process that another user started in this container may be a child of process 1.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
+        command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if not command_line:
+            return False
+        # A process that another user started in this container may be a child of process 1.
+        if _RESOURCE_TRACKER not in command_line:
+            os.kill(pid, signal.SIGKILL)
+    return True
 
 
 def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) -> dict[str, str]:

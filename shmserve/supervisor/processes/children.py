@@ -42,6 +42,8 @@ STOPPED_LIMIT_S = 0.4
 # The number of recent pids that no new process may have, since peers identify processes by pid, and
 # store recent exits. The factor 2 covers exits that the supervisor reports late.
 _RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
+# Seconds before another look at a process that has no command line, since it starts a program.
+_EXEC_S = 0.01
 _OUT_OF_MEMORY = "the kernel killed it for lack of memory"
 
 
@@ -227,7 +229,8 @@ class ProcessTable:
         for pid in self._stray_pids():
             # A stray may be the intermediate process of a dead zygote. Its child is in the table,
             # and must not be killed.
-            processes.kill_tree(pid, excluded_pids=self._children)
+            if not processes.kill_tree(pid, excluded_pids=self._children):
+                self._loop.call_later(_EXEC_S, self._kill_strays)
 
     def _stray_pids(self) -> list[int]:
         known_pids = self._children.keys() | self._inherited_pids
