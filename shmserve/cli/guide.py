@@ -21,7 +21,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import shmserve
-from shmserve.config.flags import GROUPS, IDLE, Flag
+from shmserve.config.flags import GROUPS, IGNORED_BY_REASON, Flag
 from shmserve.errors import InvalidArgument, nearest
 
 _CONTENTS = "contents"
@@ -239,7 +239,7 @@ def flags_reference() -> str:
         for flag in flags:
             lines += _flag_help(flag)
     lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
-    for alternative, flags in IDLE.items():
+    for alternative, flags in IGNORED_BY_REASON.items():
         names = ", ".join(f"--{flag.name}" for flag in flags)
         lines += _wrapped(f"{names}: {alternative}", "  ", "    ")
     return "\n".join(lines)

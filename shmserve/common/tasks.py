@@ -36,7 +36,7 @@ async def collect(items: Iterable[T]) -> list[T]:
     return collected
 
 
-async def end_all(*tasks: asyncio.Future[Any]) -> None:
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks that have not completed, wait for them, and log the exceptions of all tasks."""
     for task in tasks:
         task.cancel()

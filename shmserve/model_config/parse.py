@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shmserve.common.names import members
+from shmserve.common.names import reject_duplicate_keys
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.class_source import source_positions
 from shmserve.ipc.model_spec import MODEL_SETTINGS
@@ -44,7 +44,7 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
     """
     text = value if isinstance(value, str) else ""
     try:
-        decoded = decode_json(value, members) if isinstance(value, str) else value
+        decoded = decode_json(value, reject_duplicate_keys) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shmserve.common.names import members
+from shmserve.common.names import reject_duplicate_keys
 from shmserve.errors import clip, suggestion
 from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.model_spec import (
@@ -181,7 +181,7 @@ def _group_problems(config: ModelConfig, maximum: int) -> Iterator[Problem]:
 
 def _padding_problems(config: ModelConfig, text: str, is_complete: bool) -> Iterator[str]:
     try:
-        entries = json.loads(text, object_pairs_hook=members)
+        entries = json.loads(text, object_pairs_hook=reject_duplicate_keys)
     except ValueError as error:
         yield f" must be a JSON object, but cannot be parsed: {error}"
         return
