@@ -41,7 +41,7 @@ SCOPES_WITHOUT_TOKEN = frozenset({"health"})
 
 GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
 
-_MIN_TOKEN_CHARS = 16
+_MIN_TOKEN_LEN = 16
 _TOKENS_FILE = "--auth-token-file"
 
 
@@ -168,10 +168,8 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
         if len(words) > 2:
             message = f"{position}: expected TOKEN or TOKEN SCOPE,SCOPE, found more words"
             raise InvalidArgument(message)
-        if len(words[0]) < _MIN_TOKEN_CHARS:
-            raise InvalidArgument(
-                f"{position}: a token needs {_MIN_TOKEN_CHARS} characters or more"
-            )
+        if len(words[0]) < _MIN_TOKEN_LEN:
+            raise InvalidArgument(f"{position}: a token needs {_MIN_TOKEN_LEN} characters or more")
         scopes = words[1].split(",") if len(words) == 2 else SCOPES
         for scope in scopes:
             if scope not in SCOPES:

@@ -87,8 +87,7 @@ def cgroup_limit(controller: str, name: str, v1_name: str) -> int | None:
 
     A group's limit for `controller` is in the file `name`, or in `v1_name` for cgroup v1.
     """
-    folders = _cgroups(controller)
-    limits = (_read_number(folder / (v1_name if is_v1 else name)) for folder, is_v1 in folders)
+    limits = (_read_number(group / (v1_name if v1 else name)) for group, v1 in _cgroups(controller))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
