@@ -64,7 +64,7 @@ def parse(raw: list[Any]) -> Families:
             for name, description, kind, rows in raw
         }
     except (TypeError, IndexError, KeyError) as error:
-        raise ValueError(f"malformed families: {error}") from None
+        raise ValueError(f"the list of metric families is malformed: {error}") from None
 
 
 def _decode_labels(raw: list[Any]) -> Labels:

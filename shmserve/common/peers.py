@@ -300,8 +300,8 @@ def _query_sock_diag(end: Address, other: Address) -> bytes | None:
 @functools.cache
 def _supports_sock_diag() -> bool:
     """Check whether the kernel finds an existing TCP socket by sock_diag."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = listening.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
         return _query_sock_diag(address, address) is not None
 
 
