@@ -43,7 +43,7 @@ class SampledRow:
         tokens: The tokens of the sequence up to the sampled one.
         prompt_length: The number of tokens of the prompt.
         end_tokens: The tokens that end a text, with those of the parameter `stop_token_ids`.
-        allowed_bits: The tokens that the grammar allows, a bitmask of int32 words [vocabulary / 32].
+        allowed_bits: The tokens that the grammar allows, as bits of int32 words [vocabulary / 32].
     """
 
     parameters: GenerationParameters
