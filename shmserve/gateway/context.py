@@ -1,6 +1,6 @@
 """The objects that the handlers of a gateway share, and the lookup of a model for a request.
 
-The supervisor publishes the models; the table maps a name and a version to a scheduler.
+`ModelTable` maps names and versions to the models that the supervisor has published.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class GatewayModel:
     """One version of a model, with its cache of request templates.
 
     Attributes:
-        is_published: Whether the version was neither withdrawn nor replaced.
-        ready: The readiness in health responses. Versions that are not ready accept requests.
+        is_published: False once the version was withdrawn or replaced.
+        ready: The readiness in health responses. A version that is not ready still accepts
+            requests.
         checks_ready: Whether the model defines `is_ready`.
         immutable_config: The part of the configuration that is fixed while the version serves.
         tags: Additional labels of the version's nv_* metrics.
@@ -72,7 +73,7 @@ class GatewayModel:
         self.steps = [step.model_name for step in ensemble.step] if ensemble else []
         # The prefix of error messages.
         self.error_prefix = f"in ensemble '{self.name}', " if ensemble else ""
-        # A key with a character that labels exclude would make the whole page of metrics invalid.
+        # Prometheus rejects the whole page if the name of a label has an invalid character.
         tags = publication.config.metric_tags.items()
         self.tags = {"_" + _NON_LABEL_CHARACTER.sub("_", key): value for key, value in tags}
         self.decoupled = publication.config.decoupled
@@ -118,7 +119,7 @@ class ModelTable:
         self._aliases: dict[str, str] = {}
 
     def publish(self, message: ModelPublished) -> None:
-        """Register a version, or replace it."""
+        """Register a version of a model, or replace the registered version."""
         self.revision += 1
         with suppress(Unavailable):  # without a free descriptor, the first request opens the link
             self._schedulers.open(message.endpoint)
@@ -142,7 +143,7 @@ class ModelTable:
             model.ready = is_ready
 
     def withdraw(self, name: str, version: str) -> None:
-        """Remove a version; requests in flight on it finish.
+        """Remove a version of a model; its requests in flight still finish.
 
         Version "" records that the model exists, but is no longer loaded on demand.
         """
@@ -194,12 +195,12 @@ class ModelTable:
         return versions.get(version) or versions.get(canonical_version(version))
 
     def current(self, model: GatewayModel) -> GatewayModel:
-        """Return the version that serves now in place of `model`, which a request refers to.
+        """Return `model`, or the object that has replaced it while a request was read.
 
         Raises:
-            NotFound: There is no such version any more.
-            Unavailable: No version serves at present, or its configuration has changed since the
-                request was validated.
+            NotFound: The version no longer exists.
+            Unavailable: The version does not serve at present, or its configuration has changed
+                since the request was validated.
         """
         if model.is_published:
             return model
@@ -314,7 +315,7 @@ class Gateway:
 
 
 def needs_load(gateway: Gateway, name: str, version: str) -> bool:
-    """Return whether a request must first load the model: it is on demand, and not loaded."""
+    """Return whether a model is loaded on demand, and not loaded yet."""
     models = gateway.models
     return name in models.on_demand and models.find(name, version) is None
 

@@ -51,7 +51,7 @@ class GatewayRegion:
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
     def memory_range(self, requested: RegionRange) -> Range:
-        """Return the range of the region's object that a range in this region refers to.
+        """Return the range of the shared memory object for a range of this region.
 
         Raises:
             InvalidArgument: The range does not lie within the region.
@@ -160,11 +160,11 @@ class RegionReferences:
         if region.written_ranges.add(span):
             self._reserved_ranges.append(output_range)
             return
-        # Both requests would succeed, but one client would read the other request's result.
+        # Both requests would succeed, but a client would read the result of another request.
         if self._table.overlap == "error":
             raise AlreadyExists(
-                f"an output in shared memory region '{region.name}' overlaps one of a request in "
-                "flight"
+                f"an output in shared memory region '{region.name}' overlaps an output of a "
+                "request in flight"
             )
         if not region.written_ranges.has_warned:
             region.written_ranges.has_warned = True
@@ -174,7 +174,7 @@ class RegionReferences:
             )
 
     def as_template(self) -> ReferenceTemplate:
-        """Return the references for later requests with the same header."""
+        """Return the template of these references for later requests with the same header."""
         regions, output_ranges = tuple(self.regions), tuple(self._output_ranges)
         return ReferenceTemplate(self._table, self._table.version, regions, output_ranges)
 
@@ -216,11 +216,12 @@ class RegionReferences:
 
 
 class ReferenceTemplate(NamedTuple):
-    """The references of a checked request, which later requests with the same header take.
+    """The references of a checked request, for later requests with the same header.
 
     Attributes:
         table: The table of regions.
-        version: The version of the table; in a later version, names may be of other regions.
+        version: The table's version. The template is invalid in another version, in which names may
+            refer to other regions.
         regions: The regions.
         output_ranges: The ranges of the outputs.
     """
@@ -249,7 +250,8 @@ class RegionTable:
         # The written ranges by the shared memory object.
         self._written_ranges: dict[int | bytes, WrittenRanges] = {}
         self._regions_by_name: dict[str, GatewayRegion] = {}
-        # Regions without a name: withdrawn ones that requests still use, and local clients' memory.
+        # Regions without a name: withdrawn regions that requests still use, and the memory of local
+        # clients.
         self._draining_regions: dict[int, GatewayRegion] = {}
         self._regions_by_id: dict[int, GatewayRegion] = {}
 
@@ -362,7 +364,7 @@ def authorise(regions: Iterable[GatewayRegion], peer: Peer) -> None:
         NotFound: A region belongs to another user.
     """
     for region in regions:
-        # `GatewayRegion.admits` is inlined here, which saves one of two calls per region.
+        # This is `GatewayRegion.admits` inlined, which saves one of two calls per region.
         if peer.uid != EVERYONE and not region.owner.admits(peer):
             raise NotFound(
                 f"Unable to find shared memory region: '{region.name}' (it was registered by "

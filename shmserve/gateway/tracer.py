@@ -62,7 +62,7 @@ def create_next_file(path: str) -> str:
         except FileExistsError:
             continue
         return numbered_path
-    raise AssertionError  # this line is unreachable
+    raise AssertionError  # unreachable, since the loop never ends
 
 
 class Tracer:
@@ -96,7 +96,7 @@ class Tracer:
             from shmserve.gateway.otel import Exporter
 
             self._exporter = Exporter(default_settings.exporter)
-            gc.freeze()  # The garbage collector need not scan the modules.
+            gc.freeze()  # later garbage collections skip the imported modules
         self.is_active = self._slow_request_ns > 0 or self._samplers.on
 
     def begin_trace(

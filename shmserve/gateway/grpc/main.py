@@ -76,5 +76,5 @@ class GrpcServer(process.ProtocolServer):
             )
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
-        # Idle: no request is in flight, also in streams. Streams without requests may be open.
+        # The gateway is idle when no request is in flight. Streams without requests may be open.
         self._drain_acceptors(partial(self._inferences.call_when_idle, on_idle))

@@ -52,7 +52,7 @@ class HttpServer(process.ProtocolServer):
         self._metrics_sockets = sockets[start.http_sockets :]
 
     async def open(self) -> None:
-        """Create the servers. Metrics are served while models are loaded."""
+        """Create the servers. Metrics are served at once, also before inference is accepted."""
         exporter = MetricsExporter(self._gateway)
         metrics_app = App(self._gateway, metrics_routes(exporter, self._figures))
         for sock in self._metrics_sockets:
