@@ -76,15 +76,10 @@ class GatewayRegion:
 
     def status(self) -> dict[str, Any]:
         """Return the region in the format of the status endpoint of its kind."""
-        if self.memory.cuda is not None:
-            device_id = self.memory.cuda.device
-            return {"name": self.name, "device_id": device_id, "byte_size": self.byte_size}
-        return {
-            "name": self.name,
-            "key": self.key,
-            "offset": self.offset,
-            "byte_size": self.byte_size,
-        }
+        size, cuda = self.byte_size, self.memory.cuda
+        if cuda is not None:
+            return {"name": self.name, "device_id": cuda.device, "byte_size": size}
+        return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": size}
 
 
 class WrittenRanges:

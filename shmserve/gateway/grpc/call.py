@@ -79,7 +79,7 @@ _BLOCKS = {name: ResponseBlocks(head, OK_TRAILERS) for name, head in HEADS_BY_EN
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
 
-_MIN_TIME_LEFT_S = 0.005  # A call with less time left has expired.
+_MIN_TIME_LEFT_S = 0.005  # a call with less time left counts as expired
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ class GrpcContext:
         budget: The memory limit of the messages that are arriving.
         body_timeout_s: The time limit for sending a message, and for reading a response.
         header_timeout_s: The time limit for the acknowledgement of the server's settings.
-        largest_inflated: The size limit of a decompressed message, in bytes.
+        max_inflated_bytes: The size limit of a decompressed message, in bytes.
         read_buffer: The buffer of all connections. Its content is consumed before the next read.
     """
 
@@ -100,7 +100,7 @@ class GrpcContext:
     budget: BodyBudget
     header_timeout_s: float
     body_timeout_s: float
-    largest_inflated: int
+    max_inflated_bytes: int
     tls: ssl.SSLContext | None
     limits: Limits = field(default_factory=Limits)
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ_BYTES)))
@@ -240,7 +240,7 @@ class GrpcCall(ABC):
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
         if assembly is None:
-            window_share = self._connection.context.limits.window * self._window_share
+            window_share = self._connection.context.limits.window_bytes * self._window_share
             assembly = self._assembly = Assembly(int(window_share), self.head, self._sinks)
         assembly.feed(piece)
         self._take_messages(assembly, len(piece))
@@ -357,7 +357,7 @@ class GrpcCall(ABC):
         data, context = message.data, self._connection.context
         assert isinstance(data, bytes)
         return await inflate_message(
-            data, self.head.encoding, context.largest_inflated, context.budget
+            data, self.head.encoding, context.max_inflated_bytes, context.budget
         )
 
 
@@ -368,7 +368,7 @@ class UnaryCall(GrpcCall):
     """
 
     delays_drain = True
-    _window_share = 3 / 4  # padding may use the remaining quarter
+    _window_share = 3 / 4  # padding may use the remaining quarter of the window
     __slots__ = ("_has_message", "_task", "on_message")
 
     def __init__(
@@ -415,7 +415,7 @@ class UnaryCall(GrpcCall):
         if len(response) < LARGE_MESSAGE_BYTES:
             self._send_response(compress_message(response, *options))
         else:
-            self.on_disconnect = None  # The inference has ended, and cannot be cancelled.
+            self.on_disconnect = None  # the inference has ended, and cannot be cancelled
             self._task = asyncio.ensure_future(self._finish_in_turns(response, *options))
 
     async def _finish_in_turns(self, response: bytes, encoding: str, level: int) -> None:
@@ -472,7 +472,7 @@ class StreamingCall(GrpcCall):
     delays_drain = False
     _window_share = 1 / 2  # earlier messages may use the other half of the window
     __slots__ = (
-        *("_is_half_closed", "_consumed", "_has_unparsed_data", "_message_waiter", "_queue"),
+        *("_is_half_closed", "_consumed_bytes", "_has_unparsed_data", "_message_waiter", "_queue"),
         *("_task", "_write_waiter"),
     )
 
@@ -485,7 +485,7 @@ class StreamingCall(GrpcCall):
         self._is_half_closed = False  # whether the client has half-closed the stream
         self._message_waiter: asyncio.Future[None] | None = None
         self._write_waiter: asyncio.Future[None] | None = None
-        self._consumed = 0  # bytes that were read since the last window update
+        self._consumed_bytes = 0  # bytes that were read since the last window update
         self._task: asyncio.Task[None] | None = None
 
     def run(self, handler: StreamHandler) -> None:
@@ -540,13 +540,13 @@ class StreamingCall(GrpcCall):
                 await self._message_waiter
                 self._message_waiter = None
             message = self._queue.popleft()
-            self._consumed += len(message.data) + PREFIX.size - message.beyond_window
+            self._consumed_bytes += len(message.data) + PREFIX.size - message.beyond_window
             self._update_window()
             yield (await self._inflate_message(message) if message.is_compressed else message.data)
 
     def _update_window(self) -> None:
-        if self._consumed > self._connection.context.limits.window // 4:
-            consumed, self._consumed = self._consumed, 0
+        if self._consumed_bytes > self._connection.context.limits.window_bytes // 4:
+            consumed, self._consumed_bytes = self._consumed_bytes, 0
             self._connection.http2.send_window_update(self._stream, consumed)
         if not self._queue and self._assembly is not None:
             self._enlarge_window(self._assembly)
@@ -613,7 +613,7 @@ class StreamingCall(GrpcCall):
                 sending.send_data(self._stream, piece)
         self._connection.flush()
         if not self._stream.queued_bytes:
-            await asyncio.sleep(0)  # The responses are sent before the next ones are produced.
+            await asyncio.sleep(0)  # sends the responses before the caller produces the next ones
             return
         self._stream.on_progress = self._on_progress
         waiter = self._write_waiter = self._connection.loop.create_future()

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_JOINED_BYTES = 64 * 1024  # larger responses are written without joining their pieces
 _WRITE_HIGH_WATER_BYTES = 256 * 1024  # unsent bytes above which data is queued
-_FREE_DEBT = 32  # useless frames that a client may send per turn
+_FREE_DEBT = 32  # useless frames that a client may send per turn without a pause
 _PAUSE_PER_FRAME_S = 0.0005  # the pause for each useless frame above `_FREE_DEBT`
 _VIOLATION_DELAY_S = 0.25
 _CHECKS_PER_TIMEOUT = 4  # time limits are checked this many times within the shortest limit
@@ -116,7 +116,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     @property
     def sending_since(self) -> float | None:
-        """Return the event loop's time of the last activity; None if no message is incomplete."""
+        """Return the loop's time of the last received bytes; None if no message is incomplete."""
         return self._last_activity if self._arriving_messages else None
 
     def abort(self) -> None:
@@ -202,7 +202,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 self._pause_reading(pause_s)
 
     def _pause_reading(self, seconds: float) -> None:
-        """Pause reading for `seconds`, since the client sends too many useless frames."""
+        """Pause reading for `seconds`; afterwards, handle the pending frames."""
         if self.transport is not None:
             self.transport.pause_reading()
             self.loop.call_later(seconds, self._resume_reading)
@@ -306,10 +306,10 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         for call, arriving in list(self._arriving_messages.items()):
             if arriving.is_overdue(now):
                 call.on_timeout()
-        blocked = tuple(self.http2.sending.waiting_streams)
         time_limit_s = self.context.body_timeout_s
         self._stalled_streams = {
-            s: self._stalled_streams.get(s, (now, s.sent_bytes)) for s in blocked
+            stream: self._stalled_streams.get(stream, (now, stream.sent_bytes))
+            for stream in self.http2.sending.waiting_streams
         }
         for stream, (stalled_at, sent_bytes) in list(self._stalled_streams.items()):
             if now - stalled_at < time_limit_s:
@@ -394,7 +394,7 @@ _PING_LIMIT_S = 1.0  # the time limit of the ping after the first GOAWAY
 
 
 class ConnectionLifetime:
-    """The timers of one connection."""
+    """The keepalive, the age limit and the drain of one connection."""
 
     def __init__(self, connection: GrpcConnection) -> None:
         self._connection = connection
@@ -403,7 +403,8 @@ class ConnectionLifetime:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._checked_frames = 0  # received frames at the last check
         self._pings_sent = 0  # pings that were sent since the last data
-        self._counted_data_frames = 0
+        # The sent DATA frames when the server's pings, and the client's pings, were last counted.
+        self._data_frames_at_ping = self._data_frames_at_client_ping = 0
         self._counted_pings = 0
         self._last_ping = float("-inf")
         self._strike_count = 0
@@ -442,8 +443,8 @@ class ConnectionLifetime:
         if not is_silent or not (http2.streams or settings.keepalive_permit_without_calls):
             return
         data_frames = http2.sending.data_frames
-        if data_frames != self._counted_data_frames:
-            self._counted_data_frames, self._pings_sent = data_frames, 0
+        if data_frames != self._data_frames_at_ping:
+            self._data_frames_at_ping, self._pings_sent = data_frames, 0
         if settings.max_pings_without_data and self._pings_sent >= settings.max_pings_without_data:
             return
         self._pings_sent += 1
@@ -472,8 +473,8 @@ class ConnectionLifetime:
         new_pings, self._counted_pings = http2.ping_count - self._counted_pings, http2.ping_count
         if not new_pings:
             return
-        if http2.sending.data_frames != self._counted_data_frames:
-            self._counted_data_frames, self._strike_count = http2.sending.data_frames, 0
+        if http2.sending.data_frames != self._data_frames_at_client_ping:
+            self._data_frames_at_client_ping, self._strike_count = http2.sending.data_frames, 0
             self._last_ping = float("-inf")
         now = self._loop.time()
         is_early = now - self._last_ping < settings.min_ping_interval_ms / 1000
@@ -493,8 +494,8 @@ class ConnectionLifetime:
     def shut_down(self, *, refuses: bool = False) -> None:
         """Notify the client, and close the connection after its calls.
 
-        With `refuses`, calls that cross the GOAWAY are refused (REFUSED_STREAM). Clients repeat
-        them on another connection.
+        With `refuses`, calls that the client sends before it receives the GOAWAY are refused
+        (REFUSED_STREAM). Clients repeat such calls on another connection.
         """
         if self.shutting_down:
             self.record_call_end()
@@ -508,13 +509,13 @@ class ConnectionLifetime:
         self._connection.flush()
 
     def _refuse_streams(self) -> None:
-        """Send the second GOAWAY, since no earlier stream can arrive any more."""
+        """Send the second GOAWAY; streams from before the first GOAWAY have arrived by now."""
         timer = self._timers.pop("ping", None)
         if timer is not None:
             timer.cancel()
             self._connection.http2.send_goaway(final=True)
             self._connection.flush()
-        # The report is deferred, so that the end of the call is written first.
+        # The report is deferred, so that the last frames of the call are written first.
         self._loop.call_soon(self._report_if_drained)
 
     def _report_if_drained(self) -> None:

@@ -49,6 +49,7 @@ class StatusCode(IntEnum):
     UNAUTHENTICATED = 16
 
 
+# The status code, the details and the trailing metadata with which a call ends.
 Ending = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
 
 SUCCEEDED: Ending = (StatusCode.OK, "", ())
@@ -71,12 +72,12 @@ _UNESCAPED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
-# Spellings of the encodings of messages.
+# The names of the supported encodings of messages.
 ENCODINGS = ("identity", "deflate", "gzip")
 
 _PROTOCOL_FIELDS = frozenset((b"te", b"content-type", b"content-length", b"accept-encoding"))
 _is_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
-_STRICT_FIELD = (b"triton_grpc_error", b"true")
+_ENDS_ON_ERROR_FIELD = (b"triton_grpc_error", b"true")
 _SECONDS_BY_UNIT = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _MAX_TIMEOUT_S = 1e9
 _MAX_TIMEOUT_DIGITS = 30  # maximum number of digits of a timeout
@@ -92,14 +93,14 @@ class CallHead:
         accepted_encodings: The encodings that the client accepts.
         data_size: The content-length of the request, or -1.
         traceparent: The W3C trace context, or "".
-        strict: Whether the first failed request of a ModelStreamInfer ends the call.
-        refusal: The status of a head that is invalid or asks for an unsupported feature.
+        ends_on_error: Whether the first failed request of a ModelStreamInfer ends the call.
+        refusal: The status of a head that is invalid or requires an unsupported feature.
         status: The HTTP status of the response.
     """
 
     __slots__ = (
         *("_fields", "_metadata", "accepted_encodings", "data_size", "encoding", "path", "refusal"),
-        *("status", "strict", "timeout_s", "traceparent"),
+        *("status", "ends_on_error", "timeout_s", "traceparent"),
     )
 
     def __init__(self, fields: Fields) -> None:
@@ -123,7 +124,7 @@ class CallHead:
             details = f"compression algorithm '{self.encoding[:_MAX_NAME_LENGTH]}' is not supported"
             self._set_refusal(200, StatusCode.UNIMPLEMENTED, details)
         self.traceparent = values.get(b"traceparent", b"").decode("latin-1")
-        self.strict = _STRICT_FIELD in fields
+        self.ends_on_error = _ENDS_ON_ERROR_FIELD in fields
         accept_encoding = values.get(b"grpc-accept-encoding", b"").decode("latin-1")
         self.accepted_encodings = frozenset(name.strip() for name in accept_encoding.split(","))
 
@@ -136,7 +137,8 @@ class CallHead:
             return None
         match = _is_timeout(value)
         if match is None or len(value) > _MAX_TIMEOUT_DIGITS:
-            self._set_refusal(200, StatusCode.INTERNAL, "malformed grpc-timeout")
+            details = "malformed grpc-timeout: expected digits and a unit (H, M, S, m, u or n)"
+            self._set_refusal(200, StatusCode.INTERNAL, details)
             return None
         return min(int(match[1]) * _SECONDS_BY_UNIT[match[2]], _MAX_TIMEOUT_S)
 
@@ -229,7 +231,8 @@ class BrokenMessage(Exception):
 MessageContent = bytes | ArrivingRequest
 
 
-# Returns the destination of a call's next message, given its size. None: the message is assembled.
+# Returns the receiver of a call's next message, given the call's head and the message's size. If it
+# is None, the message is assembled as bytes.
 Sinks = Callable[[CallHead, int], RequestSink | None]
 
 
@@ -412,7 +415,7 @@ class Assembly:
 async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBudget) -> bytes:
     """Inflate a message in several turns of the event loop.
 
-    The inflated part counts in `budget`, since other messages are inflated in the same turns.
+    The inflated bytes count in `budget`, since several messages may be inflated at the same time.
 
     Raises:
         BrokenMessage: The message cannot be inflated within the limits.

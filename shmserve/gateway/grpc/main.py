@@ -57,7 +57,7 @@ class GrpcServer(process.ProtocolServer):
             budget=gateway.body_budget,
             header_timeout_s=gateway_settings.header_timeout_s,
             body_timeout_s=gateway_settings.body_timeout_s,
-            largest_inflated=gateway_settings.max_input_size,
+            max_inflated_bytes=gateway_settings.max_input_size,
             tls=None if settings.tls is None else settings.tls.context(),
         )
 

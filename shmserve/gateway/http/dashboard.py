@@ -1,9 +1,9 @@
 """The dashboard of a metrics listener: the page at `/` and its feed of figures at `/live`.
 
 GET /live sends the server's figures as server-sent events, one a second, to several viewers.
-The first event for a viewer contains all figures and their history of ten minutes; later events
-contain the models that changed. While no viewer is connected, the schedulers are queried only every
-five seconds, for the history.
+The first event for a viewer contains all figures and their history of ten minutes. Later events
+contain only the models whose figures have changed. While no viewer is connected, the schedulers are
+queried only every five seconds, for the history.
 
 GET / returns the page (pages/dashboard.html). Its Content-Security-Policy permits only the page's
 own script and style. A browser sends no token with a typed address. If a token is required, the
@@ -65,7 +65,7 @@ _PAGE_FILE = Path(__file__).with_name("pages") / "dashboard.html"
 
 
 class LiveFigures:
-    """The feed of figures. A task takes snapshots while the feed has viewers."""
+    """The feed of the server's figures. A task takes snapshots while the feed has viewers."""
 
     def __init__(self, gateway: Gateway, run_dir: Path) -> None:
         self._gateway = gateway
@@ -190,7 +190,7 @@ class _SnapshotSource:
     _host: dict[str, Any] = field(init=False, default_factory=dict)
 
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the whole snapshot and its difference from the last snapshot."""
+        """Return the event with the whole snapshot, and the event with its changes."""
         gateway, watch = self._gateway, self._watch
         models = gateway.models.all_versions()
         reports = await management.collect_reports(gateway, models, logging.DEBUG)
@@ -266,7 +266,7 @@ class EventWatch:
         self.states: dict[tuple[str, str], tuple[str, str]] = {}
         self.newest: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self.count = 0
-        import zmq.asyncio  # Imported late, since most gateways have no viewer.
+        import zmq.asyncio  # imported late, since most gateways have no viewer
 
         self._topic_suffix = secrets.token_hex(8)
         self._state_received = asyncio.Event()
@@ -284,7 +284,7 @@ class EventWatch:
             async with asyncio.timeout(timeout_s):
                 await self._state_received.wait()
         except TimeoutError:
-            pass  # No events are published: the figures are shown without states.
+            pass  # the supervisor publishes no events; the page then shows no states
 
     async def _read_events(self) -> None:
         while True:
@@ -313,7 +313,7 @@ class EventWatch:
         self._context.destroy(linger=0)
 
 
-async def show_page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def show_dashboard(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET / of a metrics listener: return the dashboard's page.
 
     Raises:

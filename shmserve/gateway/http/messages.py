@@ -226,8 +226,8 @@ class HttpResponse:
         head: bytes,
         stall_timeout_s: float,
     ) -> None:
-        # With the mark 0, `drain` returns once nothing is queued, and the pieces' memory may be
-        # released.
+        # With the high-water mark 0, `drain` returns once the socket has all bytes. The memory of
+        # the pieces may then be released.
         transport.set_write_buffer_limits(high=0)
         try:
             transport.write(head)

@@ -6,9 +6,9 @@ call is bounded, so that other connections are not delayed. If frames are left,
 
 The states of a stream:
 
-    HEADERS ──> open ── client's END_STREAM ──> ended ──┐
-                 └──── server's END_STREAM is sent ─────┴──> closed
-    RST_STREAM of either side ──────────────────────────> closed at once
+    HEADERS ──> open ── client's END_STREAM ──> half-closed ──┐
+                 └───── server's END_STREAM is sent ──────────┴──> closed
+    RST_STREAM of either side ────────────────────────────────> closed at once
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ from shmserve.gateway.http2.outgoing import Outgoing, Stream
 # The number of recorded streams that the server has reset. Clients may still send frames for them.
 _MAX_RECORDED_RESETS = 1024
 _RESET_DEBT = 4  # a reset stream counts as this many useless control frames
-_EARNED_PER_FRAME = 4  # useless control frames that each call, and each sent frame of data, permits
-# Bytes of sent data that permit one more control frame: a frame may hold many messages, and some
-# clients send a window update for each message, long after its arrival.
+# Useless control frames that each new call, and each sent DATA frame, permits.
+_EARNED_PER_FRAME = 4
+# Bytes of sent data that permit one more control frame. Some clients send a window update for each
+# message, long after its arrival, and a frame may contain many messages.
 _BYTES_PER_EARNED_FRAME = 32
 _MAX_SAVED_FRAMES = 1 << 16
 _EMPTY_VIEW = memoryview(b"")
@@ -78,14 +79,17 @@ class Http2Connection(FrameReader[HeadT]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(limits)
-        self._headers = HeaderDecoder(read_head, limits.header_list)
-        self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
+        self._headers = HeaderDecoder(read_head, limits.header_list_bytes)
+        self._resets = Budget(limits.resets, limits.resets_per_s, clock, "stream resets")
         self._control = Budget(
-            limits.control_frames, limits.control_per_s, clock, "too many frames without effect"
+            limits.control_frames,
+            limits.control_frames_per_s,
+            clock,
+            "frames without effect",
         )
         self.sending = Outgoing(self._on_output_sent)
         self.streams: dict[int, Stream] = {}
-        self.last_stream_id = 0  # the highest stream that the client has opened
+        self.last_stream_id = 0  # the highest id of a stream that the client has opened
         # Whether the client has acknowledged the server's SETTINGS.
         self.settings_acknowledged = False
         self._credited_output = 0, 0  # frames and bytes of data already credited to the budget
@@ -97,10 +101,10 @@ class Http2Connection(FrameReader[HeadT]):
         self._reset_streams: dict[int, None] = {}
         self._receive_window = LARGEST_WINDOW  # the receive window of the connection
         settings = {
-            frames.MAX_CONCURRENT_STREAMS: limits.streams,
-            frames.INITIAL_WINDOW_SIZE: limits.window,
-            frames.MAX_FRAME_SIZE: limits.frame,
-            frames.MAX_HEADER_LIST_SIZE: limits.header_list,
+            frames.MAX_CONCURRENT_STREAMS: limits.max_streams,
+            frames.INITIAL_WINDOW_SIZE: limits.window_bytes,
+            frames.MAX_FRAME_SIZE: limits.frame_bytes,
+            frames.MAX_HEADER_LIST_SIZE: limits.header_list_bytes,
         }
         increment = pack_uint32(LARGEST_WINDOW - DEFAULT_WINDOW)
         window_update = frames.encode_frame(WINDOW_UPDATE, 0, 0, increment)
@@ -118,7 +122,7 @@ class Http2Connection(FrameReader[HeadT]):
 
     @property
     def debt(self) -> int:
-        """Return the amount of useless work that the client has caused."""
+        """Return the client's useless work in control frames; only differences are meaningful."""
         return -self._control.tokens - _RESET_DEBT * self._resets.tokens
 
     # --- data
@@ -160,7 +164,7 @@ class Http2Connection(FrameReader[HeadT]):
     def _count_padding(self, stream: Stream, size: int) -> None:
         """Account for padding, which uses the stream's window but is not passed to its receiver."""
         stream.padding += size
-        if stream.padding > self._limits.window // 4:
+        if stream.padding > self._limits.window_bytes // 4:
             padding, stream.padding = stream.padding, 0
             self.send_window_update(stream, padding)
 
@@ -212,11 +216,11 @@ class Http2Connection(FrameReader[HeadT]):
             return
         self.last_stream_id = stream_id
         has_ended = bool(flags & END_STREAM)
-        if self._is_refusing or len(self.streams) >= self._limits.streams:
+        if self._is_refusing or len(self.streams) >= self._limits.max_streams:
             self._headers.skip_block(block)
             raise StreamFault(FaultCode.REFUSED_STREAM)
         head = self._headers.decode_request(block)
-        stream = Stream(stream_id, self._limits.window, self.sending.initial_window)
+        stream = Stream(stream_id, self._limits.window_bytes, self.sending.initial_window)
         stream.expected_bytes = head.data_size
         self.streams[stream_id] = stream
         if self._control.tokens < self._limits.control_frames:
@@ -366,8 +370,8 @@ class Http2Connection(FrameReader[HeadT]):
         if stream.is_half_closed:
             self.streams.pop(stream.id, None)
         else:
-            # The server does not need the remaining request (RFC 9113, 8.1). If the response was
-            # cut short, CANCEL reports that even to a client that does not read.
+            # The server does not need the rest of the request (RFC 9113, 8.1). CANCEL reports a
+            # response that was cut short, even to a client that does not read the trailers.
             self.reset(stream, FaultCode.CANCEL if stream.is_cut_short else FaultCode.NO_ERROR)
         if stream.on_sent is not None:
             stream.on_sent()

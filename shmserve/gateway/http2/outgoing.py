@@ -55,7 +55,7 @@ class Stream:
         self.is_half_closed = False
         self.has_all_output = False
         self.is_cut_short = False  # whether the response was cut short
-        self.expected_bytes = -1  # bytes that its content-length still promises; -1: none given
+        self.expected_bytes = -1  # missing bytes of the request's content-length; -1 without one
         self.receive_window = receive_window
         self.padding = 0  # bytes of padding not yet returned to the client's window
         # --- output
@@ -98,7 +98,7 @@ class Outgoing:
         self.data_bytes = 0  # number of bytes in these frames
         self.window_grown = False  # whether a window has grown, so that `resume` must be called
 
-    # --- called by the receiver of calls
+    # --- called by the code that handles requests
 
     def send_head(self, stream: Stream, block: bytes, *, ends_stream: bool = False) -> None:
         """Send the first header block of a stream; `ends_stream` closes the server's side."""
@@ -166,9 +166,9 @@ class Outgoing:
         self.window -= size
         self.data_frames += 1
         self.data_bytes += size
-        tag, data = stream.packed_id, _pack_start(size >> 8, size & 0xFF, DATA, 0)
-        start = (blocks.head_start, tag, blocks.head, data, tag)
-        trailer_parts = (blocks.trailers_start, tag, blocks.trailers)
+        packed_id, data_start = stream.packed_id, _pack_start(size >> 8, size & 0xFF, DATA, 0)
+        start = (blocks.head_start, packed_id, blocks.head, data_start, packed_id)
+        trailer_parts = (blocks.trailers_start, packed_id, blocks.trailers)
         if size < _MAX_JOINED_BYTES:
             self.ready.append(b"".join((*start, *pieces, *trailer_parts)))
         else:
@@ -189,7 +189,7 @@ class Outgoing:
         stream.trailers = None
         stream.has_all_output = True
 
-    # --- called for the client's frames
+    # --- called when a frame of the client was received
 
     def receive_window_update(self, stream: Stream | None, increment: int) -> None:
         """Enlarge the send window of a stream, or of the connection (None), by `increment` bytes.
@@ -240,7 +240,7 @@ class Outgoing:
     # --- frames
 
     def _pump(self, stream: Stream) -> bool:
-        """Send a stream's data for one turn; return whether more could be sent now."""
+        """Send up to `_TURN_BYTES` of a stream's data; return whether more could be sent now."""
         if stream not in self.waiting_streams:
             return False
         turn_bytes = _TURN_BYTES

@@ -228,7 +228,7 @@ def encode_parts(
 def _encode_numbers(data: bytes | memoryview, datatype: str) -> bytes:
     values: list[Any] = memoryview(data).cast(_CAST_FORMATS[datatype]).tolist()  # type: ignore[call-overload]
     text = orjson.dumps(values)
-    # orjson writes numbers that are not finite as null.
+    # orjson writes NaN and infinity as null, which is replaced.
     if datatype not in _FLOAT_DATATYPES or b"null" not in text:
         return text
     non_finite = [_non_finite_word(value) for value in values if value - value != 0.0]
@@ -283,7 +283,7 @@ async def encode_in_turns(
         trim: The timer that returns the memory of a long array to the system.
 
     Raises:
-        Internal: As `encode` does.
+        ShmserveError: The errors of `encode`.
     """
     if len(data) <= _MAX_BYTES_PER_TURN:
         return encode(data, datatype, shape, name)
