@@ -111,8 +111,8 @@ class ModelTable:
     def __init__(self, schedulers: GatewaySchedulers) -> None:
         self._schedulers = schedulers
         self._models: dict[str, dict[str, GatewayModel]] = {}
-        self._latest: dict[str, GatewayModel] = {}
-        self._withdrawn: dict[str, set[str]] = {}
+        self._latest_models: dict[str, GatewayModel] = {}
+        self._withdrawn_versions: dict[str, set[str]] = {}
         self.revision = 0
         self.is_server_live = True
         self.on_demand: set[str] = set()
@@ -126,12 +126,13 @@ class ModelTable:
         versions = self._models.setdefault(message.name, {})
         previous = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message)
-        withdrawn = self._withdrawn.get(message.name, set())
+        withdrawn = self._withdrawn_versions.get(message.name, set())
         withdrawn -= {message.version, ""}
         if not withdrawn:
-            self._withdrawn.pop(message.name, None)
-        if message.latest or (previous is not None and self._latest.get(message.name) is previous):
-            self._latest[message.name] = model
+            self._withdrawn_versions.pop(message.name, None)
+        was_latest = previous is not None and self._latest_models.get(message.name) is previous
+        if message.latest or was_latest:
+            self._latest_models[message.name] = model
         if previous is not None:
             previous.is_published = False
         self._update_aliases()
@@ -154,18 +155,18 @@ class ModelTable:
         model = versions.pop(version, None)
         if not versions:
             self._models.pop(name, None)
-        self._withdrawn.setdefault(name, set()).add(version)
-        if len(self._withdrawn) > _MAX_WITHDRAWN_NAMES:
-            del self._withdrawn[next(iter(self._withdrawn))]
+        self._withdrawn_versions.setdefault(name, set()).add(version)
+        if len(self._withdrawn_versions) > _MAX_WITHDRAWN_NAMES:
+            del self._withdrawn_versions[next(iter(self._withdrawn_versions))]
         if model is not None:
             model.is_published = False
-            if self._latest.get(name) is model:
-                del self._latest[name]
+            if self._latest_models.get(name) is model:
+                del self._latest_models[name]
         self._update_aliases()
 
     def _update_aliases(self) -> None:
-        latest_versions = sorted(self._latest.items(), reverse=True)
-        self._aliases = {alias: name for name, model in latest_versions for alias in model.aliases}
+        models = sorted(self._latest_models.items(), reverse=True)
+        self._aliases = {alias: name for name, model in models for alias in model.aliases}
 
     def resolve_alias(self, name: str) -> str:
         """Return the name of the model that an alias stands for; return other names unchanged.
@@ -190,7 +191,7 @@ class ModelTable:
     def find(self, name: str, version: str) -> GatewayModel | None:
         """Return the model like `resolve`, or None."""
         if not version:
-            return self._latest.get(name)
+            return self._latest_models.get(name)
         versions = self._models.get(name, {})
         return versions.get(version) or versions.get(canonical_version(version))
 
@@ -223,7 +224,7 @@ class ModelTable:
         self.check_server_live()
         error_prefix = f"Request for unknown model: '{name}'"
         version = canonical_version(version) if version else ""
-        withdrawn_versions = self._withdrawn.get(name, ())
+        withdrawn_versions = self._withdrawn_versions.get(name, ())
         if version and version in withdrawn_versions:
             raise Unavailable(f"{error_prefix} version {version} is not at ready state")
         if not withdrawn_versions and name not in self._models:

@@ -268,18 +268,18 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
 
     @property
     @abstractmethod
-    def sending_since(self) -> float | None:
-        """Return the loop's time since when the client sends a request; None if it sends none."""
+    def incomplete_since(self) -> float | None:
+        """Return the loop's time since when a request is incomplete; None if none is incomplete."""
 
     @abstractmethod
-    def shut_down(self, *, refuses: bool = False) -> None:
+    def shut_down(self, *, refuses_requests: bool = False) -> None:
         """Notify the client, and close the connection once its requests are answered.
 
         The connection calls `Acceptor.connection_drained` when no further request can arrive.
 
         Args:
-            refuses: Whether requests that the client sends before it receives the notification are
-                refused, if the protocol can refuse them.
+            refuses_requests: Whether requests that the client sends before it receives the
+                notification are refused, if the protocol can refuse them.
         """
 
     @abstractmethod
@@ -368,19 +368,19 @@ class Acceptor:
         self._connections.discard(connection)
         self.connection_drained(connection)
 
-    def drain(self, on_drained: Callable[[], None], *, refuses: bool = False) -> None:
+    def drain(self, on_drained: Callable[[], None], *, refuses_requests: bool = False) -> None:
         """Ask clients to disconnect, and call `on_drained` when no further request can arrive.
 
         Args:
             on_drained: The callback.
-            refuses: Whether further requests are refused at once. The callback then waits only for
-                the connections that are idle now.
+            refuses_requests: Whether further requests are refused at once. The callback then waits
+                only for the connections that are idle now.
         """
         connections = self.connections
-        draining = {c for c in connections if not refuses or c.idle_since is not None}
+        draining = {c for c in connections if not refuses_requests or c.idle_since is not None}
         self._draining_connections = draining
         for connection in connections:
-            connection.shut_down(refuses=refuses)
+            connection.shut_down(refuses_requests=refuses_requests)
         self._on_drained = on_drained
         self._check_drained()
 
@@ -416,7 +416,7 @@ class Acceptor:
             return  # enough connections are closing already
         # Evicting several connections at a time amortises the sorting during a flood.
         evicted = _oldest(candidates, attrgetter("idle_since"), max(1, limit // 64))
-        evicted = evicted or _oldest(candidates, attrgetter("sending_since"), 1)
+        evicted = evicted or _oldest(candidates, attrgetter("incomplete_since"), 1)
         level = logging.WARNING if self._warning_count < _MAX_WARNINGS else logging.DEBUG
         source = "" if limit == self._max_connections else " of one peer"
         outcome = f"closed {len(evicted)} of them" if evicted else "refused the new connection"

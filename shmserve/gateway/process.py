@@ -110,7 +110,7 @@ class ProtocolServer(ABC):
         listeners = ActiveCount()
         listeners.active = len(self.acceptors)
         for acceptor in self.acceptors:
-            acceptor.drain(listeners.decrement, refuses=refuses)
+            acceptor.drain(listeners.decrement, refuses_requests=refuses)
         listeners.call_when_idle(on_drained)
 
     @abstractmethod
@@ -253,7 +253,7 @@ class _Process:
                 self._accept_received.set()
                 self._stop_received.set()
             case _:
-                logger.warning("unexpected %s from the supervisor", type(message).__name__)
+                logger.warning("unexpected message %s of the supervisor", type(message).__name__)
 
     def _on_clients_notified(self) -> None:
         self._gateway.refuses_requests = True

@@ -135,7 +135,7 @@ class RegionReferences:
         Raises:
             NotFound: The region is not registered.
             InvalidArgument: The range does not lie within the region.
-            AlreadyExists: The range of an output is in use, and `overlap` is "error".
+            AlreadyExists: The range of an output is in use, and `overlap_policy` is "error".
         """
         region = self._table.find(requested.region)
         memory_range = region.memory_range(requested)
@@ -145,7 +145,7 @@ class RegionReferences:
             if region.is_retired:
                 self._table.report_first_use(region)
         span = (memory_range.offset, memory_range.offset + memory_range.byte_size)
-        if is_output and memory_range.byte_size and self._table.overlap != "ignore":
+        if is_output and memory_range.byte_size and self._table.overlap_policy != "ignore":
             self._output_ranges.append((region, span))
             self._reserve((region, span))
         return memory_range
@@ -156,7 +156,7 @@ class RegionReferences:
             self._reserved_ranges.append(output_range)
             return
         # Both requests would succeed, but a client would read the result of another request.
-        if self._table.overlap == "error":
+        if self._table.overlap_policy == "error":
             raise AlreadyExists(
                 f"an output in shared memory region '{region.name}' overlaps an output of a "
                 "request in flight"
@@ -178,7 +178,7 @@ class RegionReferences:
         """Return the references of `template` for a new request; None if the table has changed.
 
         Raises:
-            AlreadyExists: The range of an output is in use, and `overlap` is "error".
+            AlreadyExists: The range of an output is in use, and `overlap_policy` is "error".
         """
         table, version, regions, output_ranges = template
         if version != table.version:
@@ -190,7 +190,7 @@ class RegionReferences:
             if region.is_retired:
                 table.report_first_use(region)
         try:
-            if table.overlap != "ignore":
+            if table.overlap_policy != "ignore":
                 for output_range in output_ranges:
                     references._reserve(output_range)
         except BaseException:
@@ -229,16 +229,17 @@ class ReferenceTemplate(NamedTuple):
 
 @dataclass(eq=False)
 class RegionTable:
-    """The regions by name, and by id until no request refers to them.
+    """The regions by name, and by id until no request uses them.
 
     Attributes:
         _report: Sends a message to the supervisor.
-        overlap: The policy for overlapping outputs of two requests: "error", "warn" or "ignore".
+        overlap_policy: The policy for overlapping outputs of two requests: "error", "warn" or
+            "ignore".
         version: A number that changes when a name is added or removed.
     """
 
     _report: Callable[[RegionInUse | RegionReleased], None]
-    overlap: str = "warn"
+    overlap_policy: str = "warn"
 
     def __post_init__(self) -> None:
         self.version = 0

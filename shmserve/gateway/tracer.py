@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import gc
-import itertools
 import json
 import logging
 import os
+from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,13 @@ def append_entries(path: str, entries: list[dict[str, Any]]) -> None:
 
 def create_next_file(path: str) -> str:
     """Create the next of the files PATH.0, PATH.1, ..., and return its path."""
-    for number in itertools.count():
+    number = 0
+    while True:
         numbered_path = f"{path}.{number}"
-        try:
+        with suppress(FileExistsError):
             Path(numbered_path).touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        return numbered_path
-    raise AssertionError  # unreachable, since the loop never ends
+            return numbered_path
+        number += 1
 
 
 class Tracer:
@@ -178,7 +177,7 @@ class Tracer:
         try:
             append_entries(create_next_file(path) if settings.log_frequency else path, entries)
         except (OSError, ValueError) as error:
-            logger.error("%d traces cannot be written to '%s': %s", len(traces), path, error)
+            logger.error("%d traces cannot be written to file '%s': %s", len(traces), path, error)
 
 
 def _log_slow(trace: RequestTrace) -> None:

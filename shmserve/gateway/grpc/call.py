@@ -161,8 +161,8 @@ class GrpcCall(ABC):
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
         *("_arriving_message", "_assembly", "_is_head_sent", "_compression", "_connection"),
-        *("_deadline", "_sinks", "_stream", "_timer", "client", "is_done", "head", "on_disconnect"),
-        "on_ended",
+        *("_deadline", "_sinks", "_stream", "_deadline_timer", "client", "is_done", "head"),
+        *("on_disconnect", "on_ended"),
     )
 
     def __init__(
@@ -181,12 +181,12 @@ class GrpcCall(ABC):
         self._is_head_sent = False  # whether the head of the response is sent
         self._compression: str | None = None
         self._deadline = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
         if connection.context.settings.compression_level:
             self._compression = select_encoding(head.accepted_encodings)
         if head.timeout_s is not None:
             self._deadline = time.monotonic() + head.timeout_s
-            self._timer = connection.loop.call_later(head.timeout_s, self._on_deadline)
+            self._deadline_timer = connection.loop.call_later(head.timeout_s, self._on_deadline)
 
     # --- for the handler of the call
 
@@ -214,7 +214,7 @@ class GrpcCall(ABC):
                 sending.discard_queued(self._stream)
             sending.send_trailers(self._stream, block)
         else:
-            head = encode_response_start(self.head.status)
+            head = encode_response_start(self.head.http_status)
             sending.send_head(self._stream, head + block, ends_stream=True)
         self._connection.flush()
 
@@ -234,7 +234,7 @@ class GrpcCall(ABC):
         except ShmserveError as error:  # the memory for messages is exhausted
             self._abort(StatusCode.UNAVAILABLE, error.message)
         except Exception:
-            logger.exception("the message of a call of %s could not be handled", self.head.path)
+            logger.exception("a message of gRPC call %s could not be handled", self.head.path)
             self._abort(*INTERNAL_FAILURE)
 
     def _assemble(self, piece: memoryview) -> None:
@@ -328,9 +328,9 @@ class GrpcCall(ABC):
         if self._assembly is not None:
             self._assembly.discard()
             self._assembly = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
 
     def _on_all_sent(self) -> None:
         self._stream.on_sent = None
@@ -501,7 +501,7 @@ class StreamingCall(GrpcCall):
         except ShmserveError as error:
             ending = ending_from_error(error)
         except Exception:
-            logger.exception("a call of %s failed", self.head.path)
+            logger.exception("gRPC call %s failed", self.head.path)
             ending = INTERNAL_FAILURE
         if not self.is_done:
             code, details, metadata = ending or SUCCEEDED

@@ -115,7 +115,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         return None if self.http2.streams else self._last_activity
 
     @property
-    def sending_since(self) -> float | None:
+    def incomplete_since(self) -> float | None:
         """Return the loop's time of the last received bytes; None if no message is incomplete."""
         return self._last_activity if self._arriving_messages else None
 
@@ -124,9 +124,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def shut_down(self, *, refuses: bool = False) -> None:
+    def shut_down(self, *, refuses_requests: bool = False) -> None:
         """Notify the client that the connection will be closed after its open calls."""
-        self.lifetime.shut_down(refuses=refuses)
+        self.lifetime.shut_down(refuses_requests=refuses_requests)
 
     def report_drained(self) -> None:
         """Report that the client was notified, and that no unary call is open."""
@@ -227,7 +227,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         try:
             call = stream.call = self.context.begin_call(self, stream, head)
         except Exception:
-            logger.exception("a call of %s could not be started", head.path)
+            logger.exception("gRPC call %s could not be started", head.path)
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
         else:
             if not stream.is_half_closed:
@@ -292,7 +292,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         """Record that a call has ended, and that all its frames are sent."""
         if not self.http2.streams:
             self._last_activity = self.loop.time()
-        if self.lifetime.shutting_down:
+        if self.lifetime.is_shutting_down:
             self.lifetime.record_call_end()
 
     def _schedule_time_limit_check(self) -> None:
@@ -408,7 +408,7 @@ class ConnectionLifetime:
         self._counted_pings = 0
         self._last_ping = float("-inf")
         self._strike_count = 0
-        self.shutting_down = False
+        self.is_shutting_down = False
         # Whether the connection must call `record_received`, which counts pings.
         self.counts_received = bool(self._settings.max_ping_strikes)
 
@@ -455,7 +455,7 @@ class ConnectionLifetime:
 
     def handle_ping_ack(self, payload: bytes) -> None:
         """Handle the acknowledgement of a ping."""
-        if payload == _DRAIN_PAYLOAD and self.shutting_down:
+        if payload == _DRAIN_PAYLOAD and self.is_shutting_down:
             self._refuse_streams()
 
     def record_received(self) -> None:
@@ -491,18 +491,18 @@ class ConnectionLifetime:
         if grace_ms:
             self._start_timer("grace", grace_ms / 1000, self._connection.abort)
 
-    def shut_down(self, *, refuses: bool = False) -> None:
+    def shut_down(self, *, refuses_requests: bool = False) -> None:
         """Notify the client, and close the connection after its calls.
 
-        With `refuses`, calls that the client sends before it receives the GOAWAY are refused
-        (REFUSED_STREAM). Clients repeat such calls on another connection.
+        With `refuses_requests`, calls that the client sends before it receives the GOAWAY are
+        refused (REFUSED_STREAM). Clients repeat such calls on another connection.
         """
-        if self.shutting_down:
+        if self.is_shutting_down:
             self.record_call_end()
             return
-        self.shutting_down = self.counts_received = True
+        self.is_shutting_down = self.counts_received = True
         self._connection.http2.send_goaway(final=False)
-        if refuses:
+        if refuses_requests:
             self._connection.http2.send_goaway(final=True)
         self._connection.http2.ping(_DRAIN_PAYLOAD)
         self._start_timer("ping", _PING_LIMIT_S, self._refuse_streams)
@@ -527,5 +527,5 @@ class ConnectionLifetime:
 
     def record_call_end(self) -> None:
         """Record the end of a call, after which a draining connection may close."""
-        if self.shutting_down and "ping" not in self._timers:
+        if self.is_shutting_down and "ping" not in self._timers:
             self._refuse_streams()

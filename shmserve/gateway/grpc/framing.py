@@ -76,7 +76,7 @@ Metadata = Sequence[tuple[str, str | bytes]]
 ENCODINGS = ("identity", "deflate", "gzip")
 
 _PROTOCOL_FIELDS = frozenset((b"te", b"content-type", b"content-length", b"accept-encoding"))
-_is_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
+_match_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
 _ENDS_ON_ERROR_FIELD = (b"triton_grpc_error", b"true")
 _SECONDS_BY_UNIT = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _MAX_TIMEOUT_S = 1e9
@@ -95,19 +95,19 @@ class CallHead:
         traceparent: The W3C trace context, or "".
         ends_on_error: Whether the first failed request of a ModelStreamInfer ends the call.
         refusal: The status of a head that is invalid or requires an unsupported feature.
-        status: The HTTP status of the response.
+        http_status: The HTTP status of the response.
     """
 
     __slots__ = (
         *("_fields", "_metadata", "accepted_encodings", "data_size", "encoding", "path", "refusal"),
-        *("status", "ends_on_error", "timeout_s", "traceparent"),
+        *("ends_on_error", "http_status", "timeout_s", "traceparent"),
     )
 
     def __init__(self, fields: Fields) -> None:
         self.data_size = parse_content_length(fields)
         self._fields = fields
         self._metadata: Metadata | None = None
-        self.status = 200
+        self.http_status = 200
         self.refusal: Ending | None = None
         values = dict(fields)
         self.path = values[b":path"].decode("latin-1")
@@ -128,14 +128,14 @@ class CallHead:
         accept_encoding = values.get(b"grpc-accept-encoding", b"").decode("latin-1")
         self.accepted_encodings = frozenset(name.strip() for name in accept_encoding.split(","))
 
-    def _set_refusal(self, status: int, code: StatusCode, details: str) -> None:
+    def _set_refusal(self, http_status: int, code: StatusCode, details: str) -> None:
         if self.refusal is None:
-            self.status, self.refusal = status, (code, details, ())
+            self.http_status, self.refusal = http_status, (code, details, ())
 
     def _parse_timeout(self, value: bytes | None) -> float | None:
         if value is None:
             return None
-        match = _is_timeout(value)
+        match = _match_timeout(value)
         if match is None or len(value) > _MAX_TIMEOUT_DIGITS:
             details = "malformed grpc-timeout: expected digits and a unit (H, M, S, m, u or n)"
             self._set_refusal(200, StatusCode.INTERNAL, details)
@@ -369,9 +369,9 @@ class Assembly:
 
     def permit_rest(self) -> int:
         """Permit the rest of the message, beyond the window; return the number of its bytes."""
-        permitted, self.beyond_window = self.beyond_window, 0
-        self._permitted_beyond += permitted
-        return permitted
+        permitted_bytes, self.beyond_window = self.beyond_window, 0
+        self._permitted_beyond += permitted_bytes
+        return permitted_bytes
 
     def _next_piece(self) -> bool:
         self._piece = memoryview(bytes(self._buffered_data))

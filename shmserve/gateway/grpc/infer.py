@@ -316,7 +316,7 @@ class Inferences(ActiveCount):
     def encode(
         self,
         built: BuiltRequest,
-        templates: BoundedCache[bytes, Any] | None,
+        templates: BoundedCache[bytes, GrpcResponseTemplate] | None,
         schema: bytes,
         inferred: Inferred,
     ) -> bytes:
@@ -346,8 +346,7 @@ class Inferences(ActiveCount):
         for tensor in classified.outputs:
             is_sent = tensor.name not in in_regions
             contents.append(output_bytes(self.gateway, tensor) if is_sent else b"")
-        encoded: bytes = template.encode(request.id, contents)
-        return encoded
+        return template.encode(request.id, contents)
 
     # --- models that are loaded on demand
 
@@ -400,7 +399,7 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
         caller = TraceContext.of_header(call.head.traceparent)
         error.traceparent = "" if caller is None else caller.traceparent
     if not isinstance(error, ShmserveError):
-        logger.error("a call of %s failed", call.head.path, exc_info=error)
+        logger.error("gRPC call %s failed", call.head.path, exc_info=error)
         return INTERNAL_FAILURE
     if call.is_out_of_time():
         # The error is the scheduler's for an expired deadline, which clients expect as this status.

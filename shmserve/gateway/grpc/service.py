@@ -158,7 +158,7 @@ class Service:
             except ShmserveError as error:
                 call.fail(*ending_from_error(error))
             except Exception:
-                logger.exception("%s failed", path)
+                logger.exception("gRPC call %s failed", path)
                 call.fail(*INTERNAL_FAILURE)
 
         def start_task(encoded_request: bytes, call: UnaryCall) -> None:

@@ -154,8 +154,8 @@ class Body:
         self._max_input_size = settings.max_input_size
         self.arrival = Arrival(settings.body_timeout_s, budget)
         self._chunk_count = 0
-        self._chunked = TRANSFER_ENCODING in request.headers
-        self.declared_size = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
+        self._is_chunked = TRANSFER_ENCODING in request.headers
+        self.declared_size = -1 if self._is_chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
     def received_whole(self) -> bytes | None:
         """Return the body if it was received completely, as small bodies are.
@@ -191,7 +191,7 @@ class Body:
         """
         if self.arrival.received_bytes == 0 and not self._content.is_eof():
             self._send_continue()
-        read = self._next_chunks() if self._chunked else self._content.readany()
+        read = self._next_chunks() if self._is_chunked else self._content.readany()
         try:
             return await self.arrival.next(read)
         except MalformedBody:

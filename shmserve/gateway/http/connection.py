@@ -106,7 +106,7 @@ class HttpConnection(Incoming):
         else:
             self.force_close()
 
-    def shut_down(self, *, refuses: bool = False) -> None:
+    def shut_down(self, *, refuses_requests: bool = False) -> None:
         """Close the connection with its next response, or soon if it is idle."""
         self._idle_s = _DRAIN_IDLE_S
         if self._idle_timer is not None:

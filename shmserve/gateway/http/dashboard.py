@@ -81,9 +81,9 @@ class LiveFigures:
 
     def start_recording(self) -> None:
         """Start the task that records the figures for the history until the server exits."""
-        self._recorder = asyncio.get_running_loop().create_task(self._record())
+        self._recorder = asyncio.get_running_loop().create_task(self._record_history())
 
-    async def _record(self) -> None:
+    async def _record_history(self) -> None:
         while True:
             await asyncio.sleep(HISTORY_EVERY_S)
             if self._task is None:
@@ -171,8 +171,8 @@ class LiveFigures:
         self._wake_viewers()
 
     def _wake_viewers(self) -> None:
-        taken_event, self._has_snapshot = self._has_snapshot, asyncio.Event()
-        taken_event.set()
+        snapshot_event, self._has_snapshot = self._has_snapshot, asyncio.Event()
+        snapshot_event.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +187,7 @@ class _SnapshotSource:
     _models: dict[str, Row] = field(init=False, default_factory=dict)
     _last_event: int = field(init=False, default=0)
     _snapshot_count: int = field(init=False, default=0)
-    _host: dict[str, Any] = field(init=False, default_factory=dict)
+    _process_figures: dict[str, Any] = field(init=False, default_factory=dict)
 
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the event with the whole snapshot, and the event with its changes."""
@@ -231,7 +231,7 @@ class _SnapshotSource:
         gateway = self._gateway
         if self._snapshot_count % _SNAPSHOTS_PER_PROCESS_READ == 0:
             sizes = await collect(proportional_sizes(os.getppid()))
-            self._host = {"processes": len(sizes), "pss_bytes": sum(sizes)}
+            self._process_figures = {"processes": len(sizes), "pss_bytes": sum(sizes)}
         self._snapshot_count += 1
         total, used = memory_bytes()
         regions = [*gateway.regions.named_regions(), *gateway.regions.unnamed_regions()]
@@ -246,7 +246,7 @@ class _SnapshotSource:
             "region_bytes": sum(region.byte_size for region in regions),
             "arena_used": gateway.arena.used_bytes,
             "arena_size": gateway.settings.arena_byte_size,
-            **self._host,
+            **self._process_figures,
         }
 
 

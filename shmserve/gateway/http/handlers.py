@@ -113,7 +113,7 @@ async def get_metrics(
 
 
 async def get_empty(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Return an empty response for all other paths of a metrics listener."""
+    """Handle all paths of a metrics listener that have no other route: return nothing."""
     return HttpResponse()
 
 

@@ -199,13 +199,13 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         return None if is_busy else self._idle_start
 
     @property
-    def sending_since(self) -> float | None:
-        """Return the loop's time since when the client sends a request; None if it sends none.
+    def incomplete_since(self) -> float | None:
+        """Return the loop's time since when a request is incomplete; None if none is incomplete.
 
         The result is the time when the previous request ended.
         """
-        is_sending = self._pending_head or (self._is_handling and self._body_stream is not None)
-        return self._idle_start if is_sending else None
+        is_incomplete = self._pending_head or (self._is_handling and self._body_stream is not None)
+        return self._idle_start if is_incomplete else None
 
     @abstractmethod
     def _begin_request(self, begin: BeginRepeatedRequest, body: bytes) -> bool:
@@ -222,7 +222,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         pending_head, self._pending_head = self._pending_head, b""
         if pending_head:
             data = pending_head + data
-        # No request is being handled, queued or partly received.
+        # Whether no request is being handled, queued or partly received.
         is_between_requests = not (self._missing_bytes or self._is_handling or self._messages)
         # Without a waiter, the task has not started, has ended, or is handling a request.
         waiter = self._waiter
@@ -272,7 +272,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         except HttpProcessingError as error:
             if head is not None and self._parse_without_length(head):
                 return
-            # The parser has dropped the requests before the malformed one.
+            # The parser has dropped the requests before the malformed one; parse them again.
             self._messages += self._parse_complete(head or b"")
             self._messages.append(error)
             self._state, self._head = ReadState.FAILED, head
@@ -345,11 +345,11 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._is_head_incomplete = True
             self._start_timeout(self._settings.header_timeout_s)
             return True
-        chunked = remove_length(head)
-        if chunked is None:
+        request = remove_length(head)
+        if request is None:
             return False
         self.closes_next, self._parser = True, self._new_parser()
-        self._parse(chunked, False)
+        self._parse(request, False)
         return True
 
     def _parse_complete(self, data: bytes) -> list[ParsedMessage]:
@@ -514,7 +514,7 @@ class TensorReceiver(asyncio.BufferedProtocol):
         self._arriving: ArrivingRequest | None = None
         self._arrival: Arrival
         self._missing_bytes = 0
-        self._complete: asyncio.Future[None]
+        self._all_received: asyncio.Future[None]
         for event in ("connection_lost", "eof_received", "pause_writing", "resume_writing"):
             setattr(self, event, getattr(connection, event))
 
@@ -523,8 +523,8 @@ class TensorReceiver(asyncio.BufferedProtocol):
     ) -> asyncio.Future[None]:
         """Receive the next bytes into tensors; return a future that is done after the last one."""
         self._arriving, self._arrival, self._missing_bytes = arriving, arrival, missing_bytes
-        self._complete = asyncio.get_running_loop().create_future()
-        return self._complete
+        self._all_received = asyncio.get_running_loop().create_future()
+        return self._all_received
 
     def end(self) -> bool:
         """Receive no further bytes into tensors; return whether no byte is missing."""
@@ -554,4 +554,4 @@ class TensorReceiver(asyncio.BufferedProtocol):
         if not self._missing_bytes:
             if self._connection.transport is not None:
                 self._connection.transport.pause_reading()
-            resolve_future(self._complete, None)
+            resolve_future(self._all_received, None)

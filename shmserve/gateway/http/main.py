@@ -71,8 +71,8 @@ class HttpServer(process.ProtocolServer):
         host_names = (settings.http_address, socket.gethostname(), *settings.allowed_hosts)
         names = frozenset(map(str.lower, host_names))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
-        http, metrics = len(self._http_sockets), len(self._metrics_sockets)
-        descriptor_limit = fd_limits.connections_share(http, metrics)
+        socket_counts = len(self._http_sockets), len(self._metrics_sockets)
+        descriptor_limit = fd_limits.connections_share(*socket_counts)
         if sock in self._metrics_sockets:
             descriptor_limit = fd_limits.scrapes_share()
         create_connection = partial(HttpConnection, app=app, settings=settings)

@@ -70,8 +70,9 @@ def openapi_document(table: RouteTable) -> dict[str, Any]:
 def _paths(template: str) -> list[str]:
     """Return the paths of a route's template, without and with each optional part."""
     paths = [""]
-    for part, optional in optional_parts(template):
-        paths = [path + suffix for path in paths for suffix in (["", part] if optional else [part])]
+    for part, is_optional in optional_parts(template):
+        suffixes = ["", part] if is_optional else [part]
+        paths = [path + suffix for path in paths for suffix in suffixes]
     return paths
 
 

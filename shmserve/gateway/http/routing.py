@@ -149,11 +149,11 @@ def optional_parts(template: str) -> Iterator[tuple[str, bool]]:
 def _compile_template(template: str) -> re.Pattern[str]:
     if template == ANY_PATH:
         return re.compile(".*")
-    parts = (
-        (_NAMED_PART.sub(_part_pattern, re.escape(part)), optional)
-        for part, optional in optional_parts(template)
-    )
-    return re.compile("".join(f"(?:{part})?" if optional else part for part, optional in parts))
+    pattern = ""
+    for part, is_optional in optional_parts(template):
+        part_pattern = _NAMED_PART.sub(_part_pattern, re.escape(part))
+        pattern += f"(?:{part_pattern})?" if is_optional else part_pattern
+    return re.compile(pattern)
 
 
 def _part_pattern(part: re.Match[str]) -> str:
@@ -327,7 +327,7 @@ class App(ActiveCount):
         except Exception:
             trace_id = TraceContext.of(_traceparent(request)).trace_id
             request_line = (request.method, request.target)
-            logger.exception("%s %s failed", *request_line, extra={"trace_id": trace_id})
+            logger.exception("request %s %s failed", *request_line, extra={"trace_id": trace_id})
             response = _error_response(Internal(), route.encode_error, request)
         except BaseException:
             self.decrement()

@@ -80,8 +80,8 @@ class Http2Connection(FrameReader[HeadT]):
     ) -> None:
         super().__init__(limits)
         self._headers = HeaderDecoder(read_head, limits.header_list_bytes)
-        self._resets = Budget(limits.resets, limits.resets_per_s, clock, "stream resets")
-        self._control = Budget(
+        self._reset_budget = Budget(limits.resets, limits.resets_per_s, clock, "stream resets")
+        self._control_budget = Budget(
             limits.control_frames,
             limits.control_frames_per_s,
             clock,
@@ -123,7 +123,7 @@ class Http2Connection(FrameReader[HeadT]):
     @property
     def debt(self) -> int:
         """Return the client's useless work in control frames; only differences are meaningful."""
-        return -self._control.tokens - _RESET_DEBT * self._resets.tokens
+        return -self._control_budget.tokens - _RESET_DEBT * self._reset_budget.tokens
 
     # --- data
 
@@ -138,7 +138,7 @@ class Http2Connection(FrameReader[HeadT]):
         if stream is None or stream.is_half_closed:
             self._check_closed(stream_id, stream)
             stream = None
-            self._control.take_token()
+            self._control_budget.take_token()
         else:
             stream.receive_window -= size
             if stream.receive_window < 0:
@@ -152,7 +152,7 @@ class Http2Connection(FrameReader[HeadT]):
         self.arriving_stream = stream
         if not self.arriving_bytes:
             if not self._frame_ends_stream:
-                self._control.take_token()
+                self._control_budget.take_token()
             if stream is not None:
                 self._pass_data(stream, _EMPTY_VIEW)
 
@@ -192,13 +192,13 @@ class Http2Connection(FrameReader[HeadT]):
         elif frame_type == RST_STREAM:
             self._handle_reset(stream_id, payload)
         elif frame_type == SETTINGS:
-            self._control.take_token()
+            self._control_budget.take_token()
             self._handle_settings(flags, stream_id, payload)
         elif frame_type == PING:
-            self._control.take_token()
+            self._control_budget.take_token()
             self._handle_ping(flags, stream_id, payload)
         elif frame_type == GOAWAY:
-            self._control.take_token()
+            self._control_budget.take_token()
             if stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY on a stream other than 0")
             if len(payload) < 8:
@@ -206,7 +206,7 @@ class Http2Connection(FrameReader[HeadT]):
         elif frame_type == PUSH_PROMISE:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
-            self._control.take_token()
+            self._control_budget.take_token()
             if frame_type == PRIORITY:
                 _check_priority(stream_id, payload)
 
@@ -223,8 +223,8 @@ class Http2Connection(FrameReader[HeadT]):
         stream = Stream(stream_id, self._limits.window_bytes, self.sending.initial_window)
         stream.expected_bytes = head.data_size
         self.streams[stream_id] = stream
-        if self._control.tokens < self._limits.control_frames:
-            self._control.add_tokens(_EARNED_PER_FRAME)
+        if self._control_budget.tokens < self._limits.control_frames:
+            self._control_budget.add_tokens(_EARNED_PER_FRAME)
         self._events.append(StreamOpened(stream, head))
         if has_ended:
             if stream.expected_bytes > 0:
@@ -237,7 +237,7 @@ class Http2Connection(FrameReader[HeadT]):
         if stream is None or stream.is_half_closed:
             self._headers.skip_block(block)
             self._check_closed(stream_id, stream)
-            self._control.take_token()
+            self._control_budget.take_token()
             return
         self._headers.decode_trailers(block)
         if not flags & END_STREAM or stream.expected_bytes > 0:
@@ -260,37 +260,37 @@ class Http2Connection(FrameReader[HeadT]):
         stream = self.streams.get(stream_id)
         if stream_id and stream is None:
             self._check_not_idle(stream_id, "WINDOW_UPDATE")
-            self._control.take_token()
+            self._control_budget.take_token()
             return
         if not increment:
             if not stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0 bytes")
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
         self._earn_tokens_for_data()
-        self._control.take_token()
+        self._control_budget.take_token()
         self.sending.receive_window_update(stream, increment)
 
     def _earn_tokens_for_data(self) -> None:
         sending, (frames_before, bytes_before) = self.sending, self._credited_output
         self._credited_output = sending.data_frames, sending.data_bytes
         sent_frames = sending.data_frames - frames_before
-        self._resets.add_tokens(sent_frames)
+        self._reset_budget.add_tokens(sent_frames)
         earned_by_data = (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
         earned = _EARNED_PER_FRAME * sent_frames + earned_by_data
         saved = min(self._saved_control_frames + earned, _MAX_SAVED_FRAMES)
-        needed_frames = min(saved, self._control.debt)
+        needed_frames = min(saved, self._control_budget.debt)
         self._saved_control_frames = saved - needed_frames
-        self._control.add_tokens(needed_frames)
+        self._control_budget.add_tokens(needed_frames)
 
     def _handle_reset(self, stream_id: int, payload: bytes) -> None:
         frames.parse_uint32(payload, "RST_STREAM")
         stream = self.streams.get(stream_id)
         if stream is None:  # the server ended the stream while the frame was in flight
             self._check_not_idle(stream_id, "RST_STREAM")
-            self._control.take_token()
+            self._control_budget.take_token()
             return
         self._earn_tokens_for_data()
-        self._resets.take_token()
+        self._reset_budget.take_token()
         self._remove(stream)
         self._events.append(StreamReset(stream))
 
@@ -331,7 +331,7 @@ class Http2Connection(FrameReader[HeadT]):
 
     def _fail_stream(self, stream_id: int, code: FaultCode) -> None:
         """Reset a stream on which the client has violated the protocol."""
-        self._resets.take_token()
+        self._reset_budget.take_token()
         stream = self.streams.get(stream_id)
         if stream_id > self.last_stream_id:
             raise ConnectionFault(code, f"a malformed frame on idle stream {stream_id}")

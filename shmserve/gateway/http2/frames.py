@@ -93,9 +93,10 @@ def encode_frame(frame_type: int, flags: int, stream_id: int, payload: bytes = b
 pack_uint32 = _UINT32_FORMAT.pack  # packs a 32-bit integer: a window, an error code or a stream id
 
 
-def encode_goaway(last_id: int, code: FaultCode, reason: str = "") -> bytes:
-    """Return a GOAWAY frame with a reason; streams above `last_id` are not processed."""
-    return encode_frame(GOAWAY, 0, 0, pack_uint32(last_id) + pack_uint32(code) + reason.encode())
+def encode_goaway(last_stream_id: int, code: FaultCode, reason: str = "") -> bytes:
+    """Return a GOAWAY frame; streams above `last_stream_id` are not processed."""
+    payload = pack_uint32(last_stream_id) + pack_uint32(code) + reason.encode()
+    return encode_frame(GOAWAY, 0, 0, payload)
 
 
 def encode_settings(values: dict[int, int]) -> bytes:
@@ -125,5 +126,4 @@ def parse_uint32(payload: bytes, frame_name: str) -> int:
     """Return the integer that is a frame's payload; raise ConnectionFault for another size."""
     if len(payload) != _UINT32_FORMAT.size:
         raise length_fault(frame_name, len(payload), str(_UINT32_FORMAT.size))
-    number: int = _UINT32_FORMAT.unpack(payload)[0]
-    return number
+    return int.from_bytes(payload, "big")

@@ -123,7 +123,7 @@ def _warn_of_misspelt(holder: dict[str, Any]) -> None:
         if likely_name not in _warned_names:
             _warned_names.add(likely_name)
             logger.warning(
-                "a request has the unknown field '%s'; did its client mean '%s'?",
+                "a request has the unknown field '%s' (did you mean '%s'?)",
                 clip(name),
                 likely_name,
             )
@@ -227,13 +227,13 @@ def _read_output(member: Any) -> InferOutput:
     is_binary = "binary_data" in parameters and check_boolean(
         parameters["binary_data"], "binary_data"
     )
-    classes = 0
+    class_count = 0
     if "classification" in parameters:
-        classes = _read_class_count(parameters["classification"])
+        class_count = _read_class_count(parameters["classification"])
     region_range = None
     if "shared_memory_region" in parameters:
         region_range = _read_range(parameters)
-        for key, is_set in (("classification", classes), ("binary_data", is_binary)):
+        for key, is_set in (("classification", class_count), ("binary_data", is_binary)):
             if is_set:
                 text = f"Output can't set both 'shared_memory_region' and '{key}'"
                 raise InvalidArgument(text)
@@ -241,7 +241,7 @@ def _read_output(member: Any) -> InferOutput:
         for key in ("shared_memory_offset", "shared_memory_byte_size"):
             if key in parameters:
                 check_unsigned(parameters[key], key)
-    return InferOutput(name, is_binary, region_range, classes)
+    return InferOutput(name, is_binary, region_range, class_count)
 
 
 def _read_class_count(value: Any) -> int:

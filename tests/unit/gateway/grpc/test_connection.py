@@ -319,7 +319,7 @@ async def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() ->
 async def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> None:
     async with open_scene() as scene:
         scene.call(1)
-        scene.connection.shut_down(refuses=True)
+        scene.connection.shut_down(refuses_requests=True)
         (_, _, _, first_stream), (_, _, _, last_stream), _ = scene.transport.frames()
         assert (first_stream[:4], last_stream[:4]) == (b"\x7f\xff\xff\xff", (1).to_bytes(4, "big"))
         scene.call(3)

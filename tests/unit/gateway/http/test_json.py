@@ -234,7 +234,7 @@ def test_a_misspelt_member_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
     for _ in range(2):
         parse_request(one_input_request() | {"outputz": [], "mine": 1}, 0, "m", 4096)
     assert [record.getMessage() for record in caplog.records] == [
-        "a request has the unknown field 'outputz'; did its client mean 'outputs'?"
+        "a request has the unknown field 'outputz' (did you mean 'outputs'?)"
     ]
 
 
