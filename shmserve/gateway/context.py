@@ -92,7 +92,7 @@ class GatewayModel:
             self.max_model_len = int(max_length) if max_length.isdecimal() else None
         # Whether requests with the parameter `task` convert between texts and tokens.
         self.has_task_parameter = is_vllm or publication.config.backend == LLM_BACKEND
-        # Whether texts may contain reasoning. An engine of vLLM has this output only with a parser.
+        # Whether texts may contain reasoning. vLLM's engine separates it only with a parser.
         self.may_reason = is_vllm or engine_settings.reasoning_parser not in ("", "none")
 
 

@@ -113,8 +113,8 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
         raise
     request.begin_repeated = None
     if built_request.response_templates is not None and _depends_only_on_body(request):
-        head_key = (gateway.models.revision, headers.get(HEADER_LENGTH))
-        request.begin_repeated = partial(_infer_repeated, gateway, request, model, *head_key)
+        arguments = (gateway, request, model, gateway.models.revision, headers.get(HEADER_LENGTH))
+        request.begin_repeated = partial(_infer_repeated, *arguments)
     return await inference.response()
 
 

@@ -133,7 +133,7 @@ async def _show_start_page(gateway: Gateway, request: HttpRequest) -> HttpRespon
     links = [("/docs", "the HTTP API"), ("/openapi.json", "its description"), ("/v2", "the server")]
     if gateway.settings.metrics_port:
         links += [(address, "the dashboard"), (f"{address}metrics", "metrics for Prometheus")]
-    # A relative reference also works behind a proxy that adds a prefix.
+    # The links are relative, so that they also work behind a proxy that adds a prefix.
     items = "".join(
         f'<li><a href="{url.removeprefix("/")}">{url}</a>: {title}\n' for url, title in links
     )

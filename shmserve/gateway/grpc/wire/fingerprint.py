@@ -56,6 +56,7 @@ _FLAG_ENTRIES = {
     for value in (b"\0", b"\1")
 }
 
+# The kept parts of a message's head, and the size of each tensor.
 Key = tuple[bytes, tuple[int, ...]]
 
 

@@ -46,6 +46,7 @@ _NUMBER_ARRAY = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
 MAX_CUT_TEXT_BYTES = 64 * 1024
 _MAX_KEY_BYTES = 2048
 
+# The kept text of a header, and the size of the binary data (`Fingerprint.key`).
 Key = tuple[bytes, int]
 
 
