@@ -215,8 +215,8 @@ class ReferenceTemplate(NamedTuple):
 
     Attributes:
         table: The table of regions.
-        version: The table's version. The template is invalid in another version, in which names may
-            refer to other regions.
+        version: The table's version. In other versions, names may refer to other regions, so that
+            the template is invalid.
         regions: The regions.
         output_ranges: The ranges of the outputs.
     """

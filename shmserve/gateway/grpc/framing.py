@@ -61,7 +61,7 @@ MISSING_REQUEST: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())
 UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
 DEADLINE_EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
-# The statuses of the server's error codes, of which most have gRPC's names.
+# The statuses by the server's error codes. Most of these codes have gRPC's names.
 _STATUS_BY_CODE = {
     **StatusCode.__members__,
     "INVALID_ARG": StatusCode.INVALID_ARGUMENT,
@@ -231,8 +231,8 @@ class BrokenMessage(Exception):
 MessageContent = bytes | ArrivingRequest
 
 
-# Returns the receiver of a call's next message, given the call's head and the message's size. If it
-# is None, the message is assembled as bytes.
+# Returns the receiver of a call's next message, given the call's head and the message's size, or
+# None if the message should be assembled as bytes.
 Sinks = Callable[[CallHead, int], RequestSink | None]
 
 

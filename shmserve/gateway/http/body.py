@@ -112,8 +112,7 @@ async def read_json(
         request: The request.
         is_required: Whether an empty body is an error; otherwise it is parsed as {}.
         parse: The parser.
-        parse_large: The parser of bodies that are large or have many objects. If it is None,
-            `parse` parses them, too.
+        parse_large: The parser of bodies that are large or have many objects; by default `parse`.
 
     Raises:
         JsonFault: The body is not JSON.

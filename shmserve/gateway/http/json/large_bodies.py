@@ -1,10 +1,10 @@
 """The parser of large bodies with prompts, which runs in a separate process.
 
-Parsing a body of 64 MiB takes a second, in which the gateway would serve no other request. A body
-above 512 KiB, or with many objects, is therefore sent to a process. It finds prompts that are too
-long for every model, other fields that are too large, and JSON errors. It returns the small fields
-of the body as JSON, the prompts as the bytes of their tensors, and other large fields as bytes of
-JSON. The gateway only has to copy these bytes in pieces.
+Parsing a body of 64 MiB in the gateway would delay all other requests by a second. A body above
+512 KiB, or with many objects, is therefore sent to a process. The process detects prompts that are
+too long for their model, other fields that are too large, and JSON errors. It returns the small
+fields of the body as JSON, the prompts as the bytes of their tensors, and other large fields as
+bytes of JSON. The gateway only has to copy these bytes in pieces.
 
     8 bytes: size of the header | header: JSON | the bytes of all packed fields, one after the other
 """
