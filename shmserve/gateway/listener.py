@@ -7,9 +7,9 @@
     ActiveCount          the requests or connections that a drain waits for
 
 Idle connections never exclude other clients: at the limit, the connections that have been idle for
-longest are evicted for new ones. A peer (a user at a unix socket, or an address of another host)
-has a quota, so that it cannot use up the limit: beyond the quota, its own connections are evicted.
-On loopback all clients have one address, and there is no quota.
+longest are evicted for new ones. Each peer (a user at a unix socket, or an address of another host)
+has a quota. Beyond its quota, the peer's own connections are evicted, so that one peer cannot use
+up the limit. On loopback all clients have one address, and no quota applies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Registered shared memory regions: a replica of the supervisor's table, with reference counts.
 
-A gateway never maps a region. It only checks that a range lies within the region; the worker
-receives the range. An unregistered region is retired: requests may still use it. Once no request
-uses it, it is withdrawn: the table removes its name.
+A gateway never maps a region. For a range in a request, the gateway only checks that the range lies
+within the region, and sends the range to the worker. An unregistered region is retired: requests
+may still use the region. Once no request uses it, the region is withdrawn: the table removes its
+name.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     begin ──> Submit.trace ... response ──on_response──> explanation, if requested ──> finish
                                                           log, file, collector <─────────┘
 
-The file is a JSON array. Each request has an entry with its names and an entry with its timestamps
-(monotonic ns); so has each request of an ensemble's step or of a model's call. Several gateways
-write to the file. Each write holds a lock and leaves a complete array.
+The trace file is a JSON array. Each request has an entry with its names and an entry with its
+timestamps (monotonic ns). Requests of an ensemble's steps and of models that call models have such
+entries, too. Several gateways write to the file. Each write holds a lock and leaves a complete
+array.
 """
 
 from __future__ import annotations

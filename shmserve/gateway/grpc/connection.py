@@ -190,7 +190,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._is_handling_data = False
         if self.lifetime.counts_received:
             self.lifetime.record_received()
-        if http2.sending.ready or http2.sending.waiting_streams or self._tls is not None:
+        if http2.sending.output or http2.sending.waiting_streams or self._tls is not None:
             self.flush()
         if http2.is_closing:
             self._close_after_violation()
@@ -238,30 +238,31 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self._is_handling_data:
             return
         sending = self.http2.sending
-        ready, transport = sending.ready, self.transport
+        output, transport = sending.output, self.transport
         if transport is None:
             return
         if sending.waiting_streams:
             self._schedule_time_limit_check()
-        if not ready and self._tls is None:
+        if not output and self._tls is None:
             return
         if self._tls is not None:
             self._flush_encrypted(self._tls, transport)
         else:
-            sending.ready = []
-            first_piece, *other_pieces = ready
+            sending.output = []
+            first_piece, *other_pieces = output
             if not other_pieces:
                 transport.write(first_piece)
-            elif sum(map(len, ready)) <= _MAX_JOINED_BYTES:
-                transport.write(b"".join(ready))
+            elif sum(map(len, output)) <= _MAX_JOINED_BYTES:
+                transport.write(b"".join(output))
             else:
-                transport.writelines(ready)
+                transport.writelines(output)
 
     def _flush_encrypted(self, tls: TlsLayer, transport: asyncio.Transport) -> None:
         sending = self.http2.sending
-        if tls.ready and sending.ready:
-            ready, sending.ready = sending.ready, []
-            for piece in (b"".join(ready),) if sum(map(len, ready)) <= _MAX_JOINED_BYTES else ready:
+        if tls.is_ready and sending.output:
+            output, sending.output = sending.output, []
+            is_small = sum(map(len, output)) <= _MAX_JOINED_BYTES
+            for piece in (b"".join(output),) if is_small else output:
                 tls.send(piece)
         if encrypted := tls.outgoing():
             transport.write(encrypted)
@@ -339,13 +340,13 @@ class BrokenTls(Exception):
 
 
 class TlsLayer:
-    """The TLS layer of one connection; `ready` is true after the handshake."""
+    """The TLS layer of one connection; `is_ready` is true after the handshake."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._tls_input = ssl.MemoryBIO()
         self._tls_output = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._tls_input, self._tls_output, server_side=True)
-        self.ready = False
+        self.is_ready = False
         self._is_closed = False
 
     def receive(self, data: bytes | memoryview) -> bytes:
@@ -357,11 +358,11 @@ class TlsLayer:
         self._tls_input.write(data)
         pieces: list[bytes] = []
         try:
-            if not self.ready:
+            if not self.is_ready:
                 self._tls.do_handshake()
                 if self._tls.selected_alpn_protocol() != "h2":
                     raise BrokenTls("the client does not use HTTP/2")
-                self.ready = True
+                self.is_ready = True
             while piece := self._tls.read(_TLS_READ_BYTES):
                 pieces.append(piece)
         except ssl.SSLWantReadError:

@@ -1,7 +1,7 @@
 """A server's HTTP/2 connection without IO, which converts received bytes to events (RFC 9113).
 
-`receive` parses bytes and returns events; the bytes to send are in `sending.ready`. The work of one
-call is bounded, so that other connections are not delayed. If frames are left,
+`receive` parses bytes and returns events. The bytes to send are in `sending.output`. The work of
+one call is bounded, so that other connections are not delayed. If frames are left,
 `has_pending_frames` is true, and `receive(b"")` continues.
 
 The states of a stream:
@@ -108,7 +108,7 @@ class Http2Connection(FrameReader[HeadT]):
         }
         increment = pack_uint32(LARGEST_WINDOW - DEFAULT_WINDOW)
         window_update = frames.encode_frame(WINDOW_UPDATE, 0, 0, increment)
-        self.sending.ready.append(frames.encode_settings(settings) + window_update)
+        self.sending.output.append(frames.encode_settings(settings) + window_update)
 
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
@@ -133,7 +133,7 @@ class Http2Connection(FrameReader[HeadT]):
         if self._receive_window < LARGEST_WINDOW // 2:
             increment, self._receive_window = LARGEST_WINDOW - self._receive_window, LARGEST_WINDOW
             update = frames.encode_frame(WINDOW_UPDATE, 0, 0, pack_uint32(increment))
-            self.sending.ready.append(update)
+            self.sending.output.append(update)
         stream = self.streams.get(stream_id)
         if stream is None or stream.is_half_closed:
             self._check_closed(stream_id, stream)
@@ -314,7 +314,7 @@ class Http2Connection(FrameReader[HeadT]):
             sending.change_initial_window(window, self.streams.values())
         sending.max_frame_size = settings.get(frames.MAX_FRAME_SIZE, sending.max_frame_size)
         self.settings_received = True
-        sending.ready.append(_SETTINGS_ACK)
+        sending.output.append(_SETTINGS_ACK)
 
     def _handle_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
@@ -325,7 +325,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._events.append(PingAcknowledged(payload))
             return
         self.ping_count += 1
-        self.sending.ready.append(frames.encode_frame(PING, ACK, 0, payload))
+        self.sending.output.append(frames.encode_frame(PING, ACK, 0, payload))
 
     # --- ends of streams and of the connection
 
@@ -351,7 +351,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._queue_reset(stream.id, code)
 
     def _queue_reset(self, stream_id: int, code: FaultCode) -> None:
-        self.sending.ready.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
+        self.sending.output.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
 
     def _remove(self, stream: Stream) -> None:
         stream.is_half_closed = True
@@ -381,14 +381,14 @@ class Http2Connection(FrameReader[HeadT]):
         if increment > 0 and not stream.is_half_closed:
             stream.receive_window += increment
             update = frames.encode_frame(WINDOW_UPDATE, 0, stream.id, pack_uint32(increment))
-            self.sending.ready.append(update)
+            self.sending.output.append(update)
 
     def fail(self, code: FaultCode, reason: str = "") -> None:
         """Send GOAWAY and close the connection."""
         if not self.is_closing:
             super().fail(code, reason)
             last_stream = min(self.last_stream_id, self._goaway_stream_id)
-            self.sending.ready.append(frames.encode_goaway(last_stream, code, reason))
+            self.sending.output.append(frames.encode_goaway(last_stream, code, reason))
 
     def send_goaway(self, *, final: bool) -> None:
         """Send GOAWAY, which announces the end of the connection.
@@ -399,11 +399,11 @@ class Http2Connection(FrameReader[HeadT]):
         if final and not self._is_refusing:
             self._is_refusing = True
             self._goaway_stream_id = self.last_stream_id
-        self.sending.ready.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))
+        self.sending.output.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))
 
     def ping(self, payload: bytes) -> None:
         """Send a PING with eight bytes; a `PingAcknowledged` event follows."""
-        self.sending.ready.append(frames.encode_frame(PING, 0, 0, payload))
+        self.sending.output.append(frames.encode_frame(PING, 0, 0, payload))
 
 
 _SETTINGS_ACK = frames.encode_frame(SETTINGS, ACK, 0)
