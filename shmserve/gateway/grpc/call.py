@@ -160,7 +160,7 @@ class GrpcCall(ABC):
     delays_drain: ClassVar[bool]
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
-        *("_arriving_message", "_assembly", "_is_head_sent", "_compression", "_connection"),
+        *("_arriving_message", "_assembly", "_is_head_sent", "_response_encoding", "_connection"),
         *("_deadline", "_sinks", "_stream", "_deadline_timer", "client", "is_done", "head"),
         *("on_disconnect", "on_ended"),
     )
@@ -179,11 +179,11 @@ class GrpcCall(ABC):
         self._assembly: Assembly | None = None
         self._arriving_message: ArrivingMessage | None = None
         self._is_head_sent = False  # whether the head of the response is sent
-        self._compression: str | None = None
+        self._response_encoding: str | None = None
         self._deadline = 0.0
         self._deadline_timer: asyncio.TimerHandle | None = None
         if connection.context.settings.compression_level:
-            self._compression = select_encoding(head.accepted_encodings)
+            self._response_encoding = select_encoding(head.accepted_encodings)
         if head.timeout_s is not None:
             self._deadline = time.monotonic() + head.timeout_s
             self._deadline_timer = connection.loop.call_later(head.timeout_s, self._on_deadline)
@@ -408,10 +408,10 @@ class UnaryCall(GrpcCall):
 
     def finish(self, response: bytes) -> None:
         """End the call with its response."""
-        if self._compression is None:
+        if self._response_encoding is None:
             self._send_response((PREFIX.pack(0, len(response)), response))
             return
-        options = (self._compression, self._connection.context.settings.compression_level)
+        options = (self._response_encoding, self._connection.context.settings.compression_level)
         if len(response) < LARGE_MESSAGE_BYTES:
             self._send_response(compress_message(response, *options))
         else:
@@ -427,7 +427,7 @@ class UnaryCall(GrpcCall):
         self._mark_done()
         self._stream.on_sent = self._on_all_sent
         connection = self._connection
-        blocks = _BLOCKS[self._compression]
+        blocks = _BLOCKS[self._response_encoding]
         connection.http2.sending.send_response(self._stream, blocks, pieces)
         connection.flush()
 
@@ -584,7 +584,9 @@ class StreamingCall(GrpcCall):
 
     def _send_head(self) -> None:
         self._is_head_sent = True
-        self._connection.http2.sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
+        self._connection.http2.sending.send_head(
+            self._stream, HEADS_BY_ENCODING[self._response_encoding]
+        )
 
     async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
         """Write responses; wait until the windows permit the last one or the client disconnects.
@@ -598,11 +600,11 @@ class StreamingCall(GrpcCall):
             self._send_head()
         pieces: list[bytes] = []
         for response in responses:
-            if self._compression is None:
+            if self._response_encoding is None:
                 pieces += frame_message(response)
             else:
                 level = self._connection.context.settings.compression_level
-                pieces += await compress_in_turns(response, self._compression, level)
+                pieces += await compress_in_turns(response, self._response_encoding, level)
         if self.is_done:
             return
         sending = self._connection.http2.sending

@@ -2,7 +2,7 @@
 
 Parsing a body of 64 MiB in the gateway would delay all other requests by a second. A body above
 512 KiB, or with many objects, is therefore sent to a process. The process detects prompts that are
-too long for their model, other fields that are too large, and JSON errors. It returns the small
+too long for the model, other fields that are too large, and JSON errors. It returns the small
 fields of the body as JSON, the prompts as the bytes of their tensors, and other large fields as
 bytes of JSON. The gateway only has to copy these bytes in pieces.
 
