@@ -346,13 +346,13 @@ def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
 def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
     parsed_reports = [model_metrics.parse(r["shmserve"].get("families", [])) for r in reports]
     families = model_metrics.sum_families(parsed_reports)
-    unique = {name: family for name, family in families.items() if name not in server_names}
-    if len(unique) < len(families):
-        names = ", ".join(sorted(families.keys() - unique.keys()))
+    shown_families = {name: family for name, family in families.items() if name not in server_names}
+    if len(shown_families) < len(families):
+        names = ", ".join(sorted(families.keys() - shown_families.keys()))
         logger.warning(
             "metrics of models with the name of a server's metric are not shown: %s", names
         )
-    return model_metrics.exposition(unique)
+    return model_metrics.exposition(shown_families)
 
 
 _PROCESS_FAMILIES = (
