@@ -290,7 +290,7 @@ async def collect_reports(
 
     Late reports are omitted and logged at `log_level`.
     """
-    futures = [gateway.schedulers.report(model.endpoint) for model in models]
+    futures = [gateway.schedulers.request_statistics(model.endpoint) for model in models]
     if not futures:
         return []
     try:
