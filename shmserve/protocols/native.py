@@ -230,7 +230,7 @@ class NativeLane:
                 self._observer.on_response()
             except ShmserveError as failure:
                 self._stream_error = self._stream_error or failure.message
-            credit = pending.read()
+            credit = pending.record_read()
             if credit:
                 self._lane_factory.channel.schedulers.credit(pending, credit)
                 self._lane_factory.flush_soon()
