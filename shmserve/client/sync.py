@@ -90,7 +90,7 @@ class Server:
             ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*args, **kwargs)
-        channel, packed = self._get_channel(), None
+        channel, packed = self._get_thread_channel(), None
         try:
             packed = self._session.pack(channel.connection, call)
             return channel.wait(channel.submit(packed))
@@ -99,7 +99,7 @@ class Server:
         except ShmserveError:
             if not self._session.should_retry(channel.connection, call[4], packed):
                 raise
-        channel = self._get_channel()
+        channel = self._get_thread_channel()
         return channel.wait(channel.submit(self._session.pack(channel.connection, call)))
 
     def map(
@@ -137,7 +137,7 @@ class Server:
         """
         check_in_flight(in_flight)
         pending_requests: deque[Any] = deque()
-        channel = self._get_channel()
+        channel = self._get_thread_channel()
         # The thread wakes up once for several responses. The other requests keep the server busy.
         min_messages = max(1, in_flight // 4)
         try:
@@ -181,7 +181,7 @@ class Server:
                 the iterator.
         """
         call = call_of(*args, **kwargs)
-        channel = self._get_channel()
+        channel = self._get_thread_channel()
         packed = self._session.pack(channel.connection, call, stream=True)
         return ResponseStream(channel, channel.open(packed), self)
 
@@ -373,7 +373,7 @@ class Server:
         """
         return self._session.statistics(model, version)
 
-    def _get_channel(self) -> Channel:
+    def _get_thread_channel(self) -> Channel:
         connection = self._session.connection()
         thread = threading.current_thread()
         channel = self._channels.get(thread)

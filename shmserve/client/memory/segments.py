@@ -124,7 +124,7 @@ class AttachedSegment(Segment):
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
             raise InvalidArgument("the memory's descriptor is not open for reading and writing")
         if self.size < max(1, byte_size):
-            text = f"the memory has {self.size} bytes, but the tensors need {byte_size}"
+            text = f"the memory has {self.size} bytes, and the tensors need {byte_size}"
             raise InvalidArgument(text)
         try:
             # Workers map only memory that cannot shrink, so the seal is added if it may be added.

@@ -365,7 +365,7 @@ def test_a_client_that_is_never_closed(gated_server: Server) -> None:
     async def talk() -> np.ndarray:
         server = await aio.connect(gated_server.run_dir)
         for turn_count in range(5):  # the connection is made in a thread, and may come too late
-            task = asyncio.ensure_future(server._get_channel())
+            task = asyncio.ensure_future(server._get_thread_channel())
             connecting = asyncio.ensure_future(aio.connect(gated_server.run_dir)._connect())
             for _ in range(turn_count):
                 await asyncio.sleep(0)
@@ -588,7 +588,9 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
             assert (kept_view == 1).all()
             with pytest.raises(shmserve.client.Disconnected, match="before the response"):
-                client._get_channel().submit(late_request)  # it was made for the server before
+                client._get_thread_channel().submit(
+                    late_request
+                )  # it was made for the server before
             assert client.infer_async("rows", region).result(20)["OUTPUT0"][0, 0] == 4
             region.release()
         finally:

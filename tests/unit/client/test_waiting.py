@@ -225,7 +225,7 @@ def test_the_end_of_the_connection_ends_its_streams(
             next(stream)
         assert list(stream) == []
         with pytest.raises(ShmserveError):
-            open_stream(stream._waiter, tmp_path, [])
+            open_stream(stream._channel, tmp_path, [])
 
 
 @pytest.mark.parametrize("module", [sync, aio])
@@ -234,7 +234,7 @@ def test_whether_to_retry_depends_on_the_request_that_failed(module: Any) -> Non
     session, lost = MagicMock(), Unavailable("the worker has exited")
     session.should_retry.return_value = False
     server = module.Server(session)
-    server._get_channel = MagicMock(**{"return_value.wait.side_effect": lost})
+    server._get_thread_channel = MagicMock(**{"return_value.wait.side_effect": lost})
     server._get_channel = server._load_on_demand = AsyncMock()
     server._infer = AsyncMock(side_effect=lost)
     with pytest.raises(Unavailable):
