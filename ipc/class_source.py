@@ -1,7 +1,7 @@
 """Classes in the text of a model's file, which is read and not executed.
 
-The supervisor finds the class to serve and its environment. Messages about a class have the
-positions of its attributes.
+The supervisor finds the class to serve and its Python environment in the text. Error messages about
+a class contain the line and the column of the attribute in question.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def _bound_name(node: ast.AST) -> str:
 
 
 def _used_names(class_node: ast.ClassDef) -> set[str]:
+    """Return the names in the text of a class, except its own name."""
     names = {node.id for node in ast.walk(class_node) if isinstance(node, ast.Name)}
     return names - {class_node.name}
 
@@ -141,6 +142,7 @@ def _classes(source: str | bytes, class_name: str) -> Iterator[ast.ClassDef]:
 
 
 def _members(class_node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Yield the name and the position of each attribute, method and argument of a class."""
     for node in class_node.body:
         match node:
             case (
@@ -158,4 +160,5 @@ def _members(class_node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _position(node: ast.stmt | ast.arg) -> str:
+    """Return the position `LINE:COLUMN` of a node, both from 1."""
     return f"{node.lineno}:{node.col_offset + 1}"

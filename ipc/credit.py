@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from collections import deque
 
-FIRST_CREDIT = 32
+FIRST_CREDIT = 32  # the number of responses that may be sent before the first `Credit`
 MAX_UNREAD_BYTES = 8 << 20
 
+# A reader sends credit after this many responses, or after `BYTES_PER_CREDIT` bytes.
 RESPONSES_PER_CREDIT = FIRST_CREDIT // 2
-# A reader sends credit after this many bytes at the latest.
 BYTES_PER_CREDIT = MAX_UNREAD_BYTES // 4
 
 
 class SendWindow:
-    """The sender's flow-control window, which limits the unread responses and their bytes."""
+    """The sender's flow-control window, which limits the number and the bytes of unread responses.
+
+    The sender may send a response while the window is open.
+    """
 
     __slots__ = ("_max_unread", "_unread", "_unread_bytes")
 
@@ -47,10 +50,10 @@ class SendWindow:
         self._unread_bytes += byte_size
 
     def record_credit(self, responses: int) -> int:
-        """Record credit for `responses` responses.
+        """Record that the reader has read `responses` responses, the oldest first.
 
         Returns:
-            The number of credited responses that were unread; excess credit is ignored.
+            The number of these responses that were unread; excess credit is ignored.
         """
         count = min(responses, len(self._unread))
         for _ in range(count):
@@ -59,7 +62,7 @@ class SendWindow:
 
 
 class ReadWindow:
-    """The reader's flow-control window, which counts the responses read and not credited yet."""
+    """The reader's flow-control window, which counts the responses read since the last credit."""
 
     __slots__ = ("_bytes", "_responses_per_credit", "_uncredited_count")
 

@@ -26,8 +26,8 @@ LONGEST_RUN_DIRECTORY = 85
 
 KEY_SIZE = 32
 
-# The number of a local client is used like a pid. Pids end at 2**22, so the numbers are distinct;
-# all have nine digits.
+# The number of a local client takes the place of a pid. Pids end at 2**22, so that no number is
+# also a pid. All numbers have nine digits.
 FIRST_LOCAL_CLIENT = 100_000_000
 # Limits of a scheduler for each local client: links, and bytes of a packed request.
 MAX_LINKS = 16
@@ -99,7 +99,10 @@ def local_clients(run_dir: Path, number: int) -> str:
 
 
 def for_local_clients(endpoint: str) -> str:
-    """Return the endpoint for local clients of the scheduler at `endpoint`; "" stays ""."""
+    """Return the endpoint at which local clients reach the scheduler that listens at `endpoint`.
+
+    The result is "" if `endpoint` is "".
+    """
     if not endpoint:
         return ""
     folder, _, name = endpoint.rpartition("/")
@@ -146,8 +149,8 @@ class Capabilities:
     ) -> int:
         """Return the id of a device memory of local client `client_number`.
 
-        A handle that is shared again has a new `serial` and therefore a new id, so that workers can
-        reject the withdrawn memory.
+        A memory that is withdrawn and shared again has a new `serial` and therefore a new id, so
+        that workers can reject requests with the old id.
         """
         serial %= 1 << (62 - _MAC_BITS)
         ordinal, handle_hex, uuid_hex = handle.device, handle.raw.hex(), handle.uuid.hex()
@@ -157,7 +160,7 @@ class Capabilities:
         return serial << _MAC_BITS | int.from_bytes(self._mac(text, _MAC_BITS // 8), "little")
 
     def owns(self, client_number: int, memory: Memory) -> bool:
-        """Return whether this local client shared this memory with exactly this description."""
+        """Return whether a local client has shared a memory, and its description is unchanged."""
         if memory.cuda is not None:
             serial = memory.id >> _MAC_BITS
             return memory.id == self.device_memory_id(

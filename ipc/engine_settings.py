@@ -15,7 +15,8 @@ from shmserve.errors import InvalidArgument, suggestion
 
 LLM_BACKEND = "llm"  # the name of the backend for generative models
 ENGINE_PARAMETER = "engine"
-# Part of the error about a prompt that does not fit, for which OpenAI's API has a code.
+# The start of the error about a prompt that is too long. The gateway recognises the error by this
+# text, and adds the code that OpenAI's API defines for it.
 PROMPT_TOO_LONG = "this model's maximum context length is"
 # Parameters of requests that are accepted and do not affect the generated text.
 IGNORED_PARAMETERS = (
@@ -71,6 +72,7 @@ def _number(default: float, minimum: float, maximum: float) -> Any:
 
 
 def _choice(default: str, *allowed_texts: str) -> Any:
+    """Return a dataclass field for one of the `allowed_texts`."""
     return field(default=default, metadata={"allowed": allowed_texts})
 
 
@@ -114,7 +116,7 @@ class EngineSettings:
         max_wait_time_ms: The waiting time after which a request precedes all others; 0: none.
         swap_blocks: The number of blocks of the host pool, derived from `swap_space_gb`.
         tool_parser: The format of tool calls; "": the chat template's; "none": none.
-        reasoning_parser: The format of reasoning, likewise.
+        reasoning_parser: The format of reasoning; "": the chat template's; "none": none.
     """
 
     profile: str = _choice("", "", *PROFILES)
@@ -183,7 +185,7 @@ class EngineSettings:
 
     @classmethod
     def read(cls, json_text: str) -> Self:
-        """Return the settings from the JSON that the method `json_text` returned."""
+        """Return the settings in a JSON text that `json_text` has returned."""
         return cls.of(json.loads(json_text))
 
     @property
@@ -212,7 +214,7 @@ class EngineSettings:
 def _valid_settings(
     settings_class: type[Any], settings: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
-    """Return those `settings` that are valid fields of a dataclass; add errors to `problems`."""
+    """Return the valid ones of `settings`, converted; add the errors of others to `problems`."""
     settings_by_name = {setting.name: setting for setting in fields(settings_class)}
     valid_settings: dict[str, Any] = {}
     for name, value in settings.items():
@@ -232,7 +234,7 @@ def _valid_settings(
 
 
 def _allowed_values(setting: Field[Any], value: Any) -> str:
-    """Return the allowed values if `value` is invalid, otherwise ""."""
+    """Return the text of the allowed values if `value` is invalid, otherwise ""."""
     default, allowed = setting.default, setting.metadata.get("allowed", ())
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"

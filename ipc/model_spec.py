@@ -28,7 +28,9 @@ EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
 ENVIRONMENT = "environment"  # a class's attribute; in configurations: ENVIRONMENT_PATH
 ENVIRONMENT_PATH = "EXECUTION_ENV_PATH"
-# The parameters that a model may set; then all parameters that the server itself reads.
+# The names of the parameters that a model may set when it completes its configuration. The next
+# constants add the parameters that every backend has, and those that the server or any backend
+# reads.
 MODEL_SETTINGS = (
     *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING),
 )
@@ -135,7 +137,7 @@ def _parameter_texts(parameters: Mapping[str, Any]) -> dict[str, str]:
 class TensorSpec(Record):
     """An input or output; `dims` excludes the batch dimension, and -1 is any size.
 
-    Clients use the shape `dims`, and the model `model_dims`.
+    Clients send or receive the shape `dims`. The model receives or returns `model_dims`.
     """
 
     name: str = ""
@@ -152,7 +154,7 @@ class TensorSpec(Record):
 
     @property
     def model_dims(self) -> tuple[int, ...]:
-        """Return the dimensions in the model."""
+        """Return the dimensions that the model receives or returns."""
         return self.dims if self.reshape is None else self.reshape
 
 
@@ -192,9 +194,9 @@ class LevelPolicy(Record):
         return self.timeout_action == "DELAY"
 
     def own_timeout_us(self, timeout_us: int) -> int:
-        """Return a request's own timeout if it overrides the policy's, otherwise 0.
+        """Return `timeout_us`, a request's own timeout, if it overrides the policy's, otherwise 0.
 
-        A policy without a timeout counts as one with the longest timeout.
+        A request's timeout overrides a longer timeout of the policy, or a policy without a timeout.
         """
         max_timeout_us = self.default_timeout_microseconds or timeout_us + 1
         return timeout_us if self.allow_timeout_override and 0 < timeout_us < max_timeout_us else 0
@@ -214,10 +216,10 @@ class DynamicBatching(Record):
 
 
 class SequenceControl(Record):
-    """A control input of a sequence.
+    """The value of a control input for each request of a sequence.
 
-    The input receives one of two values, for false and for true, or the correlation id, which has
-    the `datatype`.
+    The value is the first or the second element of a `..._false_true` field, for false and true,
+    or the correlation id with this `datatype`.
     """
 
     kind: str = "CONTROL_SEQUENCE_START"
@@ -433,7 +435,7 @@ class ModelSpec(Document):
 
     @property
     def has_scheduler(self) -> bool:
-        """Return whether the configuration selects a scheduler."""
+        """Return whether the configuration has a batcher, a sequence batcher or an ensemble."""
         schedulers = self.dynamic_batching, self.sequence_batching, self.ensemble_scheduling
         return any(scheduler is not None for scheduler in schedulers)
 
@@ -441,7 +443,8 @@ class ModelSpec(Document):
     def may_omit_outputs(self) -> bool:
         """Return whether a response may lack requested outputs.
 
-        A class declares such outputs, and its worker checks the others.
+        A class of the backend `native` declares such outputs, and its worker checks that no other
+        output is missing.
         """
         return self.ensemble_scheduling is not None or self.backend == "native"
 

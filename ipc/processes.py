@@ -1,6 +1,6 @@
-"""Process control of Linux and glibc, and the decision whether a process spins before it sleeps.
+"""Process control by functions of Linux and glibc, and the decision to spin before sleeping.
 
-The process control consists of names, parent death, orphans, privileges, timers and malloc.
+The process control covers titles, the death of parents, orphans, privileges, timers and malloc.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # the values of these names in malloc.h
 _MARK_VARIABLE = "SHMSERVE_SERVER"
-# Python starts this process for a program that has semaphores or shared memory. It removes those
-# that are left once all processes of the program have exited, and then exits itself.
+# A part of the command line of the resource tracker, a process that Python starts for a program
+# with semaphores or shared memory. After all processes of the program have exited, the tracker
+# removes the objects that are left, and exits.
 _RESOURCE_TRACKER = b"resource_tracker import main"
 
-# The number of latest exits that a process stores. Frames of an exited process may arrive after the
-# report of its exit, and its memory may still be mapped.
+# The number of exited processes whose pids a process stores. Frames of an exited process may arrive
+# after the report of its exit, and must be dropped then.
 REMEMBERED_EXITS = 512
 
 MAX_PASSED_FDS = 253  # the kernel's SCM_MAX_FD: the maximum number of descriptors in a message
@@ -60,7 +61,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent exits."""
+    """Make this process the parent of its descendants whose own parent exits."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -71,38 +72,49 @@ def children(pid: int) -> Iterator[int]:
             yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
 
 
-def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> None:
-    """Kill a process and its descendants, except the `excluded_pids` ones and their descendants."""
+def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> bool:
+    """Kill a process and its descendants, except the `excluded_pids` ones and their descendants.
+
+    Returns:
+        Whether the process `pid` has a command line. A process without one is not killed.
+    """
     child_pids = [child for child in children(pid) if child not in excluded_pids]
-    _kill(pid)
+    has_command_line = _kill(pid)
     for child in child_pids:
         kill_tree(child, excluded_pids)
+    return has_command_line
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int) -> bool:
     """Kill a process, unless it is a resource tracker of Python's `multiprocessing`.
 
     The tracker exits by itself, after it has removed the shared memory of its program.
+
+    Returns:
+        Whether the process has a command line. In execve(2) a process has none for a moment (for
+        0.3 s on a busy host), and may become a tracker. A process that has exited has none, either.
     """
     with contextlib.suppress(OSError):  # the process has exited
-        if _RESOURCE_TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return
-    # A process that another user started in this container may be a child of process 1.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
+        command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if not command_line:
+            return False
+        # A process that another user started in this container may be a child of process 1.
+        if _RESOURCE_TRACKER not in command_line:
+            os.kill(pid, signal.SIGKILL)
+    return True
 
 
 def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) -> dict[str, str]:
-    """Return an environment with a mark, by which `kill_marked_descendants` finds processes.
+    """Return an environment with the variable by which `kill_marked_descendants` finds processes.
 
-    The mark is a variable that descendants of a process inherit.
+    The descendants of a process inherit the variable.
     """
     # SPT_NOENV: setproctitle would write over the environment that /proc shows.
     return {**environ, _MARK_VARIABLE: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
 
 
 def kill_marked_descendants(supervisor_pid: int, run_dir: object) -> None:
-    """Kill the other processes that have the mark of `with_mark`, whatever their parent is now."""
+    """Kill all other processes with the mark of `with_mark`, independently of their parents."""
     mark_variable = os.fsencode(f"{_MARK_VARIABLE}={supervisor_pid} {run_dir}")
     for environ in Path("/proc").glob("[0-9]*/environ"):
         pid = int(environ.parent.name)
@@ -149,9 +161,9 @@ class PreciseWait:
 
 
 def begin(log_name: str, title: str, log: LogSettings) -> None:
-    """Set up the log and the title of a process that only the supervisor ends.
+    """Set up the log and the title of this process, which only the supervisor ends.
 
-    It ignores SIGINT and SIGTERM, which a service manager may send to every process.
+    SIGINT and SIGTERM are ignored, because a service manager may send them to every process.
     """
     from shmserve import logs  # not at the top: clients import this module
 
@@ -183,13 +195,13 @@ def with_uncached_copies(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def reset_eventfd(fd: int) -> None:
-    """Reset an eventfd to 0, which may have this value already."""
+    """Reset an eventfd to 0; do nothing if it is 0 already."""
     with contextlib.suppress(BlockingIOError):
         os.eventfd_read(fd)
 
 
 def trim_heap() -> None:
-    """Return freed memory to the operating system, which only glibc supports."""
+    """Return freed memory to the operating system; do nothing with a C library other than glibc."""
     with contextlib.suppress(AttributeError):
         _libc.malloc_trim(0)
 
@@ -239,7 +251,7 @@ class BusyPoll:
         self.should_spin = _NO_SPIN
 
     def observe(self, requests: int, waited_ns: int) -> None:
-        """Record the time that passed until there was work, with `requests` in flight."""
+        """Record that the process waited `waited_ns` for work, with `requests` in flight."""
         has_requests = requests > 0
         self._recent_requests -= 1 / 32
         if requests > self._recent_requests:

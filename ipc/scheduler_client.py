@@ -10,9 +10,9 @@ The states of a request (this module performs no I/O):
                  └──its scheduler is lost──> resubmitted to the successor or to the model's current
                                              scheduler; failed if it must not run again
 
-Gateways, local clients, models that call other models, and ensembles use this class. Each defines a
-subclass of `InflightRequest` that holds the memory of the request and notifies the waiting code.
-Each also waits for its sockets in its own way (ipc/transport/zmtp.py has the sockets).
+Gateways, local clients, models that call other models, and ensembles use `SchedulerClient`. Each of
+them has a subclass of `InflightRequest`, which holds the memory of the request and notifies the
+waiting code. Each waits for its sockets (ipc/transport/zmtp.py) in its own way.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ logger = logging.getLogger(__name__)
 class Successors(dict[str, str]):
     """The successors of lost schedulers, by endpoint; "" if there is no successor.
 
-    Only the last 4,096 losses are kept. Memory that was lent before them has long been read.
+    Only the last 4,096 losses are kept. By then, the memory that an earlier scheduler lent has long
+    been released.
     """
 
     def add(self, endpoint: str, successor: str) -> None:
@@ -135,7 +136,7 @@ class InflightRequest(ABC):
         """Handle a response. `Finished`, `Failed` and a final `Responded` end the request.
 
         An implementation must pass responses that it does not read to `SchedulerClient.discard`.
-        If it resubmits the request, the request keeps its memory.
+        An implementation may resubmit the request, which then keeps its memory.
         """
 
     @abstractmethod
@@ -147,7 +148,10 @@ class InflightRequest(ABC):
         return ()
 
     def fail(self, reason: str) -> None:
-        """Fail the request, which is no longer in flight, as unavailable, and free its memory."""
+        """Fail the request with the code of Unavailable, and free its memory.
+
+        The request is no longer in the tables of `SchedulerClient`.
+        """
         text = id_prefix(self.submit.request_id) + reason
         try:
             self.handle(Failed(self.submit.id, Unavailable.code, text, 0, early=False))
@@ -188,9 +192,9 @@ class SchedulerClient(Generic[R]):
         Args:
             links: The transport.
             find_scheduler: Returns the endpoint of the scheduler that currently serves a request's
-                model, or "" if none is known. A result of None means that the callee submits or
-                ends the request later. The second argument is the refusal if the request was
-                refused as unavailable, and None if its scheduler is lost.
+                model, or "" if none is known. A result of None means that `find_scheduler` submits
+                or ends the request later. Its second argument is the failure if the request failed
+                as UNAVAILABLE, and None if the scheduler is lost.
             successors: The record of losses, which several clients may share.
         """
         self._links = links
@@ -221,7 +225,8 @@ class SchedulerClient(Generic[R]):
             return
         request.endpoint = endpoint
         submit = request.submit
-        # Recorded before it is queued, so that its memory is kept if a signal comes.
+        # The request is stored before it is queued. A signal handler that interrupts the queueing
+        # therefore cannot free memory that a worker will read.
         self.pending[submit.id] = request
         try:
             self._links.queue(endpoint, submit, byte_size)
@@ -304,10 +309,12 @@ class SchedulerClient(Generic[R]):
                 request.free()
 
     def remove_finished(self, endpoint: str, message: Finished) -> R | None:
-        """Remove and return the pending request that a `Finished` ends; the caller handles both.
+        """Remove and return the pending request that a `Finished` ends.
+
+        The caller then passes the message to the request and frees the request.
 
         Returns:
-            The request, or None if `handle` must handle the message.
+            The request, or None if the caller must pass the message to `handle`.
         """
         request = self.pending.get(message.id)
         if request is None or request.endpoint != endpoint:
@@ -321,11 +328,12 @@ class SchedulerClient(Generic[R]):
         Either a worker still uses the memory (`early`), or the refused request is resubmitted.
 
         Returns:
-            Whether the failure was handled here.
+            Whether the failure was of this kind; otherwise the caller must handle it.
         """
         number = request.submit.id
         if failure.early:
-            # Recorded first: a worker still uses the memory, even if a signal comes.
+            # `settling` has the request before `pending` loses it: an interrupting signal handler
+            # must not free the memory, which a worker still uses.
             self.settling[number] = request
             del self.pending[number]
             request.handle(failure)
@@ -347,7 +355,7 @@ class SchedulerClient(Generic[R]):
         request = self.settling.get(message.id)
         if request is not None and request.endpoint != endpoint:
             request = None
-        if not isinstance(message, Settled):  # the worker still executes a request that failed here
+        if not isinstance(message, Settled):  # a response of a request that failed early
             self.discard(endpoint, message, () if request is None else request.own_memories())
         elif request is not None:
             self._settle(message.id)
@@ -364,10 +372,10 @@ class SchedulerClient(Generic[R]):
     # --- losses
 
     def handle_loss(self, endpoint: str) -> None:
-        """Fail over from the scheduler at `endpoint`, whose loss `successors` must contain.
+        """Move the requests of the lost scheduler at `endpoint`, which `successors` must contain.
 
-        Its last messages are handled first. Its other requests are then resubmitted to its
-        successor, or to the scheduler that currently serves the model.
+        The last messages of the scheduler are handled first. Its remaining requests are then
+        resubmitted to its successor, or to the scheduler that currently serves the model.
         """
         successor = self.successors.latest(endpoint)
         self._links.drain(endpoint, self._handle_or_log)
@@ -407,7 +415,7 @@ class SchedulerClient(Generic[R]):
         return resubmitted
 
     def withdraw_all(self) -> list[R]:
-        """Remove all requests, because no scheduler processes any of them now.
+        """Remove all requests, which no scheduler processes any more.
 
         Returns:
             The requests that were pending.

@@ -16,11 +16,11 @@ R = TypeVar("R")
 
 
 class Timers(Generic[R]):
-    """A heap of request deadlines (monotonic ns), any number for each request.
+    """A heap of request deadlines (monotonic ns). A request may have several.
 
     `has_ended` reports whether a request has ended. No timer expires before `due_ns`. The timers of
-    a request that has ended stay in the heap, because finding them would cost as much as the
-    request: they are skipped when they expire, or removed by a sweep when there are many.
+    an ended request stay in the heap, because removing each of them would take as long as a
+    request. `take_expired` skips such timers, and a sweep removes them when there are many.
     """
 
     def __init__(self, has_ended: Callable[[R], bool]) -> None:

@@ -3,9 +3,9 @@
     Submit.trace ──> scheduler ──Work.trace──> worker ──> the model's calls of other models
     Finished.spans <── scheduler <── BatchFinished.spans <──┘
 
-The spans are followed by the tensors of the requests if the trace asks for them.
-Spans are created only if the submitter sets a non-empty `trace`. A process that forwards a request
-assigns the id of its span, so that spans need no parsing on their way back.
+The tensors of the requests follow the spans if `TraceContext.with_tensors` is set. Spans are
+created only if the submitter sets a non-empty `trace`. A process that forwards a request assigns
+the id of that request's span, so that it need not parse the spans in the response.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ _TENSOR_FIELD_TYPES = [str, bool, *(str,) * 4]
 
 
 def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> list[Span]:
-    """Return the spans of a message up to the first invalid one. A model may have written them.
+    """Return the spans of a message up to the first span that is invalid.
+
+    The spans are not trusted, because code of a model may have written them.
 
     Args:
         spans: The message's spans and tensors.

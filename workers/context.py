@@ -41,7 +41,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext(WorkerStart):
-    """The identity and the resources of an instance, for its backend.
+    """The start parameters and the resources of an instance, for its backend.
 
     Attributes:
         control: The link to the supervisor.
@@ -94,7 +94,7 @@ class ModelContext(WorkerStart):
             path = self.version_dir / name
             if path.exists():
                 if not os.access(path, os.R_OK):
-                    raise Unavailable(f"the server's user may not read '{path}'")
+                    raise Unavailable(f"the server's user has no permission to read '{path}'")
                 return path
         raise Unavailable(
             f"unable to find '{self.version}/{display_name}' for model instance "
@@ -105,7 +105,7 @@ class ModelContext(WorkerStart):
 def found_files(version_dir: Path) -> str:
     """Return a hint at a version's files for the error of a missing file, or ""."""
     found = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*") if path.exists()))
-    if version_dir.is_symlink():  # as for a class on the command line, which has no configuration
+    if version_dir.is_symlink():  # a class on the command line: it has no configuration
         return f" in '{version_dir.resolve()}' (found {clip(found) or 'no file'})"
     if found:
         return f" (found {clip(found)}: set default_model_filename)"
@@ -117,21 +117,22 @@ def found_files(version_dir: Path) -> str:
 logger = logging.getLogger(__name__)
 
 
-class WrongCount(Exception):
+class WrongResponseCount(Exception):
     """The error for a backend that did not return one response for each request."""
 
-    def __init__(self, requests: int, responses: int) -> None:
+    def __init__(self, request_count: int, responses: object) -> None:
+        response_count = len(responses) if isinstance(responses, list) else 0
         super().__init__(
             "Number of InferenceResponse objects do not match the number of InferenceRequest "
-            f"objects. InferenceRequest(s) size is:{requests}, and InferenceResponse(s) size "
-            f"is:{responses}"
+            f"objects. InferenceRequest(s) size is:{request_count}, and InferenceResponse(s) size "
+            f"is:{response_count}"
         )
 
 
-def is_models_own(error: BaseException) -> bool:
+def is_model_error(error: BaseException) -> bool:
     """Check whether an error is the model's, not one of the server, memory or device."""
-    of_device = is_device_lost(error) or is_out_of_memory(error)
-    return not (isinstance(error, ShmserveError | WrongCount) or of_device)
+    is_device_error = is_device_lost(error) or is_out_of_memory(error)
+    return not (isinstance(error, ShmserveError | WrongResponseCount) or is_device_error)
 
 
 def client_error(
@@ -152,7 +153,7 @@ def client_error(
         return error
     model = context.model_name
     prefix = f"Failed to process the request(s) for model '{context.instance_name}', message:"
-    if isinstance(error, WrongCount):
+    if isinstance(error, WrongResponseCount):
         return Internal(f"{prefix} {error}")
     fields = {}
     if work is not None:

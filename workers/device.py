@@ -96,17 +96,17 @@ class Accelerator(Device):
         self._torch.accelerator.synchronize(self._device)
 
 
-def import_torch(user: str) -> Any:
+def import_torch(dependent: str) -> Any:
     """Return the package torch.
 
     Raises:
-        Unavailable: torch is not installed. The message names `user`, which needs torch, and how to
-            install it.
+        Unavailable: torch is not installed. The message names `dependent`, which needs torch, and
+            the command that installs torch.
     """
     try:
         return importlib.import_module("torch")
     except ImportError as error:
-        raise Unavailable(missing_package(user, error, "torch")) from None
+        raise Unavailable(missing_package(dependent, error, "torch")) from None
 
 
 def inference_mode() -> AbstractContextManager[Any]:
@@ -164,7 +164,7 @@ def _import_support(kind: str, name: str) -> None:
 
 # --- preloads
 
-# Modules that are not public: torch may lack one, and the worker then imports what torch needs.
+# Private modules of torch. A version of torch may lack one; the worker then imports it on demand.
 _EXPORT_MODULES = (
     *("torch._export.serde.serialize", "torch.export.pt2_archive._package", "torch.export.passes"),
     *("torch._inductor.codecache", "torch._functorch.aot_autograd"),

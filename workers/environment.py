@@ -37,7 +37,7 @@ _MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 _OLDEST_PYTHON = (3, 11)
 _OLDEST_NUMPY = (1, 26)
 _PROBE_TIMEOUT_S = 60.0
-# Runs in any version of Python 3. The result is the last line: site packages may print others.
+# Runs in any version of Python 3. The last line is the result: site packages may print lines.
 _PROBE_SCRIPT = """
 import json, sys
 sys.path += sys.argv[1:]
@@ -48,7 +48,7 @@ except BaseException as error:
     numpy_version = type(error).__name__
 print("\\n" + json.dumps([list(sys.version_info[:3]), numpy_version]))
 """
-# The environment may contain a different version of shmserve.
+# Loads the server's shmserve: the environment may contain another version.
 _BOOT_SCRIPT = """
 import importlib.util, sys
 fd, package, *server_folders = sys.argv[1:]

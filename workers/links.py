@@ -42,14 +42,14 @@ from shmserve.ipc.transport.zmtp import Dealer
 
 logger = logging.getLogger(__name__)
 
-# A message that may be delayed is sent together with the next one. This saves a wake-up of the
-# scheduler, which on few cores preempts the gateway. After HOLD_NS, about the time from one process
-# to the next, messages are sent immediately: the first one has reached the client by then. No
-# message is delayed longer than `_MAX_HOLD_NS`.
+# A message that may be delayed is sent together with the next message. This saves a wake-up of the
+# scheduler, which would compete with the gateway for few cores. Only a message that follows another
+# one within `HOLD_NS` (about the time that a message needs to reach the client) is delayed, for at
+# most `_MAX_HOLD_NS`.
 HOLD_NS = 200_000
 _MAX_HOLD_NS = 400_000
 
-# PyDLL keeps the GIL: these calls never block, and are made for every response.
+# PyDLL keeps the GIL during a call, which is cheaper. The calls below never block.
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
@@ -63,13 +63,13 @@ class Follower(Protocol):
         """Stop waiting for this descriptor, which is about to be closed."""
 
     def on_cancelled(self) -> None:
-        """Cancel the model's calls whose requests are cancelled, since a request was cancelled."""
+        """Cancel the calls that the model makes for cancelled requests, after a cancellation."""
 
 
 class SupervisorLink:
     """The link to the supervisor, which dispatches received messages.
 
-    Messages are responses, changes of other models, and messages for the loop's inbox. A model may
+    Messages are responses, changes of other models, and messages that the loop handles. A model may
     send requests from its own threads, so a lock guards each use of the socket. A thread that reads
     a message for the loop wakes the loop.
     """
@@ -97,7 +97,7 @@ class SupervisorLink:
             self.dealer.send(message)
 
     def wake(self, includes_loop_thread: bool = False) -> None:
-        """Wake the loop. `includes_loop_thread` wakes it even for a call in its own thread."""
+        """Wake the loop; in its own thread, only if `includes_loop_thread` is set."""
         if includes_loop_thread or threading.get_ident() != self._loop_thread:
             os.eventfd_write(self._wake_eventfd, 1)
 
@@ -205,7 +205,7 @@ class SupervisorLink:
                 if not self.dealer.connected:
                     raise Unavailable("the server has exited")
                 # If another thread reads the response, it signals `eventfd`.
-                readable(self.dealer.fd, eventfd)
+                wait_readable(self.dealer.fd, eventfd)
         finally:
             with self._lock:
                 del self._eventfds[number]
@@ -225,7 +225,7 @@ def _ignore(change: Loss) -> None:
     """Ignore a change, because no model of this process calls other models."""
 
 
-def readable(*fds: int, timeout_s: float | None = None) -> bool:
+def wait_readable(*fds: int, timeout_s: float | None = None) -> bool:
     """Wait until one of the descriptors is readable; return False if the time expires."""
     poll = select.poll()
     for fd in fds:
@@ -277,13 +277,13 @@ class Timer:
 
 
 class WorkerRequest:
-    """A request that this worker executes, and its state at the scheduler.
+    """A request that this worker executes, with its cancellation and its flow control.
 
     Attributes:
         key: The id of the request at the scheduler.
         work: The scheduler's message with the request.
         cancelled: Whether the model should end the request.
-        reader_gone: Whether the client reads no further responses, not even before the end.
+        reader_gone: Whether the client reads no further responses, even if the model sends some.
         on_cancel: Called when the request is cancelled.
         on_credit: Called when its `window` may have grown.
     """
@@ -333,8 +333,8 @@ class WorkerRequest:
 # A message for the loop, and the open requests that it contains.
 Command = tuple[Any, list[WorkerRequest]]
 
-# The handlers of further messages by type, called in the instance's loop with the message and its
-# requests. The result, unless None, is sent to the scheduler.
+# The handlers of messages by type, called in the instance's loop with a message and its requests.
+# The result, unless None, is sent to the scheduler.
 HandlerTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 
 
@@ -342,8 +342,7 @@ HandlerTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 class InstanceLink:
     """The link to the scheduler, through one `Dealer` at a time.
 
-    Requests are open from the arrival of their message, so that a following cancellation finds
-    them.
+    A request is open from the arrival of its message, so that a later cancellation finds it.
 
     Attributes:
         lock: Guards the link and other state that a model's threads share with the loop.
@@ -379,7 +378,7 @@ class InstanceLink:
         """Connect the instance to the scheduler at `endpoint` instead of the current one."""
         with self.lock:
             if self._dealer is not None:
-                # Read before the change, because the old connection may hold releases of outputs.
+                # The old connection is read first, because it may contain releases of outputs.
                 self.pump()
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
@@ -395,7 +394,7 @@ class InstanceLink:
         """Return whether the link is known to be connected to a scheduler."""
         return self._dealer is not None and self._dealer.connected
 
-    def is_at(self, endpoint: str) -> bool:
+    def is_connected_to(self, endpoint: str) -> bool:
         """Check whether the instance is known to be connected to the scheduler at `endpoint`."""
         dealer = self._dealer
         return dealer is not None and dealer.connected and dealer.endpoint == endpoint
@@ -414,7 +413,7 @@ class InstanceLink:
             return self._dealer is not None and self._dealer.flush()
 
     def flush_soon(self) -> bool:
-        """Call `flush`, or soon after another flush delay it until a timer or another message.
+        """Call `flush`; soon after another flush, wait for a timer or for the next message.
 
         Returns:
             False if the link is known to be disconnected.
@@ -485,7 +484,7 @@ class InstanceLink:
     def _disconnect(self) -> None:
         """Cancel all requests of a scheduler that has disconnected."""
         self.commands.clear()
-        # Replaced first, because a listener of `cancel` may end its request, which calls `close`.
+        # Replaced before `cancel`, whose listener may end a request and so change the table.
         requests, self._open_requests = self._open_requests, {}
         for request in requests.values():
             request.cancel()
@@ -497,11 +496,11 @@ class InstanceLink:
 
     @property
     def has_open_requests(self) -> bool:
-        """Return whether any request that this instance has received has not ended."""
+        """Return whether a received request has not ended."""
         return bool(self._open_requests)
 
     def register_requests(self, message: Any) -> Command:
-        """Return a message together with its requests, which are open until `close`.
+        """Record the requests of a message as open until `close`; return both.
 
         Must be called with the lock.
         """
@@ -555,7 +554,7 @@ class InstanceLink:
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     return False
-                readable(*fds, timeout_s=remaining_s)
+                wait_readable(*fds, timeout_s=remaining_s)
                 reset_eventfd(eventfd)
         finally:
             with self.lock:

@@ -111,7 +111,7 @@ def run(start_record: bytes) -> None:
     raise_oom_score(OOM_SCORE_ADJ)
     _limit_threads(start.threads)
     keep_freed_blocks()
-    # As in Triton: a model that parses its command line finds no arguments, not the zygote's.
+    # A model that parses its command line finds no arguments, as in Triton.
     sys.argv[:] = [""]
     pid = os.getpid()
     identity = f"worker.{start.number}.{index}.{pid}"
@@ -170,15 +170,15 @@ class _Worker:
             # Called before the model is loaded: this raises if a data file cannot be read.
             read_states(config, self._context.model_dir)
         # One instance of each group logs warnings about the model.
-        is_first = self._context.instance_name.endswith("_0")
-        with contextlib.nullcontext() if is_first else logs.without_warnings():
+        is_first_of_group = self._context.instance_name.endswith("_0")
+        with contextlib.nullcontext() if is_first_of_group else logs.without_warnings():
             backend.load(config)
             logs.enable()
             self._instance = WorkerInstance(self._context, backend, config)
             self._instance.warm_up()
         self._check_access()
-        # The current objects are permanent: the collector need not scan them, nor unshare their
-        # pages.
+        # The current objects are permanent. Scanning them would also copy the pages that this
+        # process shares with its zygote.
         gc.collect()
         gc.freeze()
         return InstanceLoaded(backend.checks_ready, _device_byte_size())
@@ -195,7 +195,7 @@ class _Worker:
             os.readlink(f"/proc/{os.getppid()}/exe")
         except OSError as error:
             raise Internal(
-                f"its process cannot access the server's sockets and memory ({error.strerror}): a "
+                f"the worker cannot access the server's sockets and memory ({error.strerror}): a "
                 "model must not change its process's user, group, capabilities or root folder"
             ) from None
 
@@ -247,7 +247,7 @@ class _Worker:
 class WorkerInstance:
     """A loaded model, and the link to its scheduler.
 
-    Only the loss of the device ends `run` by an exception; the process must be restarted then.
+    `run` raises an exception only if the device is lost. The process must then be restarted.
     """
 
     def __init__(self, context: ModelContext, backend: Backend, config: ModelSpec) -> None:
@@ -256,7 +256,7 @@ class WorkerInstance:
         self._output_memory = context.output_memory
         self._handlers: dict[type[Any], Callable[[Any, list[WorkerRequest]], Any]] = {}
         link_arguments = (context.control, context.index, os.getpid(), self._handle_released)
-        # The table is filled below, because its handlers need the link; the view follows the table.
+        # The handlers need the link, so they are added below; the view of the keys includes them.
         self.link = InstanceLink(*link_arguments, loop_messages=self._handlers.keys())
         self._metrics = MetricsReports(backend.metrics, self.link)
         backend.report_metrics_by(self._metrics.report_change)
@@ -289,7 +289,7 @@ class WorkerInstance:
         times. These requests bypass the scheduler and statistics, and their responses are dropped.
 
         Raises:
-            InvalidArgument: A request has failed; the text is Triton's.
+            InvalidArgument: A request has failed. The message has Triton's words.
         """
         context = self._context
         text = f"model '{context.model_name}' instance {context.instance_name}"
@@ -312,16 +312,16 @@ class WorkerInstance:
         """Connect the instance to the scheduler at `endpoint`, and serve until `Stop`."""
         self.attach(endpoint)
         control = self._context.control
-        # The load was the last activity before the first pause.
+        # The load has freed memory, too.
         timeout_s: float | None = _TRIM_DELAY_S
-        has_worked = True
+        needs_trim = True
         while True:
             self.link.loop_reads = True
             if self._wait(timeout_s):
                 self.link.receive()
-            elif has_worked and not control.inbox:
+            elif needs_trim and not control.inbox:
                 trim_heap()
-                has_worked = False
+                needs_trim = False
             self.link.loop_stops_reading()
             while control.inbox:
                 message = control.inbox.popleft()
@@ -331,10 +331,10 @@ class WorkerInstance:
             if self._writer.abandoned_streams:
                 self._writer.end_abandoned()
             if self.link.commands:
-                has_worked, timeout_s = True, _TRIM_DELAY_S
+                needs_trim, timeout_s = True, _TRIM_DELAY_S
                 self.serve_commands()
             else:
-                timeout_s = self._metrics.send_if_due() or (_TRIM_DELAY_S if has_worked else None)
+                timeout_s = self._metrics.send_if_due() or (_TRIM_DELAY_S if needs_trim else None)
 
     def serve_commands(self) -> None:
         """Execute the received messages of the scheduler, such as batches, in order."""
@@ -351,14 +351,16 @@ class WorkerInstance:
         match message:
             case Attach(endpoint=successor):
                 # An instance that was loaded while its scheduler was replaced is connected already.
-                if not self.link.is_at(successor):
+                if not self.link.is_connected_to(successor):
                     self.attach(successor)
             case CheckMemory():
                 if context.device_memory is not None:
                     context.control.send(context.device_memory.check(message))
-            case CheckReady(id=number):
+            case CheckReady(id=check_number):
                 # In a thread, because the check may take long and batches continue.
-                threading.Thread(target=self._check_ready, args=(number,), daemon=True).start()
+                threading.Thread(
+                    target=self._check_ready, args=(check_number,), daemon=True
+                ).start()
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
                     context.mappings.unmap(memory_id)
@@ -436,7 +438,7 @@ def _warmup_requests(sample: Sample, signature: Signature, unpacker: Unpacker) -
         InvalidArgument: The sample does not fit the model.
     """
     client_tensors = [tensor for tensor in sample.tensors if tensor.name in signature.inputs]
-    # Clients do not send the control inputs of sequences: here the sample has their values.
+    # Clients do not send the control inputs of sequences, but a sample may contain them.
     controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
     signature.check("", client_tensors, ())
     schema, data = pack_inference(Inference(tuple(client_tensors)))
@@ -474,8 +476,8 @@ def _set_signals() -> int:
     # The supervisor truncates the file before it reads it.
     fcntl.fcntl(stacks_fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(signal.SIGUSR2, file=stacks_fd, all_threads=True)
-    # The supervisor decides when to exit. A handler, because child processes of a model would
-    # inherit SIG_IGN.
+    # The supervisor decides when a worker exits. SIG_IGN instead of a handler would be inherited
+    # by child processes of a model.
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, _ignore)
     return stacks_fd

@@ -8,9 +8,9 @@ state is an output that returns as an input of the sequence's next request:
                                          ^                     │ the model
                                          └── its output <──────┘
 
-A value stays in the memory that the model has written, and in the same buffer while its size is
-constant. It is never sent to the scheduler. It is released with its sequence: after an END was
-executed, or when the scheduler sends `EndSequences`.
+The value of a state stays on the device where the model has computed it, in one buffer while its
+size is constant. It is never sent to the scheduler. It is released with its sequence: after an END
+was executed, or when the scheduler sends `EndSequences`.
 
 The scheduler assigns rows of a batch to sequences. A request that a model has received has changed
 its state. It is therefore never executed again, and a request whose client has disconnected is
@@ -216,9 +216,9 @@ class States:
             output = outputs.get(spec.output_name)
             if output is not None:
                 values[spec.input_name] = _updated_value(values[spec.input_name], output)
-        own = self.outputs
+        state_names = self.outputs
         response.outputs = [
-            o for o in response.outputs if o.name not in own or o.name in client_outputs
+            o for o in response.outputs if o.name not in state_names or o.name in client_outputs
         ]
         response.states = []
 
@@ -289,11 +289,9 @@ def _state_spec(state: SequenceState, model_dir: Path, is_batched: bool) -> Stat
             outside=f"{file_text} must lie in the model's folder '{_INITIAL_STATE_FOLDER}'",
             unreadable=f"{file_text} cannot be read",
         )
-    names, same_buffer = (
-        (state.input_name, state.output_name),
-        state.use_same_buffer_for_input_output,
-    )
     full_shape = (1, *shape) if is_batched else shape
+    names = (state.input_name, state.output_name)
+    same_buffer = state.use_same_buffer_for_input_output
     return StateSpec(*names, datatype, full_shape, initial_bytes, same_buffer)
 
 
@@ -361,24 +359,25 @@ class SequenceExecutor(Executor):
 
     def _run(self, open_requests: list[WorkerRequest], requests: list[Request]) -> list[Reply]:
         pairs = zip(open_requests, requests, strict=True)
-        by_key = {r.key: _RowRequest(r, iterator) for r, iterator in pairs}
-        by_shape: dict[Any, list[_RowRequest]] = {}
+        requests_by_key = {r.key: _RowRequest(r, request) for r, request in pairs}
+        requests_by_shapes: dict[Any, list[_RowRequest]] = {}
         for row in self._rows:
-            row_request = by_key.get(row.key)
+            row_request = requests_by_key.get(row.key)
             if row_request is not None:
                 row_request.row = row
                 row_request.request.work = _with_ids(row_request.request.work, row)
                 controls = control_inputs(self._controls, row, self._supports_batching)
                 row_request.request.inputs |= controls
                 shapes = self._states.add_inputs(row_request.request, row)
-                by_shape.setdefault(shapes, []).append(row_request)
+                requests_by_shapes.setdefault(shapes, []).append(row_request)
         if self._is_decoupled:
             streams = [
-                OutputStream(self._writer, r.open_request, r.request) for r in by_key.values()
+                OutputStream(self._writer, r.open_request, r.request)
+                for r in requests_by_key.values()
             ]
             return self._run_streams(streams)
         # States of different shapes cannot be in one batch.
-        return [reply for group in by_shape.values() for reply in self._run_rows(group)]
+        return [reply for group in requests_by_shapes.values() for reply in self._run_rows(group)]
 
     def _run_rows(self, row_requests: list[_RowRequest]) -> list[Reply]:
         requests = [row_request.request for row_request in row_requests]

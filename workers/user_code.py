@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 _JOIN_TIMEOUT_S = 5.0
 _MAX_ERROR_CHARACTERS = 16384  # an exception's text may contain a whole file or tensor
-_IMPORTLIB = f"{Path(importlib.__file__).parent}/"
-_LIBRARIES = re.compile(rf"{re.escape(str(Path(os.__file__).parent))}/|.*/site-packages/|<")
-_PACKAGE = f"{Path(str(tensor_types.__file__)).parent}/"
+_IMPORTLIB_FOLDER = f"{Path(importlib.__file__).parent}/"
+_LIBRARY_PATHS = re.compile(rf"{re.escape(str(Path(os.__file__).parent))}/|.*/site-packages/|<")
+_PACKAGE_FOLDER = f"{Path(str(tensor_types.__file__)).parent}/"
 
 
 def import_file(path: Path, name: str) -> ModuleType:
@@ -78,7 +78,7 @@ def source_location(error: BaseException, model_dir: Path) -> str:
 
 
 def model_traceback(error: BaseException, model_dir: Path) -> str:
-    """Return the traceback of `format_error` without its last line, or "" if there is no frame.
+    """Return the traceback of `format_error` without its message, or "" if there is no frame.
 
     The traceback of a SyntaxError shows the line with the error.
     """
@@ -109,8 +109,8 @@ def _model_report(error: BaseException, model_dir: Path) -> traceback.TracebackE
     chained: traceback.TracebackException | None = report
     while chained is not None:
         frames = list(itertools.dropwhile(_is_server_frame, chained.stack))
-        own_frames = itertools.dropwhile(lambda f: _LIBRARIES.match(f.filename), frames)
-        frames = list(own_frames) or frames
+        model_frames = itertools.dropwhile(lambda f: _LIBRARY_PATHS.match(f.filename), frames)
+        frames = list(model_frames) or frames
         chained.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
         for frame in chained.stack:
             frame.filename = frame.filename.replace(f"{model_dir}/", f"{user_folder}/")
@@ -131,7 +131,7 @@ def _user_path(model_dir: Path) -> str:
 
 
 def _is_server_frame(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith((_PACKAGE, _IMPORTLIB, "<frozen"))
+    return frame.filename.startswith((_PACKAGE_FOLDER, _IMPORTLIB_FOLDER, "<frozen"))
 
 
 def describe_error(error: BaseException) -> str:
@@ -151,7 +151,7 @@ def describe_error(error: BaseException) -> str:
             )
         text = shorten_error(str(error))
         if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
-            # It may be another module than the file of this name in the model's folder.
+            # The module may be another one than the file of this name in the model's folder.
             text += f" ({getattr(error.obj, '__file__', 'built-in')})"
         return f"{error_type}: {text}" if text else error_type
     except BaseException:  # a model may define the exception's `__str__`, too
@@ -168,7 +168,7 @@ def shorten_error(text: str) -> str:
 class EventLoopThread:
     """An event loop in a thread of its own, for coroutines that outlast their batch.
 
-    Everything runs within the context that `context_factory` makes, until `close`.
+    The thread runs in the context manager that `context_factory` returns, until `close`.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.tensors.descriptors import Memory, Range
 
 _ALIGNMENT = 64  # a cache line, and the alignment of vector loads
-_KEPT_BYTES = 64 * 1024 * 1024  # an empty arena returns memory above this to the system
+_KEPT_BYTES = 64 * 1024 * 1024  # an empty arena returns the memory above this offset to the system
 # The seals that fix the size of a memfd.
 FIXED_SIZE_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -60,7 +60,8 @@ class FreeList:
         size = self._block_sizes.get(offset)
         if size is None:
             return False
-        # No function call separates the two changes, so that no signal handler runs between them.
+        # No function call lies between these two statements, so that no signal handler can run
+        # after only one of them.
         del self._block_sizes[offset]
         self.used_bytes -= size
         holes = self._holes
@@ -78,7 +79,7 @@ class FreeList:
 
 
 class Arena:
-    """An arena of this process.
+    """A memfd of this process that other processes map, with an allocator for its bytes.
 
     Args:
         capacity: The size in bytes; memory is reserved only for allocated blocks.

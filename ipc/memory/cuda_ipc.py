@@ -185,7 +185,8 @@ class Driver(Cuda, CudaExporter):
 
     @contextlib.contextmanager
     def _device_context(self, device: int) -> Iterator[None]:
-        # Handles are opened in the current context, which may be another device's in torch.
+        # The driver uses the current context of the thread, and torch may have set that of another
+        # device.
         if device not in self._contexts:
             self._contexts[device] = self._call("cuDevicePrimaryCtxRetain", self._device(device))
         self._call("cuCtxPushCurrent", self._contexts[device])

@@ -28,9 +28,9 @@ FreeRange = Callable[[Range], None]
 
 
 class Token:
-    """A reference counter of memory, which is freed when the last reference is released.
+    """The reference counter of a block of memory, which the last `release` frees.
 
-    The creator has the first reference. Each reference is either released or passed on.
+    The creator has the first reference. Each holder of a reference releases it or passes it on.
     """
 
     __slots__ = ("_reference_count",)
@@ -80,9 +80,9 @@ class Block(Token):
 
 
 class Readers(Generic[R]):
-    """The tokens of lent blocks, by the reader and the offset that the reader releases.
+    """The tokens of the blocks that are lent to readers, by reader and by offset of the block.
 
-    The same memory may be lent several times.
+    A block may be lent to a reader several times.
     """
 
     def __init__(self) -> None:
@@ -139,8 +139,8 @@ class _TokenStack(NamedTuple):
 class LentMemory:
     """The memory that a process lends to readers.
 
-    The memory consists of an arena of `byte_size` bytes, which the first allocation creates, and of
-    blocks of other processes' arenas that this process forwards.
+    The first allocation creates an arena of `byte_size` bytes. The process can also lend blocks of
+    other processes' arenas that were lent to it.
     """
 
     def __init__(self, byte_size: int) -> None:
@@ -168,7 +168,7 @@ class LentMemory:
         return Block(free_range or self.free, self._arena.allocate(byte_size))
 
     def write(self, data: bytes | memoryview, free_range: FreeRange | None = None) -> Block:
-        """Allocate a block with a copy of `data`, as `allocate` does."""
+        """Allocate a block by `allocate`, and copy `data` to it."""
         block = self.allocate(len(data), free_range)
         assert self._arena is not None
         self._arena.view(block.memory_range)[:] = data
@@ -204,7 +204,7 @@ def release_messages(ranges: Iterable[Range], own_memory_ids: Container[int] = (
 
     Args:
         ranges: The ranges of the outputs. Ranges in a client's memory need no message.
-        own_memory_ids: The ids of memories that are left out.
+        own_memory_ids: The ids of the caller's own memories, for which there is no message.
     """
     offsets: dict[tuple[int, int], list[int]] = {}
     for memory_range in ranges:
@@ -215,7 +215,12 @@ def release_messages(ranges: Iterable[Range], own_memory_ids: Container[int] = (
 
 
 def unread_releases(data: Iterable[Any], own_memory_ids: Container[int] = ()) -> list[Release]:
-    """Return the messages that release the data of a response that will not be read."""
+    """Return the messages that release the outputs of a response that will not be read.
+
+    Args:
+        data: The data of the response.
+        own_memory_ids: The ids of the caller's own memories, for which there is no message.
+    """
     try:
         ranges = unpack_ranges(data)
     except MalformedMessage as error:

@@ -5,7 +5,7 @@ touches the lost pages. The memory of untrusted clients is never mapped, but rea
 system calls. Gateways map the arenas of workers, which are sealed. Device memory is opened by a
 function of the worker, and has the same interface.
 
-No range is checked here: ranges that arrive in messages were checked by `unpack_range`.
+This module does not check ranges: `unpack_range` has checked those that arrive in messages.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _HostMapping:
     __slots__ = ("_unpin", "fd", "map", "pid", "view")
 
     map: mmap.mmap
-    view: Any  # absent if the memory is `copied`
+    view: Any  # absent if `Memory.copied` is set, because such memory is not mapped
 
     def __init__(self, memory: Memory, pin: Pin | None) -> None:
         self._unpin: Callable[[], None] | None = None
@@ -106,7 +106,7 @@ class _HostMapping:
 
     def close(self) -> None:
         if self._unpin is not None:
-            self._unpin()  # unpinned before the last view releases the pages
+            self._unpin()  # before the last view unmaps the pages
         os.close(self.fd)
 
     def make_private(self, start: int, end: int) -> None:
@@ -149,7 +149,7 @@ class Mappings:
             Unavailable: The memory no longer exists.
             InvalidArgument: The memory was truncated before the end of the range.
         """
-        assert not memory_range.memory.copied, "this memory is not to be mapped"
+        assert not memory_range.memory.copied, "a memory with `copied` set must not be mapped"
         start = memory_range.offset
         return self._mapping(memory_range).view[start : start + memory_range.byte_size]
 
@@ -190,7 +190,11 @@ class Mappings:
             mapping.make_private(memory_range.offset, memory_range.offset + memory_range.byte_size)
 
     def read(self, memory_range: Range) -> memoryview:
-        """Return a copy of a range of an unmapped memory. Raises the exceptions of `view`."""
+        """Return a copy of a range of a memory that is not mapped (`Memory.copied`).
+
+        Raises:
+            ShmserveError: As in `view`.
+        """
         mapping = self._mapping(memory_range)
         content = memoryview(bytearray(memory_range.byte_size))
         position = 0
@@ -202,7 +206,7 @@ class Mappings:
         return content
 
     def write(self, memory_range: Range, data: bytes | memoryview) -> None:
-        """Write `data` to a range of an unmapped memory.
+        """Write `data` to a range of a memory that is not mapped (`Memory.copied`).
 
         Raises:
             Unavailable: The host is out of shared memory, or the memory no longer exists.

@@ -81,7 +81,7 @@ def open_object(key: str) -> SharedObject:
         raise Internal(
             f"Unable to open shared memory region: '{key}' (the server may not read and write it)"
         ) from None
-    # ValueError: the system call returned EINVAL, as for a folder.
+    # posix_ipc raises ValueError for the error EINVAL, which the system call returns for a folder.
     except (OSError, ValueError) as error:
         if getattr(error, "errno", 0) in (errno.ENFILE, errno.EMFILE):
             text = f"no descriptor is free for shared memory '{key}': raise ulimit -n"

@@ -145,7 +145,7 @@ class RegisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to register a POSIX shared memory object of a client.
 
     The region is [offset, offset + byte_size) of the object `key`. It belongs to the user `uid`, a
-    member of `groups`. The reply is {"memory_id"}. With `leased`, the region is unregistered at
+    member of `groups`. The reply is {"memory_id"}. With `is_leased`, the region is unregistered at
     `RegionAbandoned` or when the sender exits. With `pin`, workers on CUDA devices lock its pages.
     """
 
@@ -228,7 +228,7 @@ class LeaseWorkspace(ControlRequest, Message):
     """Sent by a worker to the supervisor to lease memory of a device's workspace pool.
 
     The lease is for one execution, and `ReturnWorkspace` ends it. The reply {"place": the packed
-    range} follows once that much is free.
+    range} follows once `byte_size` bytes of the pool are free.
     """
 
     device: str
@@ -281,9 +281,9 @@ class ResourcesHeld(Message):
 class CallsWaiting(Message):
     """Sent by a scheduler to the supervisor at intervals while calls from other models wait long.
 
-    The last report has no `waits`. Each element of `waits` is a pair of lists: of calls that wait,
-    and of the instances that may run them. A call is a pair of the request's key and its
-    `Submit.callers`. An instance is a list of its pid and the keys of the requests that it runs.
+    Each element of `waits` is a pair of lists: the calls that wait, and the instances that may run
+    them. A call is a pair of the request's key and its `Submit.callers`. An instance is a list of
+    its pid and the keys of the requests that it runs. In the last report, `waits` is empty.
     """
 
     model: str
@@ -357,8 +357,8 @@ class ShareMemory(ControlRequest, Message):
 class ShareDeviceMemory(ControlRequest, Message):
     """Sent by a local client to the supervisor to share memory of the server's device `device_id`.
 
-    The memory is the first `byte_size` bytes of what `handle` opens. The reply is {"memory": [id,
-    pid, byte_size, device_id, handle, device_uuid]}, the memory of a packed range.
+    The memory is the first `byte_size` bytes of the allocation of `handle`. The reply is {"memory":
+    [id, pid, byte_size, device_id, handle, device_uuid]}, the memory of a packed range.
     """
 
     byte_size: int

@@ -1,8 +1,11 @@
 """Messages of text generation between the scheduler of a generative model and its workers.
 
-    Prepare ──> tokenize a prompt, in parallel to the engine ──> Prepared
-    Step    ──> a pass over all rows, with a token for each  ──> Stepped
-    ResponseSent <── a response was sent             StopStringFound <── a stop string was found
+    scheduler                                        worker
+    Prepare ───────────────> tokenizes a prompt, in parallel to the steps
+            <── Prepared
+    Step ──────────────────> computes all rows in one pass, and samples a token of each
+            <── Stepped
+            <── ResponseSent, StopStringFound
 
 The scheduler identifies sequences by its own numbers. It decides when tokens are computed, and
 which blocks contain their keys and values. The worker stores the texts: it samples, detects the end
@@ -40,9 +43,9 @@ class Resumed(Record):
 class Prepare(Message):
     """Sent by the scheduler to a worker to tokenize the prompt of the only request in `requests`.
 
-    The worker does so in parallel to the steps. The reply is `Prepared`, or `ExecutionResponded` if
-    the request has ended. `resumed` is the state of each sample of a request whose instance was
-    lost.
+    The worker tokenizes in parallel to its steps. The reply is `Prepared`, or `ExecutionResponded`
+    if the request has ended. If the request's earlier instance was lost, `resumed` has the state of
+    each sample.
     """
 
     requests: list[Work]
@@ -116,7 +119,8 @@ class Row(Record):
         kept_blocks: The number of entries of the block table that remain.
         blocks: The new entries of the block table, which follow the kept ones.
         draft_count: The number of draft tokens to propose and verify after the computed tokens.
-        samples: Whether the next token is sampled, since these tokens are the sequence's last.
+        samples: Whether the next token is sampled. This is the case if no token of the sequence
+            follows the tokens of the row.
     """
 
     sequence: int
@@ -147,7 +151,7 @@ class Step(Message):
 
 
 class RowResult(Record):
-    """The result of a row that samples.
+    """The result of a row whose `Row.samples` is set.
 
     Attributes:
         sequence: The number of the sequence.
@@ -171,7 +175,7 @@ class Stepped(Message):
 
     Attributes:
         step: The number of the step.
-        results: The result of each row that samples, except those of `skipped` sequences.
+        results: The result of each row whose `samples` is set, except rows of `skipped` sequences.
         gather_ns: The time for block tables and copies.
         forward_ns: The time of the forward pass.
         sample_ns: The time of sampling.

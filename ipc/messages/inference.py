@@ -136,10 +136,10 @@ class Finished(Message):
 class Responded(Message):
     """Sent by a scheduler to a client for each response of a decoupled model.
 
-    The response is an `Inferred`, or an error for the client if `code` is set. An empty `schema`
-    without a code is not a response; it only marks the end. `final` means that nothing follows and
-    no worker has the request any more. Only then are the durations of the phases and the `spans`
-    set, as in `Finished`.
+    The response is an `Inferred`, or an error for the client if `code` is set. A message with
+    neither a `schema` nor a code contains no response and only marks the end. `final` means that
+    no response follows and no worker has the request any more. Only a final message has the
+    durations of the phases and the `spans`, as in `Finished`.
     """
 
     id: int
@@ -172,9 +172,9 @@ class Failed(Message):
 
 
 class Settled(Message):
-    """Sent by a scheduler to a client when no worker has a request any more that failed early.
+    """Sent by a scheduler to a client when no worker uses the memory of a failed request any more.
 
-    The client then frees the memory of the request.
+    `Failed` was sent earlier, with `early` set. The client now frees the memory of the request.
     """
 
     id: int
@@ -231,9 +231,9 @@ class Reply(Record):
 
 
 class SequenceRow(Record):
-    """A row of a batch of sequences: a request `key`, and the slot of its sequence's state.
+    """A row of a batch of sequences: the request `key`, and the slot of its sequence's state.
 
-    With `key` 0 the row is a null row, which fills a gap between slots.
+    A row with `key` 0 has no request and fills a gap between slots.
     """
 
     slot: int
@@ -322,9 +322,9 @@ class InstanceReady(Message):
 class BatchFinished(Message):
     """Sent by a worker to a scheduler when a batch has ended.
 
-    The instance then accepts the next batch. A request of a decoupled model has no reply if an
-    `ExecutionResponded` ends it, now or later. The model runs from `input_end_ns` to
-    `output_start_ns`. `executed` is false if no request of the batch reached the model.
+    The instance then accepts the next batch. `replies` lacks each request of a decoupled model that
+    an `ExecutionResponded` ends, before or after this message. The model has run from
+    `input_end_ns` to `output_start_ns`. `executed` is false if no request of the batch reached it.
     """
 
     batch: int
@@ -394,10 +394,10 @@ def make_submit(
     trace: str = "",
     callers: str = "",
 ) -> Submit:
-    """Return the message that submits a request, of this schema and these data.
+    """Return the message that submits a request with this schema and these data.
 
     The deadline is `limit_us` after the arrival, with the origin `limit_origin`, or the caller's
-    deadline `ends_ns` (monotonic clock) if that is earlier. A limit of 0 does not apply.
+    deadline `ends_ns` (monotonic clock) if that is earlier. A limit or deadline of 0 is not set.
     """
     deadline_ns = ends_ns
     if limit_us:

@@ -131,8 +131,8 @@ class OwnerExited(Message):
 class ServerEnding(Message):
     """Sent by the supervisor to local clients when it stops and has a successor.
 
-    The successor will listen at the same path, and the client sends new requests to it. Requests in
-    flight are still answered. The client confirms with `Acknowledged`.
+    The successor will listen at the same path, and the client sends new requests to the successor.
+    This server still responds to requests in flight. The client confirms with `Acknowledged`.
     """
 
     ack_number: int
@@ -157,8 +157,8 @@ class HealthChanged(Message):
 class MemoryDropped(Message):
     """Sent by the supervisor to workers, which unmap a memory.
 
-    Its region was unregistered, or its owner has exited. An ensemble sends the message to the
-    supervisor for memory of its own.
+    The memory's region was unregistered, or its owner has exited. An ensemble sends this message to
+    the supervisor to have a memory of its own unmapped.
     """
 
     memory_id: int
@@ -296,7 +296,7 @@ class RegionRegistered(Message):
 class RegionUnregistered(Message):
     """Published when a region was unregistered.
 
-    `reason` is empty if its owner requested that.
+    `reason` is empty if the owner has unregistered the region.
     """
 
     name: str

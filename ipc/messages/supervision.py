@@ -68,8 +68,8 @@ class SchedulerStart:
     """The start record of a scheduler of a `kind`, "scheduler" or "ensemble".
 
     Its endpoints contain `number`. `snapshot` is the last `StatisticsSnapshot` of a predecessor
-    that died, or empty. `worker_pids` are those of running workers. `capability_key` authenticates
-    local clients; members of `group` are admitted, too (-1: none).
+    that died, or empty. `worker_pids` are the pids of running workers. `capability_key`
+    authenticates local clients. Members of the group `group` may also connect (-1: no group).
     """
 
     kind: str
@@ -90,9 +90,9 @@ class SchedulerStart:
 class WorkerStart:
     """The start record of a worker: instance `index` of a model version.
 
-    `number` is its scheduler's. `device` is "cpu" or "gpu:N", `kind` Triton's name for it,
-    and `threads` the number of threads that compute. `environment` is the path of the model's own
-    Python environment as its configuration has it, or "".
+    `number` is the number of its scheduler. `device` is "cpu" or "gpu:N", `kind` is Triton's name
+    of the device's kind, and `threads` is the number of threads that compute. `environment` is the
+    configured path of the model's own Python environment, or "".
     """
 
     number: int
@@ -158,7 +158,7 @@ class Stop(Message):
 class Drain(Message):
     """Sent by the supervisor to a gateway or a scheduler before it stops.
 
-    The receiver accepts no new work, completes requests in flight, and then sends `Drained`.
+    The receiver accepts no new requests, completes requests in flight, and then sends `Drained`.
 
     Attributes:
         awaits_sequences: Whether open sequences count as in flight until they end or their idle
@@ -171,7 +171,7 @@ class Drain(Message):
 
 
 class Drained(Message):
-    """Sent by a gateway or a scheduler to the supervisor when it has no work in flight any more."""
+    """Sent by a gateway or a scheduler to the supervisor when its last request has completed."""
 
 
 class Ping(Message):
@@ -361,7 +361,7 @@ class KillInstance(Message):
 class SnapshotStatistics(Message):
     """Sent by the supervisor to a scheduler to request `StatisticsSnapshot`.
 
-    The snapshot is brief: it lacks the statistics of each response index of a decoupled model.
+    The snapshot omits the statistics of each response index of a decoupled model.
     """
 
 
@@ -380,9 +380,9 @@ class StatisticsSnapshot(Message):
 class BaseCounters(Message):
     """Sent by the supervisor to a scheduler with the counters of the versions that it replaces.
 
-    The counters are those that `sum_counters` in common/model_metrics.py returns. The latest
+    `statistics` has the counters that `sum_counters` in common/model_metrics.py returns. The latest
     message replaces earlier ones. Once the scheduler of a moved version has drained, its successor
-    receives its last snapshot as `moved`, and continues these counts and their base.
+    receives that scheduler's last snapshot as `moved`, and continues its counts.
     """
 
     statistics: dict[str, Any]

@@ -5,5 +5,5 @@ descriptors.py              ranges of memory, by which messages refer to tensors
 inference.py                requests and responses, as values and as schema and data of messages,
                             and caches by schema
 signature.py padding.py     inputs and outputs of a model: the check of requests, padded inputs
-samples.py                  warm-up samples of a configuration
+samples.py                  the warm-up samples of a model's configuration
 """

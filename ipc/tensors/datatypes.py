@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# Bytes of an element; 0 for BYTES, whose elements vary. In the order of Triton's numbering.
+# The bytes of an element of each datatype; 0 for BYTES, whose elements have any size. The order is
+# that of Triton's numbers of datatypes.
 ITEM_SIZE: dict[str, int] = {
     "BOOL": 1,
     "UINT8": 1,

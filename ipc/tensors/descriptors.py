@@ -12,8 +12,8 @@ Device memory has a `CudaHandle` instead of a file descriptor. Only workers open
 
 Ownership: the sender of a descriptor must not change the bytes until it receives the response.
 
-Offsets and sizes from clients are checked by `require_integer` and `is_within`. No other module has
-range arithmetic.
+Offsets and sizes from clients are checked by `require_integer` and `is_within`, so that no other
+module repeats this arithmetic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def require_integer(value: object, field_name: str) -> int:
     """Return `value` as an integer in [0, 2**63); bools, floats and strings are rejected.
 
     Raises:
-        InvalidArgument: The value is no such integer; the text contains the name `field_name`.
+        InvalidArgument: The value is not such an integer. The text contains `field_name`.
     """
     if type(value) is not int or not 0 <= value <= MAX_INT64:
         text = f"must be an integer in [0, {MAX_INT64}], got {str(value)[:40]!r}"
@@ -46,7 +46,7 @@ def require_integer(value: object, field_name: str) -> int:
 def is_within(offset: int, byte_size: int, limit: int) -> bool:
     """Check whether [offset, offset + byte_size) lies within [0, limit); all in bytes.
 
-    There is no sum, so that the check is also correct in a language whose integers overflow.
+    The check adds no numbers, so that it is also correct in a language whose integers overflow.
     """
     return 0 <= offset <= limit and 0 <= byte_size <= limit - offset
 
@@ -66,9 +66,7 @@ class CudaHandle(Record):
 
 
 class Memory(Record):
-    """A memory object that a process holds open, or a device allocation.
-
-    A device allocation cannot shrink, so it is always sealed.
+    """A memory object that a process holds open, or a device allocation, which is always sealed.
 
     Attributes:
         id: The id of the memory.
@@ -155,7 +153,7 @@ def unpack_range(packed_range: Any) -> Range:
     """
     try:
         packed_memory, offset, byte_size = packed_range
-        # Before the lookup, because 1.0 and True are the same key as 1.
+        # Checked before the lookup, because 1.0 and True are the same key as 1 in a dictionary.
         if type(offset) is not int or type(byte_size) is not int:
             raise MalformedMessage("a memory range has an offset or a size that is not an integer")
         return _RANGE_CACHE[packed_memory, offset, byte_size]

@@ -1,9 +1,9 @@
 """Inference requests and responses, as values and as the schema and data of messages.
 
     request schema   [[name, datatype, shape], ...], [[name, kind], ...], parameters
-    its data         the bytes or range of each input; the range of each placed output
+    request data     the bytes or range of each input; the range of each output that has one
     response schema  [[name, datatype, shape], ...], parameters
-    its data         the bytes or range of each output
+    response data    the bytes or range of each output
 
 Ranges are packed by `descriptors.pack_range`. The properties of a single request (id, sequence,
 timeouts) are separate fields of `Submit` and `Work`.
@@ -39,12 +39,13 @@ INLINE_LIMIT = 16 * 1024
 SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128  # maximum number of characters of a correlation id
 
-# Where an output is returned, in a schema: anywhere; in the client's range; or in that range unless
-# the output is an unchanged input, which stays where it is.
+# The `kind` of an output in a schema. The server chooses the memory of the output, or the client
+# gives its range. With the last kind, an output that is an unchanged input may also stay in the
+# memory of the input.
 _ANYWHERE, _PLACED, _PLACED_OR_INPUT = 0, 1, 2
 
 _MAX_SCHEMAS = 256
-# Bytes; a longer schema is unpacked each time, because local clients could fill the cache with it.
+# In bytes. Longer schemas are not cached, because a local client could fill the cache with them.
 _MAX_CACHED_SCHEMA_SIZE = 4096
 
 _PACKER = msgpack.Packer()  # creating a packer takes as long as packing a request
@@ -123,7 +124,7 @@ class TensorSchema(NamedTuple):
 
 
 class OutputSchema(NamedTuple):
-    """A requested output without its range; `has_range` if the data contain a range for it."""
+    """A requested output without its range; `has_range` is whether the data have its range."""
 
     name: str
     has_range: bool
@@ -131,13 +132,13 @@ class OutputSchema(NamedTuple):
 
 
 class RequestSchema:
-    """The constant part of requests of one kind.
+    """An unpacked request schema, which requests that differ only in their data have in common.
 
     Attributes:
         inputs: Names, datatypes and shapes of the inputs.
         outputs: The requested outputs; empty for all outputs of the model.
         parameters: The request's parameters.
-        data_count: The number of entries in the data: one per input and per placed output.
+        data_count: The number of elements in the data: one per input, one per output with a range.
     """
 
     __slots__ = ("data_count", "inputs", "outputs", "parameters")
@@ -175,7 +176,7 @@ class RequestSchema:
 
 
 class ResponseSchema:
-    """The constant part of responses of one kind: outputs without their data, and parameters."""
+    """An unpacked response schema: outputs without their data, and parameters."""
 
     __slots__ = ("outputs", "parameters")
 
@@ -246,7 +247,7 @@ def pack_request_schema(
     may_reuse_input: Container[str],
     parameters: dict[str, Any],
 ) -> bytes:
-    """Return the schema of requests of one kind.
+    """Return the packed schema of requests with these inputs, outputs and parameters.
 
     Args:
         inputs: The inputs; their data are ignored.
@@ -345,8 +346,8 @@ def runs_once(schema: bytes, data: Sequence[Any]) -> bool:
 class BoundedCache(Generic[K, V]):
     """A cache of at most `capacity` values by key.
 
-    A full cache is cleared, which is the cheapest policy. With `on_evict`, the oldest value is
-    evicted instead and passed to `on_evict`. Thread-safe.
+    When the cache is full, all values are evicted, which is the cheapest policy. With `on_evict`,
+    only the oldest value is evicted, and `on_evict` is called with each evicted value. Thread-safe.
     """
 
     __slots__ = ("_capacity", "_on_evict", "_seen_keys", "_values", "find")
@@ -365,7 +366,7 @@ class BoundedCache(Generic[K, V]):
     def is_repeated(self, key: K) -> bool:
         """Record a key, and return whether it was seen before.
 
-        A caller can thereby avoid deriving a value for a single use.
+        A caller that derives values only for repeated keys saves the work for keys used once.
         """
         if key in self._values or key in self._seen_keys:
             return True

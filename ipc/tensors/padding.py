@@ -1,8 +1,8 @@
 """Padding of requests with unequal shapes, which may then share a dense batch (no I/O).
 
 A model's parameter `padding` names the inputs whose -1 dimensions are padded. The padded size is
-the largest of the batch, or the smallest bucket that fits the whole batch. A gateway appends the
-true shapes to the constant part of the request's shape key. Schedulers form batches by these
+the largest size in the batch, or the smallest configured bucket that fits the whole batch. The
+shape key of a request ends with the unpadded shapes of these inputs. Schedulers form batches by the
 shapes, and workers pad the inputs.
 """
 
@@ -109,8 +109,8 @@ class PaddedBatch:
     """The shapes and the padding of the requests in a batch.
 
     Attributes:
-        _true_elements: The elements of each input that the clients sent.
-        _elements_if_alone: The elements of each input if each request were padded by itself.
+        _true_elements: The number of elements of each input that the clients sent.
+        _elements_if_alone: The number of elements of each input if each request were padded alone.
     """
 
     _padding: Padding

@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 _DATA_FOLDER = "warmup"
 _MAX_TENSOR_BYTES = 1 << 34  # maximum byte size of a tensor
 _EMPTY_STRING_SIZE = 4  # bytes of an empty string: its length prefix
-_LARGEST_INTEGER = 127  # the largest random integer, which every integer type can represent
+_LARGEST_INTEGER = 127  # the largest random integer; every integer datatype can represent it
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from shmserve.ipc.tensors.inference import OutputSchema, RequestedOutput, Reques
 from shmserve.ipc.tensors.padding import Pad
 from shmserve.ipc.transport.frames import Record
 
-# More elements than any machine has memory for. The strides of a batch of such arrays still fit
-# into 63 bits, for every datatype.
+# The limit of the product of an empty tensor's other dimensions. No machine has memory for so many
+# elements, but the strides of numpy arrays with such dimensions still fit into 63 bits.
 _MAX_EMPTY_ELEMENTS = 2**44
 _STOPPING_TEXT = (
     "Server is stopping, scheduler for model has stopped accepting new inference requests"
@@ -32,7 +32,7 @@ _BATCH_NOTE = (
 
 
 class BatchProperties(Record):
-    """The batching properties of a request that fits its model.
+    """The batching properties of a request that matches its model's inputs and outputs.
 
     Attributes:
         batch_size: The rows of the request; 0 if the model does not batch.
@@ -158,7 +158,8 @@ class Signature:
         return BatchProperties(batch_size, shape_key)
 
     def _batch_size(self, inputs: Sequence[Any]) -> int:
-        # Checked before the shapes: a wrong or missing batch dimension needs an error of its own.
+        # The batch dimension is checked before the shapes, because Triton has errors of its own for
+        # a wrong and for a missing batch dimension.
         batch_size = -1
         for tensor in inputs:
             shape = tensor.shape
@@ -251,7 +252,7 @@ def shapes_match(first_shape: Sequence[int], second_shape: Sequence[int]) -> boo
 def reshape(
     shape: tuple[int, ...], dims: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return `shape`, which matches `dims`, reshaped to `target`; variable sizes keep their order.
+    """Return `target` with the sizes of `shape` in place of -1, in order; `shape` matches `dims`.
 
     >>> reshape((5, 7), (-1, 7), (7, -1))
     (7, 5)
@@ -268,9 +269,9 @@ def model_shape(spec: TensorSpec, shape: tuple[int, ...], is_batched: bool) -> t
 
 
 def client_shape(spec: TensorSpec, shape: tuple[int, ...], is_batched: bool) -> tuple[int, ...]:
-    """Return the shape for clients of an output that has `shape` in the model.
+    """Return the clients' shape of an output that the model returns with `shape`.
 
-    A shape that does not match the model's side of the reshape is returned unchanged.
+    A shape that does not match the configured `reshape` is returned unchanged.
     """
     if spec.reshape is None or not shapes_match(spec.reshape, shape[is_batched:]):
         return shape

@@ -1,10 +1,10 @@
 """Records and messages, and their serialisation to MessagePack frames, with types checked.
 
-A record is a dataclass that is sent between processes, also as a plain map (`from_map`). A message
-is a record with a tag. A frame contains several messages, with fields in the order of the class, as
-MessagePack: [VERSION, [tag, field, ...], [tag, field, ...], ...]. Field types are checked on
-arrival, so that handlers may rely on them. Any other content raises MalformedMessage. Nothing here
-can execute code: there is no pickle, and there are no method names.
+A record is a dataclass that is sent between processes. `from_map` reads a record from a plain map.
+A message is a record with a tag. A frame contains several messages, with fields in the order of the
+class, as MessagePack: [VERSION, [tag, field, ...], [tag, field, ...], ...]. `unpack` checks the
+types of fields, so that handlers may rely on them, and raises MalformedMessage for other content. A
+frame cannot execute code, because it contains neither pickles nor names of methods.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ T = TypeVar("T")
 class _RecordType(type):
     """The metaclass of records: it makes each class a slotted dataclass.
 
-    The dataclass is frozen for the type checker only. A frozen dataclass takes five times as long
-    to create, and each request creates a dozen records in each process. The methods that
-    `dataclass` would compile for comparisons and texts are closures here, because a client would
-    compile 300 methods when it is imported.
+    The dataclass is frozen for the type checker only. Creating an instance of a frozen dataclass
+    takes five times as long, and each request creates a dozen records in each process. The methods
+    for comparisons and texts are closures. `dataclass` would compile 300 such methods when a client
+    imports the package.
     """
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
@@ -96,12 +96,12 @@ class MalformedMessage(Exception):
 
 @cache
 def decoder(kind: Any) -> Callable[[Any], Any]:
-    """Return the function that decodes values of an annotated type from plain values.
+    """Return the function that decodes values of an annotated type from values of JSON types.
 
-    Records are decoded from maps, tuples from lists, and paths from strings; None stays None. A
-    field's metadata may name the `path` of its value in the map, as "outer.inner" (by default its
-    name), and a `convert` function. Other keys are ignored, and fields without a value have their
-    defaults.
+    Records are decoded from maps, tuples from lists, and paths from strings; None stays None. The
+    metadata of a record's field may have a `convert` function, and the `path` of the field's value
+    in the map, such as "outer.inner". The default is the field's name. Other keys of the map are
+    ignored, and fields without a value have their defaults.
     """
     if isinstance(kind, type) and issubclass(kind, Document):
         return kind.of
@@ -142,7 +142,7 @@ def _decode_dict(
 
 
 def from_map(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Return the record of a map; see `decoder`."""
+    """Return the record of class `cls` with the values of a map, decoded as in `decoder`."""
     decoded = {}
     record_class: Any = cls
     for name, path, decode in _field_decoders(record_class):
@@ -188,7 +188,7 @@ _CLASSES_BY_TAG: dict[str, type[Any]] = {}  # message classes by tag
 
 
 class _MessageTypes(dict[str, _MessageType]):
-    """The properties of message classes by tag, each read from its class at its first use."""
+    """The properties of message classes by tag, read from a class at the first use of its tag."""
 
     def __missing__(self, tag: str) -> _MessageType:
         _read_fields(tag, _CLASSES_BY_TAG[tag])
@@ -196,7 +196,7 @@ class _MessageTypes(dict[str, _MessageType]):
 
 
 class _Getters(dict[type[Any], Callable[[Any], Any]]):
-    """The function of each message class that returns the tag and the values of the fields."""
+    """The functions, by message class, that return the tag and the field values of a message."""
 
     def __missing__(self, cls: type[Any]) -> Callable[[Any], Any]:
         _read_fields(cls.TAG, cls)
@@ -215,7 +215,7 @@ def _plain_type(annotation: Any) -> type[Any]:
 
 
 class _Records:
-    """The codec of a message's field with a list of records, each a list of its fields."""
+    """The codec of a message field with a list of records, each encoded as a list of its fields."""
 
     def __init__(self, cls: type[Any]) -> None:
         hints = typing.get_type_hints(cls)
@@ -237,7 +237,7 @@ class _Records:
 
 
 class _Document:
-    """The codec of a message's field with a `Document`, which is sent as its `source`."""
+    """The codec of a message field with a `Document`, which is encoded as its `source`."""
 
     encode = attrgetter("source")
 
@@ -354,7 +354,8 @@ def unpack(frame: bytes, max_array_len: int = -1) -> list[Any]:
     Raises:
         MalformedMessage: The frame is invalid; none of its messages is returned.
     """
-    # With a million small objects, the garbage collector would scan them repeatedly.
+    # The garbage collector is disabled for large frames, because it would scan the new objects
+    # repeatedly, and a local client can send a million of them.
     pauses_gc = max_array_len >= 0 and len(frame) > _LARGE_FRAME_SIZE and gc.isenabled()
     if pauses_gc:
         gc.disable()

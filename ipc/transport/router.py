@@ -5,7 +5,7 @@ server, with these limits, so that no program affects the others:
 
 - Peers without a registered identity are limited to the handshake. The number of pending handshakes
   is bounded; the oldest is dropped when another peer connects.
-- A peer that does not read its responses is not read until it does.
+- If a peer does not read its responses, the router reads no more messages from the peer.
 - The size of frames and the total size of incomplete frames are bounded.
 - A peer that sends malformed messages is disconnected after a few of them.
 
@@ -45,7 +45,7 @@ MAX_ARRAY_LEN = 1 << 16  # maximum number of elements of an array, such as the m
 _MAX_UNREGISTERED = 64  # maximum number of connections without a registered identity
 # The maximum of consecutive reads of the only connection before new connections are accepted.
 _MAX_UNPOLLED_READS = 8
-_MAX_UNSENT_BYTES = 4 << 20  # a peer with more unread output is not read
+_MAX_UNSENT_BYTES = 4 << 20  # no messages are read from a peer with more unread output
 _MAX_BUFFERED_BYTES = 64 << 20  # maximum bytes of incomplete frames of all peers
 _MUCH_BUFFERED_BYTES = 1 << 20  # peers with fewer buffered bytes stay connected
 _MAX_MALFORMED = 16  # malformed messages after which a peer is disconnected
@@ -176,7 +176,7 @@ class Router:
             try:
                 connection.send(pack(messages))
             except OSError:
-                connection.unsent.clear()  # the end of the connection is detected when it is read
+                connection.unsent.clear()  # `receive` will detect the end of the connection
 
     def receive(self) -> list[tuple[bytes, Any]]:
         """Return the available (peer, message) pairs, at most one bounded read per peer.
@@ -234,7 +234,7 @@ class Router:
 
     def _count_malformed(self) -> bool:
         """Count a malformed message; return whether it is logged."""
-        # A peer that sends malformed data may send a lot of it, which must not flood the log.
+        # Only some are logged, because a peer could flood the log with malformed messages.
         self.malformed_messages = count = self.malformed_messages + 1
         return count <= _MAX_CONSECUTIVE_WARNINGS or count.bit_count() == 1
 
@@ -336,7 +336,7 @@ def refuse_descriptors(sock: socket.socket) -> None:
 
 
 class UntrustedRouter(Router):
-    """A router for programs outside the server; `admits(identity)` decides who may connect."""
+    """A router for programs outside the server, which `is_admitted` admits by their identity."""
 
     max_array_len = MAX_ARRAY_LEN
 

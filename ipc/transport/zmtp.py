@@ -1,8 +1,8 @@
 """ZeroMQ's wire protocol, ZMTP 3.0 with the NULL mechanism (RFC 23), its connections, and dealers.
 
-libzmq is not used because it passes every message through its own thread. That costs two more
-wake-ups per hop, each as long as a whole small inference takes in a process. A client may use any
-ZeroMQ library.
+libzmq is not used because it passes every message through its own thread. This costs two more
+wake-ups per hop, and a wake-up takes as long as all work of a process for a small inference. A
+client may use any ZeroMQ library.
 
     greeting, 64 bytes      FF 00*8 7F  03 00  "NULL" 00*16  00  00*31
     frame                   flags (1: more follow, 2: long, 4: command), size (1 or 8 bytes), body
@@ -60,7 +60,7 @@ class Decoder:
         largest: The maximum size of a frame in bytes.
         properties: The peer's properties, after its READY.
         violation: The protocol violation after which the connection is unusable, or "".
-        dropped_messages: The number of dropped multipart messages; no peer of a server sends any.
+        dropped_messages: The number of dropped multipart messages; the protocol does not use them.
     """
 
     largest: int = _MAX_FRAME_SIZE
@@ -186,9 +186,9 @@ ENDPOINT_PREFIX = "ipc://"
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A unix socket: whole frames are received, and bytes are sent as fast as the peer reads.
+    """A unix socket that receives whole frames, and sends bytes as fast as the peer reads them.
 
-    `unsent` begins with the greeting.
+    The first bytes in `unsent`, the buffer of bytes to send, are the greeting.
     """
 
     sock: socket.socket
@@ -197,7 +197,7 @@ class Connection:
     decoder: Decoder = field(default_factory=Decoder)
     identity: bytes | None = None
     malformed_messages: int = 0
-    max_unsent: int = sys.maxsize  # a peer with more unread output is not read
+    max_unsent: int = sys.maxsize  # while `unsent` is longer, no messages are read from the peer
     events: int = select.EPOLLIN
 
     def __post_init__(self) -> None:
@@ -259,7 +259,8 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket."""
-        # Unregistered explicitly, because a process forked by a model may hold it open.
+        # epoll would keep reporting the closed socket if a process that a model has forked still
+        # holds it open.
         self.poll.unregister(self.sock)
         self.sock.close()
 
@@ -283,11 +284,11 @@ _MAX_UNSENT_MESSAGES = 1 << 14  # number of queued messages
 
 
 class Dealer:
-    """The connecting end of a link to a `Router`; `identity` names this end.
+    """The connecting end of a link to a `Router`, which identifies this end by its `identity`.
 
     A dealer sends before it receives the peer's greeting, so that messages sent just before its
-    exit arrive. `Router` accepts this, whereas libzmq's does not. If no socket listens at
-    `endpoint`, messages are lost; the supervisor handles exits and successors.
+    process exits arrive. `Router` accepts this; the router of libzmq does not. If no socket listens
+    at `endpoint`, messages are lost; the supervisor handles exits and successors.
     """
 
     def __init__(self, endpoint: str, identity: str) -> None:

@@ -208,7 +208,7 @@ def parse_boolean(parameters: Mapping[str, str], key: str, default: bool) -> boo
 
 
 def parse_integer(parameters: Mapping[str, str], key: str, default: int) -> int:
-    """Return a number in a configuration; raise InvalidArgument unless it fits 31 bits."""
+    """Return an integer parameter; raise InvalidArgument for another text or a number >= 2**31."""
     value = parameters.get(key, str(default)).strip()
     if not value.isdecimal() or int(value) >= 1 << 31:
         text = f"parameter '{key}' must be an integer from 0 to {(1 << 31) - 1}, got '{value}'"

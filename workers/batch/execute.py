@@ -25,17 +25,17 @@ from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import OutputStream, ResponseWriter, WarmupStream
-from shmserve.workers.context import WrongCount, client_error, is_models_own
+from shmserve.workers.context import WrongResponseCount, client_error, is_model_error
 from shmserve.workers.links import HandlerTable, WorkerRequest
 from shmserve.workers.memory.device_memory import free_cached_memory, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
-# Input bytes; a larger batch runs in parts. Many requests may name the same memory of a client, so
-# that their copies are not bounded by the size of that memory.
+# Maximum input bytes of an execution; a larger batch runs in parts. Many requests may name the same
+# memory of a client, so its size does not limit the size of their copies.
 MAX_PART_BYTES = 1 << 30
 
-_RETRIES_IN_A_ROW = 16
+_RETRIES_BEFORE_SKIPS = 16
 _SKIPPED_RETRIES = 16  # number of failures without a retry after each further failed retry
 
 _CANCELLED = Cancelled("Request was cancelled")
@@ -65,7 +65,7 @@ class InputPolicy:
         """Record whether a retry with copies of the inputs has succeeded."""
         self.copies_inputs = self.copies_inputs or succeeded
         self._retry_count += 1
-        if self._retry_count >= _RETRIES_IN_A_ROW:
+        if self._retry_count >= _RETRIES_BEFORE_SKIPS:
             self._skips_left = _SKIPPED_RETRIES
 
 
@@ -223,12 +223,12 @@ class Executor:
     # --- decoupled
 
     def _run_streams(self, streams: list[OutputStream]) -> list[Reply]:
-        # No second execution: the model may have begun to respond.
+        # A failed batch is not run again, because the model may have begun to respond.
         try:
             self._call_backend(self._backend.execute_decoupled, streams)
         except BaseException as error:  # SystemExit, too: a model must not end its worker
-            explained = streams[0].explain(error)
-            replies = [stream.refuse(explained) for stream in streams]
+            client_failure = streams[0].explain(error)
+            replies = [stream.refuse(client_failure) for stream in streams]
             return [reply for reply in replies if reply is not None]
         rescheduled = [stream.request.work.key for stream in streams if stream.is_rescheduled]
         return [Reply(key, RESCHEDULED, "") for key in rescheduled]
@@ -265,9 +265,9 @@ class Executor:
                     self._context.model_name,
                     error,
                 )
-            elif not (is_models_own(error) and self._should_retry(requests[0])):
-                # A variable would refer to the error, whose traceback refers to this frame: the
-                # cycle would keep the inputs alive.
+            elif not (is_model_error(error) and self._should_retry(requests[0])):
+                # Not stored in a variable: the error's traceback refers to this frame, and the
+                # reference cycle would keep the inputs alive.
                 return [self._close_with_error(open_requests[0], self._explain(error, requests[0]))]
             failed_requests = open_requests
         else:
@@ -284,7 +284,7 @@ class Executor:
         if failed_requests:
             self._link.pump()
             if too_large:
-                free_cached_memory()  # until now the error has referenced the tensors
+                free_cached_memory()  # the error no longer refers to the tensors
             group_size = (len(failed_requests) + 1) // 2 if too_large else 1
             for start in range(0, len(failed_requests), group_size):
                 group = failed_requests[start : start + group_size]
@@ -313,7 +313,7 @@ class Executor:
         padded = None if self._padder is None else self._padder.pad(requests)
         responses = self._call_backend(self._backend.execute, requests)
         if type(responses) is not list or len(responses) != len(requests):
-            raise WrongCount(len(requests), len(responses) if isinstance(responses, list) else 0)
+            raise WrongResponseCount(len(requests), responses)
         if self._padder is not None and padded is not None:
             self._padder.cut(responses, padded)
         return responses

@@ -8,7 +8,7 @@ with 2, 4 and 1 elements in the source input:
     BATCH_ACCUMULATED_ELEMENT_COUNT               [2, 6, 7]
     BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO     [0, 2, 6, 7]
     BATCH_MAX_ELEMENT_COUNT_AS_SHAPE              zeros of the shape [4]
-    BATCH_ITEM_SHAPE                              [rows of all, rank]: a shape for each row
+    BATCH_ITEM_SHAPE                              [number of rows, rank]: the shape of each row
     BATCH_ITEM_SHAPE_FLATTEN                      the same, flat
 
     BATCH_SCATTER_WITH_INPUT_SHAPE                a flat output, split into the inputs' shapes
@@ -218,7 +218,7 @@ class Padder:
 
 
 class _CutRule(NamedTuple):
-    """The rule for cutting an output, whose variable dimensions are an input's, in order.
+    """The rule for cutting an output; its variable dimensions are, in order, those of `source`.
 
     Attributes:
         axes: Pairs of the output's and the input's dimension, without the batch dimension.

@@ -261,7 +261,7 @@ class _RequestProperties:
         inputs: The inputs, with the shapes that the model receives.
         batch_size: The rows of each input; 0 if the model does not batch.
         requested_outputs: The requested outputs by name.
-        placed_outputs: The names of the requested outputs that have a range in the data.
+        outputs_with_range: The names of the requested outputs that have a range in the data.
         string_inputs: The names of the BYTES inputs.
         response_kinds: The cache of responses to requests with this schema (see
             `Request.response_kinds`).
@@ -271,7 +271,7 @@ class _RequestProperties:
     inputs: list[TensorSchema]
     batch_size: int
     requested_outputs: dict[str, OutputSchema]
-    placed_outputs: list[str]
+    outputs_with_range: list[str]
     string_inputs: list[str]
     response_kinds: dict[Any, Any] = field(default_factory=dict)
 
@@ -347,9 +347,9 @@ class Unpacker:
                 names = [name for name in names if not inputs[name].is_text()]
             _check_elements(inputs, names, work.request_id)
         memory_ranges, aliased = _NO_RANGES, False
-        if properties.placed_outputs:
+        if properties.outputs_with_range:
             outputs = map(unpack_range, data[len(properties.inputs) :])
-            memory_ranges = dict(zip(properties.placed_outputs, outputs, strict=True))
+            memory_ranges = dict(zip(properties.outputs_with_range, outputs, strict=True))
             aliased = has_overlap(shared, memory_ranges.values())
         return Request(
             work,
@@ -365,9 +365,9 @@ class Unpacker:
             bool(shared),
         )
 
-    def _derive(self, packed: bytes) -> _RequestProperties:
+    def _derive(self, packed_schema: bytes) -> _RequestProperties:
         """Return the derived properties of a packed schema. Raises errors like `request`."""
-        schema = RequestSchema(packed)
+        schema = RequestSchema(packed_schema)
         inputs: list[TensorSchema] = []
         batch_size = 0
         for tensor in schema.inputs:
@@ -377,9 +377,9 @@ class Unpacker:
         requested_outputs = self._all_outputs
         if schema.outputs:
             requested_outputs = {output.name: output for output in schema.outputs}
-        placed_outputs = [output.name for output in schema.outputs if output.has_range]
+        outputs_with_range = [output.name for output in schema.outputs if output.has_range]
         string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
-        outputs = (requested_outputs, placed_outputs)
+        outputs = (requested_outputs, outputs_with_range)
         return _RequestProperties(schema, inputs, batch_size, *outputs, string_inputs)
 
     def _model_schema(self, tensor: TensorSchema) -> TensorSchema:

@@ -327,8 +327,8 @@ class OutputStream:
                 packed = writer.scatterer.write(self.request, response)
                 writer.scatterer.finish_writes()
             except BaseException as error:
-                explained = self.explain(error)
-                code, message = explained.code, explained.message
+                failure = self.explain(error)
+                code, message = failure.code, failure.message
                 request_failed = final
         copied_bytes = copied.outputs - copied_before
         copied.outputs = copied_before
@@ -352,9 +352,9 @@ class OutputStream:
                     self._traced_tensors if final else b"",
                 )
             )
-            # A response with arena memory is flushed now: if this fails, its blocks are freed.
-            may_wait = self._has_sent and not final and not memory.unsent
-            is_sent = writer.link.flush_soon() if may_wait else writer.link.flush()
+            # A response with arena memory is flushed now, so that a failure frees its blocks.
+            may_delay = self._has_sent and not final and not memory.unsent
+            is_sent = writer.link.flush_soon() if may_delay else writer.link.flush()
         if not is_sent:
             memory.free_unsent()
         elif memory.unsent:

@@ -239,8 +239,8 @@ class Runner:
     _device: Device
     _numpy_inputs: frozenset[str] = frozenset()
     _ragged_rules: RaggedRules | None = None
-    _passes_views: bool = False
-    _is_learning: bool = True
+    _passes_views: bool = False  # whether the model receives views of its inputs
+    _is_learning: bool = True  # whether it is unknown yet if the model writes to its inputs
     _watched_tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     # The inputs that are checked for changes, with their original bytes.
     _original_bytes: list[tuple[memoryview, bytes]] = field(default_factory=list)
@@ -317,12 +317,12 @@ class Runner:
         return array
 
     def _torch_input(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
-        # Inputs in host memory are copied to a device anyway.
+        # An input that is copied to the device needs no protection from writes.
         first_input = requests[0].inputs[name]
         in_place = not self._device.needs_copies or first_input.on_device
         is_aliased = in_place and not first_input.is_writable
-        may_view = is_aliased and not self._passes_views
-        raw, shape, is_view = self._gatherer.gather(name, requests, may_view)
+        copies_views = is_aliased and not self._passes_views
+        raw, shape, is_view = self._gatherer.gather(name, requests, copies_views)
         from shmserve.workers.memory.tensors import as_torch
 
         tensor = as_torch(datatype, shape, raw)
@@ -386,7 +386,7 @@ class Runner:
             for index in range(len(requests))
         ]
 
-    def own_inputs(self, request: Request) -> dict[str, Any]:
+    def copied_inputs(self, request: Request) -> dict[str, Any]:
         """Return the inputs of a request as copies that the model may keep."""
         inputs: dict[str, Any] = {}
         for name, item in request.inputs.items():

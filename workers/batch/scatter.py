@@ -127,7 +127,7 @@ class Scatterer:
         key: Any = []
         for name, datatype, data in response.outputs:
             key += (name, datatype, data.dtype, data.shape)
-            if memory_ranges:  # a returned input may stay where it is
+            if memory_ranges:  # an input that is returned as an output may need no copy
                 for source in inputs:
                     if inputs[source].array is data and inputs[source].memory_range is not None:
                         key += (source,)
@@ -161,25 +161,25 @@ class Scatterer:
                 assert source_range is not None
                 memory_range = source_range
             packed += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]
-        if message_bytes > INLINE_LIMIT:  # the size of BYTES outputs varies
+        if message_bytes > INLINE_LIMIT:  # possible, because the size of BYTES outputs varies
             return self._write_new(request, response, None)
         self._context.copy_counter.outputs += message_bytes
         return schema, packed
 
     def trace(self, request: Request, tensors: Iterable[Input | Output]) -> None:
-        """Record tensors of a request whose trace includes tensors; long tensors without data."""
+        """Record tensors if the request's trace includes them, long ones without their data."""
         context = TraceContext.of(request.work.trace)
         if not context.with_tensors:
             return
         spans = self._context.spans
-        budget = MAX_TRACED_CHARS - sum(map(len, spans))
+        chars_left = MAX_TRACED_CHARS - sum(map(len, spans))
         for tensor in tensors:
             output = tensor if isinstance(tensor, Output) else _as_output(tensor)
             text = ""
-            if output.data.nbytes < budget:
+            if output.data.nbytes < chars_left:
                 text = elements_as_text(tensor.datatype, _host_array(output))
-            text = text if len(text) < budget else ""
-            budget -= len(text)
+            text = text if len(text) < chars_left else ""
+            chars_left -= len(text)
             shape = ",".join(map(str, tensor.shape))
             fields = (context.span_id, output is tensor, tensor.name, tensor.datatype, shape, text)
             spans.append(TracedTensor(*fields).packed())
@@ -355,7 +355,7 @@ class Scatterer:
         if type(data) is bytes:
             destination[:] = data
             return size
-        # One copy, strided or not; an output may be a view of its destination.
+        # The array may be strided, and may be a view of its destination.
         target: Array = np.ndarray(data.shape, data.dtype, destination)
         if size < _MIN_CHECKED_BYTES or data.flags.owndata or not np.may_share_memory(target, data):
             self._copier.copy(target, data)
@@ -461,7 +461,7 @@ def _host_array(output: Output) -> Array:
     if data.dtype == dtype:
         return data
     if data.dtype.newbyteorder("=") != dtype:
-        text = f"inference output '{name}' was given as {data.dtype}, which is not {datatype}"
+        text = f"inference output '{name}' has the datatype {data.dtype}, expected {datatype}"
         raise Internal(text)
     native: Array = data.astype(dtype)
     return native

@@ -127,7 +127,7 @@ def copy_response(
     return CallResponse(outputs, response.parameters)
 
 
-def place_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInputs:
+def store_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> StoredInputs:
     """Return the inputs as they are sent, with large ones copied to `memory`.
 
     Raises:
@@ -135,7 +135,7 @@ def place_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInput
     """
     inline_bytes = sum(len(item.data) for item in inputs if not isinstance(item.data, Range))
     refs: list[TensorRef] = []
-    placed_inputs = PlacedInputs(refs, [])
+    stored_inputs = StoredInputs(refs, [])
     try:
         for item in inputs:
             data = item.data
@@ -145,17 +145,17 @@ def place_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInput
                 data = bytes(data)
             else:
                 block = memory.write(data)
-                placed_inputs.blocks.append(block)
+                stored_inputs.blocks.append(block)
                 data = block.memory_range
             refs.append(TensorRef(item.name, item.datatype, item.shape, data))
     except ShmserveError:
-        placed_inputs.release()
+        stored_inputs.release()
         raise
-    return placed_inputs
+    return stored_inputs
 
 
 @dataclass(slots=True)
-class PlacedInputs:
+class StoredInputs:
     """Inputs as they are sent, and the blocks of memory that hold the large ones."""
 
     refs: Sequence[TensorRef]

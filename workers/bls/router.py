@@ -59,11 +59,11 @@ from shmserve.ipc.transport.zmtp import LinkTable
 from shmserve.workers.bls.request import (
     CallRequest,
     Outcome,
-    PlacedInputs,
+    StoredInputs,
     copy_response,
-    place_inputs,
+    store_inputs,
 )
-from shmserve.workers.links import SupervisorLink, readable
+from shmserve.workers.links import SupervisorLink, wait_readable
 
 
 class SharedWait:
@@ -87,7 +87,7 @@ class SharedWait:
         self._condition = threading.Condition(self.lock)
         self._has_sleeper = False
         self._epoll = select.epoll()
-        # Not in the epoll set: an event loop that read it would take the sleeping thread's wake-up.
+        # Not in the epoll set, where an event loop could consume the sleeping thread's wake-up.
         self._recheck_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notification_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_notified = False
@@ -124,7 +124,7 @@ class SharedWait:
                     return
                 self._has_sleeper = True
             try:
-                readable(self._epoll.fileno(), self._recheck_fd)
+                wait_readable(self._epoll.fileno(), self._recheck_fd)
                 reset_eventfd(self._recheck_fd)
             finally:
                 with self._condition:
@@ -208,7 +208,7 @@ class BlsCall(InflightRequest):
         self.request = request
         self.number = next(router.ids)
         self.arrived_ns = time.monotonic_ns()
-        self.inputs = PlacedInputs((), [])
+        self.inputs = StoredInputs((), [])
         self.endpoint = ""
         self.response_count = 0
 
@@ -221,8 +221,8 @@ class BlsCall(InflightRequest):
     def effective_deadline_ns(self) -> int:
         """Return the monotonic deadline, the earlier of the call's and the caller's; 0 for none."""
         limit_us = self.request.limit_us
-        own_ns = self.arrived_ns + limit_us * 1000 if limit_us else 0
-        return min(filter(None, (own_ns, self.request.deadline_ns)), default=0)
+        call_deadline_ns = self.arrived_ns + limit_us * 1000 if limit_us else 0
+        return min(filter(None, (call_deadline_ns, self.request.deadline_ns)), default=0)
 
     def free(self) -> None:
         self.inputs.release()
@@ -252,9 +252,9 @@ class _Target:
     """A loaded model version.
 
     Attributes:
-        endpoint: The endpoint of its scheduler.
+        endpoint: The endpoint of the model's scheduler.
         signature: The inputs and outputs of the model.
-        decoupled: Whether it may send any number of responses to a request.
+        decoupled: Whether the model may send any number of responses to a request.
     """
 
     endpoint: str
@@ -308,7 +308,7 @@ class CallRouter:
         self._loss_count = 0
         self._unresolved_calls: list[tuple[BlsCall, ShmserveError]] = []
         self._cancellations: deque[tuple[BlsCall, bool]] = deque()
-        self._check_cancelled = False
+        self._needs_cancel_check = False
         self._responses = Schemas(ResponseSchema)
         self.add, self.remove = self.shared_wait.add, self.shared_wait.remove
         control.follow_models(self._models_changed, self)
@@ -366,7 +366,7 @@ class CallRouter:
             ShmserveError: The call cannot be submitted.
         """
         with self._locked_target(call) as target:
-            call.inputs = place_inputs(call.request.inputs, self._memory)
+            call.inputs = store_inputs(call.request.inputs, self._memory)
             try:
                 self._submit_to(target, call)
             except BaseException:
@@ -376,7 +376,7 @@ class CallRouter:
 
     @contextlib.contextmanager
     def _locked_target(self, call: BlsCall) -> Iterator[_Target]:
-        """Hold the lock with the target of a call. Query the supervisor for an unknown target.
+        """Yield the target of a call with the lock held; query the supervisor if it is unknown.
 
         Raises:
             NotFound: There is no such model.
@@ -396,14 +396,14 @@ class CallRouter:
         The query of a model that is loaded on demand waits until the model is loaded. The response
         is ignored if a scheduler was lost in the meantime, because it may be outdated.
         """
-        losses = self._loss_count
+        loss_count = self._loss_count
         deadline_ns = call.effective_deadline_ns
         timeout_s = max(1e-6, (deadline_ns - time.monotonic_ns()) / 1e9) if deadline_ns else 0.0
         reply = self._control.ask(FindModel, *call.key, timeout_s)
         config = ModelSpec.of(reply["config"])
         signature = Signature(config, reply["version"])
         with self._lock:
-            if losses == self._loss_count:
+            if loss_count == self._loss_count:
                 self._targets[call.key] = _Target(reply["endpoint"], signature, config.decoupled)
 
     def _submit_to(self, target: _Target, call: BlsCall) -> None:
@@ -467,7 +467,7 @@ class CallRouter:
 
     def on_cancelled(self) -> None:
         """Request the cancellation of calls whose `origins` are all cancelled; thread-safe."""
-        self._check_cancelled = True
+        self._needs_cancel_check = True
         self.shared_wait.notify()
 
     # --- receiving
@@ -475,8 +475,8 @@ class CallRouter:
     def _handle_received(self) -> None:
         """Handle all received messages of the supervisor and the schedulers."""
         self._control.pump_all()
-        if self._check_cancelled:
-            self._check_cancelled = False
+        if self._needs_cancel_check:
+            self._needs_cancel_check = False
             with self._lock:
                 calls = tuple(self.schedulers.pending.values())
             # Without the lock: `cancelled` needs the lock of the instance's link.

@@ -188,16 +188,16 @@ class _CopyJob:
     The iterator `piece_numbers` assigns each piece to one thread.
     """
 
-    __slots__ = ("_lock", "_source", "_target", "_unfinished", "finished_lock", "piece_numbers")
+    __slots__ = ("_lock", "_pieces_left", "_source", "_target", "finished_lock", "piece_numbers")
 
     def __init__(self, target: Array, source: Array) -> None:
         self._target = target
         self._source = source
-        self._unfinished = -(-len(target) // _PIECE_BYTES)
+        self._pieces_left = -(-len(target) // _PIECE_BYTES)
         self._lock = threading.Lock()
         self.finished_lock = threading.Lock()
         self.finished_lock.acquire()
-        self.piece_numbers: Iterator[int] = iter(range(self._unfinished))
+        self.piece_numbers: Iterator[int] = iter(range(self._pieces_left))
 
     def copy_pieces(self) -> None:
         """Copy pieces until all pieces are assigned."""
@@ -205,8 +205,8 @@ class _CopyJob:
             piece = slice(number * _PIECE_BYTES, (number + 1) * _PIECE_BYTES)
             np.copyto(self._target[piece], self._source[piece])
             with self._lock:
-                self._unfinished -= 1
-                if not self._unfinished:
+                self._pieces_left -= 1
+                if not self._pieces_left:
                     self.finished_lock.release()
 
 

@@ -4,7 +4,7 @@ The memory of all batches is known at load, and is allocated then:
 
     weights      once
     inputs       one buffer per input, for the largest batch; smaller buckets use its first rows
-    outputs      the same
+    outputs      one buffer per output, for the largest batch
     workspace    the intermediate memory of the model, if it was measured
 
 A graph is recorded for each batch bucket and then replayed. Each replay reads and writes the same

@@ -62,10 +62,10 @@ class Workspace:
             Unavailable: The device has no pool.
         """
         try:
-            grant = self._control.ask(LeaseWorkspace, self._device, byte_size)
+            reply = self._control.ask(LeaseWorkspace, self._device, byte_size)
         except InvalidArgument as error:  # this is an error of the model, not of a client
             raise Internal(error.message) from None
-        return replace(unpack_range(grant["place"]), byte_size=byte_size)
+        return replace(unpack_range(reply["place"]), byte_size=byte_size)
 
     def view(self, memory_range: Range) -> Any:
         """Return the bytes of a leased range, in host memory or on the device."""
@@ -78,7 +78,7 @@ class Workspace:
             DeviceLost: This process cannot use the device any more.
         """
         if was_used and memory_range.memory.cuda is not None:
-            # The next lease may be another process's, whose work is not ordered with this work.
+            # Work that another process submits for the next lease does not wait for this work.
             self._synchronize(memory_range.memory.cuda.device)
         memory, offset = memory_range.memory, memory_range.offset
         self._control.send(ReturnWorkspace(self._device, memory.id, offset))
@@ -175,7 +175,7 @@ class LeasedWorkspace:
 
     def _release(self) -> None:
         assert self._memory_range is not None and self._token is not None
-        # Raised for a generator that is closed in another context.
+        # ValueError: the block is in a generator that was closed in another context.
         with contextlib.suppress(ValueError):
             _HAS_WORKSPACE.reset(self._token)
         self._workspace.coroutine_count -= self._in_loop

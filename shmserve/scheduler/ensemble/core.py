@@ -80,8 +80,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._timeout_is_deadline = settings.timeout_is_deadline
         self._plans: dict[tuple[str, ...], Plan] = {}  # plans by the names of the requested outputs
         self._planned_changes = 0  # the value of `Targets.change_count` when the plans were made
-        self._schemas: Schemas[RequestProperties] = Schemas(self._derive)
-        self._planned_bytes = 0  # memory between the steps of one request
+        self._schemas: Schemas[RequestProperties] = Schemas(self._derive_properties)
+        self._planned_bytes = 0  # reserved for the tensors between the steps of one request
         self._control = control
         self._memory = memory
         self._cache = cache
@@ -134,7 +134,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         data, plan = submit.data, self._plan(schema_properties.outputs)
         if len(data) != schema_properties.entry_count:
             raise MalformedMessage(
-                f"the schema needs {schema_properties.entry_count} data, got {len(data)}"
+                f"the schema requires {schema_properties.entry_count} data entries, got {len(data)}"
             )
         inputs: list[tuple[str, Value]] = []
         for index, (name, kind, is_condition) in enumerate(schema_properties.inputs):
@@ -166,7 +166,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             schema_properties.rows,
         )
 
-    def _derive(self, packed_schema: bytes) -> RequestProperties:
+    def _derive_properties(self, packed_schema: bytes) -> RequestProperties:
         schema, graph, signature = RequestSchema(packed_schema), self._graph, self._signature
         properties = signature.batch_properties(packed_schema)
         is_batched = signature.max_batch_size > 0
@@ -281,14 +281,14 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._planned_bytes = sum(size for size, _ in blocks)
         if blocks:
             self._memory.reserve(blocks)
-            on_devices = sum(size for size, device in blocks if device is not None)
-            devices_text = f", {on_devices / 1e6:.1f} of them on CUDA devices" if on_devices else ""
+            device_bytes = sum(size for size, device in blocks if device is not None)
+            device_text = f" ({device_bytes / 1e6:.1f} MB on CUDA devices)" if device_bytes else ""
             logger.info(
                 "ensemble '%s': planned memory of %d tensors between steps: %.1f MB per request%s",
                 self._signature.name,
                 len(blocks),
                 self._planned_bytes / 1e6,
-                devices_text,
+                device_text,
             )
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:

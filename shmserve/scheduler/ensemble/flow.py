@@ -33,8 +33,8 @@ ONCE_PER_REQUEST = -1  # the origin of tensors that exist once per request
 RESPONSE = -1  # the index of the response among the readers of tensors; steps have indices from 0
 _ANY_COUNT = -1  # the number of uses is unknown until the request ends
 
-_CONDITION = "step[{}].condition"
-_MAX_KINDS = 256
+_CONDITION_PARAMETER = "step[{}].condition"
+_MAX_STEP_KINDS = 256  # cached `StepKind`s of a step
 
 # The tensors of one step or response: pairs of a name and a value.
 Tensors = Sequence[tuple[str, Value]]
@@ -42,7 +42,7 @@ Tensors = Sequence[tuple[str, Value]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepNode:
-    """A model to run.
+    """A step of an ensemble: a model to run, and the tensors that connect it with other steps.
 
     Attributes:
         version: The model's version; "" is the latest.
@@ -88,10 +88,10 @@ class Graph:
         steps = tuple(
             StepNode(i, step.model_name, step.version, step.input_map, step.output_map, condition)
             for i, step in enumerate(scheduling.step)
-            for condition in (config.parameters.get(_CONDITION.format(i), ""),)
+            for condition in (config.parameters.get(_CONDITION_PARAMETER.format(i), ""),)
         )
-        inputs = tuple(step.name for step in config.input)
-        outputs = tuple(step.name for step in config.output)
+        inputs = tuple(tensor.name for tensor in config.input)
+        outputs = tuple(tensor.name for tensor in config.output)
         return cls(config.name, steps, inputs, outputs, scheduling.max_inflight_requests)
 
     @cached_property
@@ -115,21 +115,21 @@ class Graph:
                 tensors += step.reads
         return frozenset(step_indices)
 
-    def origins(self, decoupled: Callable[[StepNode], bool]) -> dict[str, int]:
+    def origins(self, is_decoupled: Callable[[StepNode], bool]) -> dict[str, int]:
         """Return the origin of each tensor by name.
 
         The origin is the index of the last decoupled step before the tensor, or ONCE_PER_REQUEST.
         Tensors of steps in cycles are omitted.
 
         Args:
-            decoupled: Returns whether the model of a step gives any number of responses.
+            is_decoupled: Returns whether the model of a step gives any number of responses.
         """
         tensor_origins = dict.fromkeys(self.inputs, ONCE_PER_REQUEST)
         waiting_steps = list(self.steps)
         while ready_steps := [s for s in waiting_steps if s.reads <= tensor_origins.keys()]:
             waiting_steps = [step for step in waiting_steps if step not in ready_steps]
             for step in ready_steps:
-                origin = step.index if decoupled(step) else origin_of(step, tensor_origins)
+                origin = step.index if is_decoupled(step) else origin_of(step, tensor_origins)
                 tensor_origins.update(dict.fromkeys(step.outputs.values(), origin))
         return tensor_origins
 
@@ -171,7 +171,7 @@ class TensorReader:
 
 
 class PlannedStep(TensorReader):
-    """A step as the requests of a plan run it.
+    """A step of a plan, with the properties of its model.
 
     Attributes:
         inputs: The model's inputs: the name, the ensemble's tensor, and whether it is optional.
@@ -191,7 +191,7 @@ class PlannedStep(TensorReader):
         self.inputs = tuple((name, t, name in model.optional) for name, t in step.inputs.items())
         tensors = list(step.inputs.values())
         self.repeated_tensors = tuple(t for i, t in enumerate(tensors) if t in tensors[:i])
-        self.kinds: BoundedCache[Any, Any] = BoundedCache(_MAX_KINDS)
+        self.kinds: BoundedCache[Any, Any] = BoundedCache(_MAX_STEP_KINDS)
         self.response_schemas: dict[bool, Schemas[Any]] = {}
 
 
@@ -212,7 +212,7 @@ class TensorRoute(NamedTuple):
 
 
 class Plan:
-    """The part of the graph that is common to all requests with the same outputs.
+    """The steps and the tensors' routes that requests for the same outputs have in common.
 
     Attributes:
         routes: The route of each tensor. A tensor that nothing uses has no route.
@@ -220,21 +220,21 @@ class Plan:
     """
 
     def __init__(
-        self, graph: Graph, outputs: Iterable[str], models: Callable[[StepNode], ModelProperties]
+        self, graph: Graph, outputs: Iterable[str], find: Callable[[StepNode], ModelProperties]
     ) -> None:
         """Make a plan.
 
         Args:
             graph: The ensemble's graph.
             outputs: The outputs that the requests ask for.
-            models: Returns the properties of a step's model. Raises Unavailable if not served.
+            find: Returns the properties of a step's model; raises Unavailable if it is not served.
         """
         requested_outputs = tuple(dict.fromkeys(outputs))
         needed_steps = graph.needed_steps(requested_outputs)
-        origins = graph.origins(lambda step: models(step).decoupled)
+        origins = graph.origins(lambda step: find(step).decoupled)
         self.outputs = frozenset(requested_outputs)
-        needed = (step for step in graph.steps if step.index in needed_steps)
-        self.steps = {step.index: PlannedStep(step, models(step), origins) for step in needed}
+        needed = [step for step in graph.steps if step.index in needed_steps]
+        self.steps = {s.index: PlannedStep(s, find(s), origins) for s in needed}
         self.response = TensorReader(RESPONSE, requested_outputs, origins)
         all_readers = (*self.steps.values(), self.response)
         self.routes: dict[str, TensorRoute] = {}
@@ -264,11 +264,12 @@ class Plan:
 
 
 class Firing(NamedTuple):
-    """A step that is ready to run with these inputs.
+    """One run of a step, whose inputs are complete.
 
     Attributes:
         response_index: The index of the decoupled step's response that the inputs are from, or 0.
-        inputs: The values by the model's names. The step must release each value once.
+        inputs: The values by the model's names of the inputs. The step must release each value
+            once.
         kinds: The datatype and shape of each input of the model; None for omitted inputs.
     """
 
@@ -278,7 +279,7 @@ class Firing(NamedTuple):
     kinds: tuple[TensorKind | None, ...]
 
     def release(self) -> None:
-        """Release the inputs, which the step does not use any more."""
+        """Release the inputs of a step that will not run."""
         for value in self.inputs.values():
             value.release()
 
@@ -288,7 +289,7 @@ class Flow:
 
     Attributes:
         has_responded: Whether there has been a response.
-        firings: The steps to run.
+        firings: The runs of steps that must be submitted.
         responses: The responses to send. Each value must be released once for its response.
         absent_outputs: The outputs that a response lacks because no step has returned them.
     """
@@ -300,7 +301,8 @@ class Flow:
         # Remaining uses of values with more than one use.
         self._remaining_uses: dict[tuple[str, int], int] = {}
         self._fired_readers: set[tuple[int, int]] = set()  # by index and response index
-        self._counts: dict[int, int] = {}  # responses so far, by the index of a decoupled step
+        # The number of responses so far, by the index of a decoupled step.
+        self._response_counts: dict[int, int] = {}
         self.firings: list[Firing] = []
         self.responses: list[dict[str, Value]] = []
         self.absent_outputs: set[str] = set()
@@ -312,8 +314,8 @@ class Flow:
     def store_response(self, step: PlannedStep, response_index: int, tensors: Tensors) -> None:
         """Store the tensors of a step's response; omitted outputs are ABSENT."""
         if step.decoupled:
-            response_index = self._counts.get(step.index, 0)
-            self._counts[step.index] = response_index + 1
+            response_index = self._response_counts.get(step.index, 0)
+            self._response_counts[step.index] = response_index + 1
         self._store_tensors(tensors, response_index)
 
     def close(self) -> None:
@@ -330,7 +332,7 @@ class Flow:
         self.responses.clear()
 
     def _store_tensors(self, tensors: Tensors, response_index: int) -> None:
-        """Store a response's tensors; start the steps and responses that lack no tensor then."""
+        """Store a response's tensors, and start the steps and responses that are now complete."""
         routes = self.plan.routes
         for tensor, value in tensors:
             route = routes.get(tensor)
@@ -344,7 +346,7 @@ class Flow:
             route = routes.get(tensor)
             if route is None:
                 continue
-            if route.only_reader is not None:  # it needs no other tensor
+            if route.only_reader is not None:  # this reader needs no other tensor
                 self._start(route.only_reader, response_index, {tensor: value})
             else:
                 for reader in route.readers:
@@ -365,11 +367,10 @@ class Flow:
         """Start a reader, which is a step or a response, if all tensors that it reads exist.
 
         The tensors are those of `response_index`, or exist once per request. The reader is started
-        at
-        most once for each index.
+        at most once for each index.
         """
-        fired = (reader.index, response_index)
-        if fired in self._fired_readers:
+        firing_key = (reader.index, response_index)
+        if firing_key in self._fired_readers:
             return
         values = self._values
         keys: Sequence[tuple[str, int]] = reader.first_keys
@@ -378,7 +379,7 @@ class Flow:
         for key in keys:
             if key not in values:
                 return
-        self._fired_readers.add(fired)
+        self._fired_readers.add(firing_key)
         reader_values: dict[str, Value] = {}  # by name; the reader must release each value once
         for key in keys:
             remaining_uses = self._remaining_uses.get(key)
@@ -394,9 +395,9 @@ class Flow:
         self._start(reader, response_index, reader_values)
 
     def _start(self, reader: TensorReader, response_index: int, values: dict[str, Value]) -> None:
-        """Add a step that is ready to run, or a response, with these values.
+        """Add a run of a step, or a response, with these values.
 
-        Each value must be released once.
+        The run or the response must release each value once.
         """
         if isinstance(reader, PlannedStep):
             self._run_or_skip(reader, response_index, values)
@@ -442,7 +443,7 @@ class Flow:
 
 
 # Backends that compute on a device's tensors without a copy to the host. The inputs of a Python
-# model are copied to the host unless its configuration has the parameter.
+# model are copied to the host unless its configuration sets `_KEEP_ON_DEVICE` to "no".
 _DEVICE_BACKENDS = frozenset({"pytorch", "onnxruntime", "native"})
 _KEEP_ON_DEVICE = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
@@ -465,7 +466,7 @@ class Target(ModelProperties):
 
 
 class Targets:
-    """The models of an ensemble by name and version.
+    """The served versions of the models of an ensemble's steps, by name and version.
 
     Attributes:
         change_count: The number of changes so far that have made earlier plans invalid.
@@ -475,7 +476,7 @@ class Targets:
         self._names = frozenset(step.model for step in graph.steps)
         self._versions: dict[str, dict[str, Target]] = {}
         self._latest_versions: dict[str, str] = {}
-        # A cache by the index of a step, which each publication clears.
+        # The target of each step by the step's index: a cache that each publication clears.
         self._targets_by_step: dict[int, Target] = {}
         self.change_count = 0
 
@@ -496,9 +497,10 @@ class Targets:
             self.change_count += 1
 
     def replace_scheduler(self, endpoint: str, successor: str) -> None:
-        """Replace the scheduler at `endpoint` by its successor; "": its versions are removed.
+        """Replace the scheduler at `endpoint` by its successor.
 
-        A version that was withdrawn stays until then, for requests that have begun.
+        If `successor` is empty, the versions of the scheduler are removed. A withdrawn version
+        stays until then, because requests that have begun still use it.
         """
         self._targets_by_step.clear()
         for versions in self._versions.values():

@@ -5,9 +5,9 @@ ensemble's arena, where the next step's worker or the client reads it. Between s
 CUDA device the block is in memory of the ensemble on that device. A tensor that a model returns
 unchanged keeps its block.
 
-Any other tensor lies in its worker's arena. The descriptor of that arena is held open here and
-passed to the next step's worker, so that the arena outlives its worker. A tensor that the client
-reads is copied from there into the ensemble's arena.
+Any other tensor lies in its worker's arena. This process keeps the descriptor of that arena open
+and passes it to the next step's worker, so that the arena outlives its worker. A tensor that the
+client reads is copied from the worker's arena into the ensemble's arena.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ _KINDS: BoundedCache[Any, TensorKind] = BoundedCache(1024)
 
 
 class Value(Token):
-    """A tensor of a request, counted by its uses; `memory` is released after the last one.
+    """A reference-counted tensor of a request; `memory` is released with the last reference.
 
     Attributes:
-        kind: The tensor's kind; None: there is no tensor.
-        data: The tensor's bytes, or where they lie.
+        kind: The tensor's datatype and shape; None: the value is `SKIPPED` or `ABSENT`.
+        data: The tensor's bytes or their memory range.
         is_true: Whether some element is true, if the tensor is a condition.
         override: The sequence parameters in the response that contained the tensor.
         held_credits: The flow-control credits of the steps that made it, returned at its release.
@@ -139,8 +139,8 @@ def overrides(values: Iterable[Value]) -> dict[str, Any]:
     return parameters
 
 
-SKIPPED = Value(None, b"", is_true=False)
-ABSENT = Value(None, b"", is_true=False)
+SKIPPED = Value(None, b"", is_true=False)  # an output of a step that did not run
+ABSENT = Value(None, b"", is_true=False)  # an omitted input, or an output missing in a response
 
 
 @dataclass(eq=False)
@@ -273,10 +273,10 @@ class DeviceBlocks:
     """
 
     def __init__(self, byte_size: int, create_driver: Callable[[], CudaExporter]) -> None:
-        """Make an empty allocator.
+        """Create an allocator without allocations.
 
         Args:
-            byte_size: The most bytes to allocate on each device.
+            byte_size: The maximum number of bytes to allocate on each device.
             create_driver: Returns the driver. Raises Unavailable if there is none.
         """
         self._byte_size = byte_size
@@ -333,7 +333,6 @@ class _Segment:
     def __init__(self, cuda: CudaExporter, device: int, byte_size: int) -> None:
         self._allocation = DeviceAllocation(cuda, device, byte_size)
         self.device = device
-        self.free_list = FreeList(self._allocation.size)
-        handle = self._allocation.handle
-        size = self._allocation.size
+        size, handle = self._allocation.size, self._allocation.handle
+        self.free_list = FreeList(size)
         self.memory = Memory.on_device(secrets.randbits(62), size, handle, os.getpid())

@@ -1,6 +1,6 @@
 """The requests of an ensemble: their states, their ends, and the messages to their clients.
 
-    RUNNING ──FAIL──> FAILED ──REPORT──> REPORTED: `Settled` is owed
+    RUNNING ──FAIL──> FAILED ──REPORT──> REPORTED: `Settled` must follow
        │                │                   │
        └──ABANDON──> ABANDONED <────────────┘     each ──END──> DONE
 
@@ -60,7 +60,7 @@ _MAX_SCHEMAS = 64
 
 
 class EnsembleState(StrEnum):
-    """The states of a request."""
+    """The states of an ensemble's request."""
 
     RUNNING = auto()
     FAILED = auto()  # an error must still be sent
@@ -70,7 +70,7 @@ class EnsembleState(StrEnum):
 
 
 class EnsembleEvent(StrEnum):
-    """An event that changes the state of a request."""
+    """An event that changes the state of an ensemble's request."""
 
     FAIL = auto()
     REPORT = auto()
@@ -78,6 +78,7 @@ class EnsembleEvent(StrEnum):
     END = auto()
 
 
+# The transitions of every state except DONE.
 _END_TRANSITIONS = {
     EnsembleEvent.ABANDON: EnsembleState.ABANDONED,
     EnsembleEvent.END: EnsembleState.DONE,
@@ -89,7 +90,7 @@ TRANSITIONS: Mapping[EnsembleState, Mapping[EnsembleEvent, EnsembleState]] = {
     EnsembleState.ABANDONED: _END_TRANSITIONS,
     EnsembleState.DONE: {},
 }
-# Module constants, because an enumeration looks a member up each time.
+# A module constant, because looking up a member of an enumeration takes longer.
 RUNNING = EnsembleState.RUNNING
 
 
@@ -97,7 +98,7 @@ class RequestProperties(NamedTuple):
     """The properties of a request that its schema determines.
 
     Attributes:
-        entry_count: The number of entries in the data.
+        entry_count: The number of entries in the request's `data`.
         inputs: The name and kind of each input, and whether it is a condition.
         omitted_inputs: The inputs that the request omits.
         outputs: The outputs that the request asks for.
@@ -132,7 +133,7 @@ class EnsembleRequest:
         spans: The spans of the steps.
         unread: The responses of a stream that the client has not read.
         response_count: The number of responses of a stream that were sent.
-        responded_ns: The time of the last of these responses.
+        responded_ns: The time of the last of these responses, or of the start.
         succeeded_early: Unused; `Statistics` sets it for other kinds of requests.
     """
 
@@ -344,7 +345,7 @@ class EnsembleRequests:
             response = flow.responses.pop()
             packed_response = self._pack_response(request, response)
             _release(response.values())
-            self._store(request, packed_response, now_ns)
+            self._insert_into_cache(request, packed_response, now_ns)
         self._statistics.count_success(request, timing, now_ns)
         spans = self._encode_spans(request, now_ns) if submit.trace else b""
         if self._is_decoupled:
@@ -358,8 +359,8 @@ class EnsembleRequests:
         times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
         return spans_of(self._statistics, request.submit, *times)
 
-    def _warn_absent(self, absent: set[str]) -> None:
-        for tensor in absent - self._warned_tensors:
+    def _warn_absent(self, tensors: set[str]) -> None:
+        for tensor in tensors - self._warned_tensors:
             self._warned_tensors.add(tensor)
             logger.warning(self.error_text(f"composing models did not output tensor {tensor}"))
 
@@ -375,7 +376,7 @@ class EnsembleRequests:
         spans = spans_of(self._statistics, submit, *times)
         client.post(Finished(submit.id, *lookup.response, spans=spans))
 
-    def _store(self, request: EnsembleRequest, response: Packed, now_ns: int) -> None:
+    def _insert_into_cache(self, request: EnsembleRequest, response: Packed, now_ns: int) -> None:
         lookup = request.lookup
         if lookup is not None and self._cache is not None:
             insert_ns = self._cache.insert(lookup.key, response)
@@ -391,9 +392,9 @@ class EnsembleRequests:
         """Return a response's schema and data, and lend the client the memory that it reads."""
         data: list[Any] = []
         sequence = step_sequence(request.submit, overrides(response.values()))
-        key: list[Any] = [sequence]
+        key_parts: list[Any] = [sequence]
         for name, value in response.items():
-            key += (name, value.kind)
+            key_parts += (name, value.kind)
             content = value.data
             if type(content) is bytes:
                 data.append(content)
@@ -403,22 +404,23 @@ class EnsembleRequests:
             if name not in request.memory_ranges:
                 value.acquire()
                 self._memory.lent.lend(request.client.pid, content, value)
-        kind = tuple(key)
-        schema = self._schemas.find(kind)
+        schema_key = tuple(key_parts)
+        schema = self._schemas.find(schema_key)
         if schema is None:
             schema = self._response_schema(response, *sequence)
-            self._schemas.store(kind, schema)
+            self._schemas.store(schema_key, schema)
         return schema, data
 
     def _response_schema(
         self, response: dict[str, Value], correlation_id: int | str, flags: int
     ) -> bytes:
-        batches, outputs = self._signature.max_batch_size > 0, self._signature.outputs
+        is_batched, outputs = self._signature.max_batch_size > 0, self._signature.outputs
         tensors = []
         for name, value in response.items():
             if (kind := value.kind) is not None:
                 spec = outputs[name]
-                shape = client_shape(spec, kind.shape_for(spec.model_dims, batches), batches)
+                model_shape = kind.shape_for(spec.model_dims, is_batched)
+                shape = client_shape(spec, model_shape, is_batched)
                 tensors.append(TensorRef(name, kind.datatype, shape, b""))
         parameters = {
             "sequence_id": correlation_id,

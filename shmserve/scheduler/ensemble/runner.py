@@ -40,7 +40,7 @@ _MAX_SPAN_BYTES = 1 << 27  # bytes per request, since the size of a message is l
 
 @dataclass(eq=False)
 class StepRunner:
-    """The steps of all requests: they wait while too many are in flight, are submitted, and end.
+    """The submitter of all requests' steps, which wait while too many are in flight.
 
     Attributes:
         waiting_count: The number of steps that wait because of `max_inflight_requests`.
@@ -136,7 +136,10 @@ class StepRunner:
             self.schedulers.credit(step, 1)
 
     def _add_spans(self, step: StepRequest, spans: bytes) -> None:
-        """Record a step's spans; record tensors again that are the ensemble's inputs or outputs."""
+        """Record a step's spans.
+
+        Traced tensors that are inputs or outputs of the ensemble are recorded in its span, too.
+        """
         request, node = step.request, step.firing.step.node
         if len(request.spans) + len(spans) > _MAX_SPAN_BYTES:
             return
@@ -253,10 +256,10 @@ Handler = Callable[[Any, Any], None]
 class InProcessLinks:
     """Links between the schedulers of one process.
 
-    A message is a call of the handler registered for its address, and nothing is packed. The
-    address of a scheduler is its endpoint; as a client, its identity. A client's message is
+    A message is passed to the handler of its address without being packed. A scheduler receives
+    requests at its endpoint, and an ensemble receives responses at its identity. A request is
     delivered immediately. Responses are delivered later, in the order of posting, so that no
-    handler of a scheduler is called within another one of that scheduler.
+    handler of a scheduler is called within another handler of the same scheduler.
     """
 
     def __init__(self) -> None:
@@ -276,7 +279,7 @@ class InProcessLinks:
         return address in self._handlers
 
     def call(self, address: Hashable, sender: Any, message: Any) -> bool:
-        """Deliver a client's message now; return False if the address is not registered."""
+        """Deliver a client's message immediately; return False if `address` is not registered."""
         handler = self._handlers.get(address)
         if handler is None:
             return False

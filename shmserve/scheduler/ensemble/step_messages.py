@@ -1,7 +1,8 @@
 """The messages of steps: a step to run -> its request, a response -> values in the data flow.
 
-A conversion is derived once for each kind of message. The kinds of its inputs determine the kind
-of a request, its schema that of a response. Later conversions are a lookup and a list of data.
+A conversion is derived once for each kind of message. The kind of a request is determined by the
+datatypes and shapes of its inputs, and the kind of a response by its schema. Later messages of the
+same kind need only a lookup.
 
 A step that gives any number of responses needs a credit for each (credit-based flow control). The
 credit is returned once no tensor derived from the response is in use. Tensors in responses that the
@@ -40,7 +41,7 @@ from shmserve.scheduler.ensemble.flow import Firing, Graph, PlannedStep, StepNod
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, step_sequence
 
-_OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
+_SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +49,7 @@ class StepRequest(InflightRequest):
     """The request of a step at its model's scheduler.
 
     Attributes:
-        kind: The common part of the requests with these inputs.
+        kind: The part that is common to requests with inputs of the same kinds.
         blocks: The ensemble's blocks that the outputs are written to, until a response uses them.
         override: The sequence parameters in the responses that contained the inputs.
         step_events: The events of requests: a response, or None when no worker has the request's
@@ -75,14 +76,14 @@ class StepRequest(InflightRequest):
 
 
 class StepKind(NamedTuple):
-    """The common part of a step's requests whose inputs are of the same kinds.
+    """The part that is common to a step's requests with inputs of the same datatypes and shapes.
 
     Attributes:
         schema: The schema of the requests.
         schema_reusing_input: The schema of requests whose outputs may stay in an input's memory.
         placed: The outputs that have memory ranges: their names in the model and the ensemble.
         allocations: The byte size of each output that the ensemble allocates, and its CUDA device.
-        to_client: The outputs that are written to the client's memory.
+        client_placed: The outputs that are written to the client's memory.
         response_schemas: The unpacked schemas of the responses.
     """
 
@@ -90,7 +91,7 @@ class StepKind(NamedTuple):
     schema_reusing_input: bytes
     placed: tuple[tuple[str, str], ...]
     allocations: dict[str, tuple[int, int | None]]
-    to_client: frozenset[str]
+    client_placed: frozenset[str]
     response_schemas: Schemas[StepResponse]
 
 
@@ -143,7 +144,8 @@ class StepResponse:
         parameters = schema.parameters or {}
         self.outputs = tuple(outputs)
         self.absent_outputs = tuple((tensor, ABSENT) for tensor in unread_tensors.values())
-        self.override = {key: parameters[key] for key in _OVERRIDES if key in parameters} or None
+        override = {key: parameters[key] for key in _SEQUENCE_PARAMETERS if key in parameters}
+        self.override = override or None
 
 
 @dataclass(eq=False)
@@ -197,11 +199,11 @@ class StepMessages:
         if blocks and all(value.in_block for value in firing.inputs.values()):
             schema = kind.schema_reusing_input
         flags = client_request.flags
-        number_id = client_request.correlation_id
-        text_id = client_request.correlation_text
+        correlation_number = client_request.correlation_id
+        correlation_text = client_request.correlation_text
         if override:
             correlation_id, flags = step_sequence(client_request, override)
-            number_id, text_id = correlation_fields(correlation_id)
+            correlation_number, correlation_text = correlation_fields(correlation_id)
         submit = Submit(
             number,
             schema,
@@ -212,8 +214,8 @@ class StepMessages:
             client_request.priority,
             client_request.request_id,
             flags,
-            number_id,
-            text_id,
+            correlation_number,
+            correlation_text,
             client_request.source,
             TraceContext.of(client_request.trace).child().message if client_request.trace else "",
             callers=client_request.callers,
@@ -234,9 +236,9 @@ class StepMessages:
         sizes = placed_sizes(
             firing.step.node, target, self._graph, properties.batch_size, used_outputs
         )
-        to_client = frozenset(item.name for item in used_outputs if item.memory_range is not None)
+        client_placed = frozenset(o.name for o in used_outputs if o.memory_range is not None)
         names = [output.name for output in used_outputs]
-        placed_names = [name for name in names if name in sizes or name in to_client]
+        placed_names = [name for name in names if name in sizes or name in client_placed]
         outputs = firing.step.outputs
         parameters, plan = request.properties.parameters, request.flow.plan
         args = (firing.step, is_batched, self._graph.conditions, plan.outputs)
@@ -246,7 +248,7 @@ class StepMessages:
             pack_request_schema(inputs, names, placed_names, sizes, parameters),
             tuple((name, outputs[name]) for name in placed_names),
             {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
-            to_client,
+            client_placed,
             firing.step.response_schemas.setdefault(is_batched, Schemas(derive)),
         )
 
@@ -271,7 +273,7 @@ class StepMessages:
         Args:
             step: The step's request.
             message: The response, which has a schema.
-            more_follow: Whether the step gives further responses once this one is not in use.
+            more_follow: Whether the step sends further responses once this response is not in use.
 
         Raises:
             MalformedMessage: The response cannot be read.
@@ -283,7 +285,7 @@ class StepMessages:
         packed_data = message.data
         if len(packed_data) != len(response.outputs):
             raise MalformedMessage(
-                f"the schema needs {len(response.outputs)} data, got {len(packed_data)}"
+                f"the schema requires {len(response.outputs)} data entries, got {len(packed_data)}"
             )
         data = [entry if type(entry) is bytes else unpack_range(entry) for entry in packed_data]
         if request.state is not RUNNING or (step.has_outputs and not planned_step.decoupled):
@@ -338,14 +340,13 @@ class StepMessages:
     ) -> tuple[Range, Token | None]:
         """Return the memory range in which an output stays, and the token that keeps it alive.
 
-        The worker that made an output reuses its memory when this process exits. The client may
-        read for longer, so its outputs are copied: an ensemble lends only its own memory.
+        If this process exits, workers reuse the memory of their outputs, although a client may
+        still read them. Outputs for the client are therefore copied into the ensemble's memory.
 
         Returns:
-            The range and its token. The token is None if the range is in none of the ensemble's
-            memory.
+            The range and its token, or None for an output in the client's memory.
         """
-        if name in step.kind.to_client:
+        if name in step.kind.client_placed:
             return memory_range, None
         block = step.blocks.pop(name, None)
         if block is not None:
@@ -370,7 +371,7 @@ class StepMessages:
         self, step: StepRequest, outputs: Sequence[StepOutput], data: Sequence[bytes | Range]
     ) -> None:
         """Release outputs that are in their workers' memory."""
-        ensemble_outputs = step.kind.to_client | step.blocks.keys()
+        ensemble_outputs = step.kind.client_placed | step.blocks.keys()
         memory_ranges = [
             content
             for output, content in zip(outputs, data, strict=True)
@@ -433,9 +434,9 @@ def placed_sizes(
 ) -> dict[str, int]:
     """Return the sizes of a step's outputs that are written to the ensemble's memory.
 
-    Outputs inside the message are left out. The outputs of a decoupled model are left out because
-    each response would overwrite the previous one. A reloaded model may lack an output until the
-    ensemble is reloaded, too: that output is left out.
+    Outputs that fit inside the message are left out. The outputs of a decoupled model are left out
+    because each response would overwrite the previous one. Outputs that the model no longer has
+    after a reload are left out until the ensemble is reloaded, too.
 
     Args:
         step: The step.

@@ -187,14 +187,20 @@ class ModelRegistry:
             steps: The models that it would need.
             unloaded_steps: The steps of models that are not loaded, according to their folders.
         """
+        acyclic = set[str]()  # ensembles that were visited, since many may use the same one
 
         def visit(ensemble: str, path: list[str]) -> list[str]:
             if ensemble in path:
                 return [*path[path.index(ensemble) :], ensemble]
+            if ensemble in acyclic:
+                return []
             loaded_steps = self.models[ensemble].possible_steps if ensemble in self.models else []
             known_steps = loaded_steps or unloaded_steps.get(ensemble, [])
-            next_steps = known_steps if path else steps
-            return next(filter(None, (visit(step, [*path, ensemble]) for step in next_steps)), [])
+            for step in known_steps if path else steps:
+                if cycle := visit(step, [*path, ensemble]):
+                    return cycle
+            acyclic.add(ensemble)
+            return []
 
         return visit(name, [])
 

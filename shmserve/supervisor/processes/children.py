@@ -42,6 +42,8 @@ STOPPED_LIMIT_S = 0.4
 # Peers identify a process by its pid, which the kernel reuses. A new process must not have a pid
 # whose exit a peer still stores. The factor covers exits that are reported late (`Supervisor`).
 _RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
+# Seconds before another look at a process that has no command line, since it starts a program.
+_EXEC_S = 0.01
 _OUT_OF_MEMORY = "the kernel killed it for lack of memory"
 
 
@@ -227,7 +229,8 @@ class ProcessTable:
         for pid in self._strays():
             # The pid may be the intermediate process of a dead zygote, which is the parent of a
             # child.
-            processes.kill_tree(pid, excluded_pids=self._children)
+            if not processes.kill_tree(pid, excluded_pids=self._children):
+                self._loop.call_later(_EXEC_S, self._kill_strays)
 
     def _strays(self) -> list[int]:
         known_pids = self._children.keys() | self._inherited

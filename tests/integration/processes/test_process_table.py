@@ -99,7 +99,26 @@ async def main():
         select.select([end], [], [])
     child.kill(signal.SIGTERM)
     print(await child.exited, select.select([inherited], [], [], 0)[0])
+    children.close()  # `asyncio.run` closes its socket for signals before it ignores SIGCHLD
     signal.pidfd_send_signal(inherited, signal.SIGTERM)
+
+asyncio.run(main())
+"""
+
+# In most cases the kernel is still loading the program when its process is to be killed.
+_EXEC_PROGRAM = """
+import asyncio, os, sys
+from shmserve.supervisor.processes.children import ProcessTable
+
+async def main():
+    children = ProcessTable()
+    command = ["python", "-c", "import time; time.sleep(600)"]
+    for _ in range(10):
+        with children.spawning():
+            pid = os.posix_spawn(sys.executable, command, {})
+        await children.wait_for_trackers(20)
+        if os.path.exists(f"/proc/{pid}"):
+            return print("it continues")
 
 asyncio.run(main())
 """
@@ -178,6 +197,10 @@ def test_an_end_that_cannot_be_dealt_with() -> None:
 def test_a_process_whose_maker_is_a_stray() -> None:
     """The unknown parent is killed with its other children; the known and the older one are not."""
     assert output(_BETWEEN_PROGRAM) == "signal 15 []\n"
+
+
+def test_a_stray_that_is_starting_a_program_is_killed() -> None:
+    assert output(_EXEC_PROGRAM) == ""
 
 
 def test_shared_memory_of_a_killed_process_is_removed() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.http.json import large_bodies
-from shmserve.gateway.http.openai import responses
+from shmserve.gateway.http.openai import responses, responses_request
 from shmserve.gateway.http.openai.bodies import as_fragment
 from shmserve.gateway.http.openai.generation import Delta
 from shmserve.gateway.http.openai.responses import ResponseObject
@@ -22,12 +22,12 @@ CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": 
 
 def convert_chat(**body: Any) -> dict[str, Any]:
     """Return the chat body for a Responses request, without absent fields."""
-    chat_body = responses._chat_body({"model": "m", "input": "hi", **body})
+    chat_body = responses_request._chat_body({"model": "m", "input": "hi", **body})
     return {name: value for name, value in chat_body.items() if value is not None}
 
 
 def parse_large(body: dict[str, Any]) -> Any:
-    raw, convert = json.dumps(body).encode(), responses.convert_large
+    raw, convert = json.dumps(body).encode(), responses_request.convert_large
     return asyncio.run(large_bodies.parse_large([raw], {}, ["messages"], convert=convert))
 
 
@@ -278,7 +278,10 @@ def test_an_error_has_the_position_of_a_tool_in_the_request(is_large: bool) -> N
     if is_large:
         tools = orjson.Fragment(orjson.dumps(tools))
     message = "tools[1].function.name: 3 is no tools[7]; tools[2].custom.name: wrong"
-    with pytest.raises(InvalidArgument) as caught, responses._client_positions({"tools": tools}):
+    with (
+        pytest.raises(InvalidArgument) as caught,
+        responses_request.with_client_positions({"tools": tools}),
+    ):
         raise InvalidArgument(f"[request id: x] {message}")
     error = json.loads(responses.response_error(caught.value))["error"]
     assert error["message"] == "tools[1].tools[1].name: 3 is no tools[7]; tools[2].name: wrong"

@@ -1,6 +1,8 @@
-"""The settings of the C library for copies and for memory."""
+"""The settings of the C library for copies and for memory, and killed processes."""
 
 import os
+import sys
+from multiprocessing import util
 from unittest.mock import Mock
 
 import pytest
@@ -66,3 +68,16 @@ def test_the_pieces_of_a_large_copy_are_large() -> None:
 def test_a_process_of_another_user_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
     kill_tree(os.getppid(), excluded_pids=[os.getpid()])
+
+
+def test_a_resource_tracker_that_is_starting_continues() -> None:
+    """The kernel shows no command line until it has loaded the program."""
+    for _ in range(20):
+        read_end, write_end = os.pipe()
+        code = f"from multiprocessing.resource_tracker import main;main({read_end})"
+        path = os.fsencode(sys.executable)
+        pid = util.spawnv_passfds(path, [path, "-c", code], [read_end])
+        kill_tree(pid)
+        os.close(read_end)
+        os.close(write_end)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

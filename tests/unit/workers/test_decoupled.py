@@ -20,7 +20,7 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers import links
 from shmserve.workers.backends.python import PythonBackend, log_thread_exception
 from shmserve.workers.batch import response_stream
-from shmserve.workers.links import readable
+from shmserve.workers.links import wait_readable
 from shmserve.workers.user_code import EventLoopThread
 from tests.rigs.stream_rig import DECOUPLED_CONFIG, Streams
 from tests.rigs.worker_rig import Region, Rig, rig
@@ -578,9 +578,9 @@ def test_waits_for_enough_credit_do_not_spin(model: Model, monkeypatch: pytest.M
 
     def record_timeout(*fds: int, timeout_s: float) -> None:
         timeouts_s.append(timeout_s)
-        readable(*fds, timeout_s=min(timeout_s, 0.05))
+        wait_readable(*fds, timeout_s=min(timeout_s, 0.05))
 
-    monkeypatch.setattr(links, "readable", record_timeout)
+    monkeypatch.setattr(links, "wait_readable", record_timeout)
     waiter = threading.Thread(target=lambda: link.wait_for_credit(open_request, 30.0))
     waiter.start()
     until("it waits", lambda: bool(link._waiting_by_eventfd))

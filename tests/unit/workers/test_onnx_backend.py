@@ -225,7 +225,7 @@ def test_a_missing_or_broken_file(worker: Rig, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(Internal, match=r"^onnx runtime error 7: Load model from model.onnx failed"):
         OnnxBackend(worker.context).complete_config(BARE_CONFIG)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(Unavailable, match=r"user may not read '/.*/1/model.onnx'"):
+    with pytest.raises(Unavailable, match=r"user has no permission to read '/.*/1/model.onnx'"):
         OnnxBackend(worker.context).complete_config(BARE_CONFIG)
 
 

@@ -64,7 +64,7 @@ class NativeBackend(Backend):
         super().__init__(context)
         self._device = open_device(context.device)
         self._class: type | None = None
-        self._file = self._where = ""
+        self._file = self._displayed_path = ""
         self._folder = context.version_dir
         self._positions: dict[str, str] = {}  # the position of each attribute in the file
         self._model: Any = None
@@ -103,13 +103,13 @@ class NativeBackend(Backend):
         completed["output"] = config.get("output") or kept
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
-            most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.yields else 0
-            completed["max_batch_size"] = declaration.whole_number(model, "max_batch_size", most)
+            default = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.yields else 0
+            completed["max_batch_size"] = declaration.whole_number(model, "max_batch_size", default)
         if predict.yields:
             completed["model_transaction_policy"] = {"decoupled": True}
-            # The scheduler queues further requests.
-            most = max(1, declaration.whole_number(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
-            completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(most)})
+            # The scheduler queues requests beyond this number.
+            limit = max(1, declaration.whole_number(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(limit)})
         elif completed["max_batch_size"] > 1 and not completed_spec.has_scheduler:
             delay = declaration.whole_number(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
@@ -179,7 +179,7 @@ class NativeBackend(Backend):
         """Start or queue each request; the iterators that `predict` returns outlast this call."""
         assert self._streams is not None
         for stream in streams:
-            self._streams.start(stream, self._runner.own_inputs(stream.request))
+            self._streams.start(stream, self._runner.copied_inputs(stream.request))
 
     def _respond(self, request: Request, yielded: Any) -> Response:
         return self._runner.response(request, self._to_outputs(yielded))
@@ -197,7 +197,7 @@ class NativeBackend(Backend):
         """Return the result of a method; a coroutine runs in the event loop of `predict`."""
         if not isinstance(result, Coroutine):
             return result
-        # Batches run while `is_ready` runs in another thread.
+        # `is_ready` runs beside batches, in a thread that cannot use their `asyncio.Runner`.
         if self._streams is not None or hasattr(self._model, "is_ready"):
             return self._event_loop.wait(result)
         return self._coroutines.run(result)
@@ -242,11 +242,11 @@ class NativeBackend(Backend):
             is_generated = module.__file__ != str(path)
             folder = Path(str(module.__file__)).parent if is_generated else context.version_dir
             self._folder = folder.resolve()
-            self._where = f"{context.model_name}/{context.version}/{file}"
+            self._displayed_path = f"{context.model_name}/{context.version}/{file}"
             if model.__module__ != module.__name__:  # the file imports the class
                 defining = getattr(sys.modules.get(model.__module__), "__file__", None)
                 path = Path(defining or path)
-                self._where, name = str(path), model.__name__
+                self._displayed_path, name = str(path), model.__name__
             with contextlib.suppress(OSError):  # a module may be in an archive
                 self._positions = source_positions(path.read_bytes(), name)
         return self._class
@@ -260,7 +260,7 @@ class NativeBackend(Backend):
         candidates = (name, name.partition(".")[0], "")
         positions = (self._positions[item] for item in candidates if item in self._positions)
         position = next(positions, "")
-        return f"{self._where}:{position}: " if position else f"{self._where}: "
+        return f"{self._displayed_path}:" + (f"{position}: " if position else " ")
 
 
 def _as_tensor(raw: Any) -> Any:
@@ -342,7 +342,7 @@ class GeneratorStreams:
             self._pass_on_slot()
 
     def _start_in_slot(self, stream: OutputStream, inputs: Mapping[str, Any]) -> bool:
-        """Start a request that occupies one of the slots; return False if it has ended at once."""
+        """Start a request that occupies one of the slots; return False if it has failed."""
         try:
             with inference_mode(), _cancellable(stream):
                 iterator = self._predict(**inputs)

@@ -54,8 +54,8 @@ class Parameter:
     """A parameter of `predict`.
 
     Attributes:
-        is_numpy: Whether it takes a numpy array.
-        optional: Whether it has a default, which is used if a request lacks the input.
+        is_numpy: Whether the parameter receives a numpy array.
+        optional: Whether the parameter has a default, for requests without the input.
     """
 
     name: str
@@ -93,20 +93,20 @@ def read_signature(model: type, prefix_of: PositionPrefix = no_position) -> Pred
         InvalidArgument: The class has no ordinary method `predict`, or an annotation is not a
             tensor type. The message has a line for each wrong argument.
     """
-    collected = Collector()
-    signature = collected(_collect_signature, model, prefix_of, collected)
-    if collected.problems:
-        raise InvalidArgument("\n".join(collected.problems))
+    collector = Collector()
+    signature = collector(_collect_signature, model, prefix_of, collector)
+    if collector.problems:
+        raise InvalidArgument("\n".join(collector.problems))
     return signature
 
 
 def _collect_signature(
-    model: type, prefix_of: PositionPrefix, collected: Collector
+    model: type, prefix_of: PositionPrefix, collector: Collector
 ) -> PredictSignature:
     predict = _with_position(prefix_of, "predict", _predict_method, model)
     hints = _with_position(prefix_of, "predict", _type_hints, model, predict)
     parameters = tuple(
-        collected(
+        collector(
             _with_position,
             prefix_of,
             f"predict.{name}",
@@ -329,7 +329,7 @@ _ARGUMENTS: dict[str, tuple[tuple[None, ...], str]] = {
     "load": ((None, None), "define it as 'load(self, context)'"),
     **dict.fromkeys(("unload", "is_ready"), ((None,), "'self' is the only argument")),
 }  # fmt: skip
-_WHOLE_NUMBERS = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
+_INTEGER_ATTRIBUTES = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
 
 
 def check_class(model: type, prefix_of: PositionPrefix = no_position) -> PredictSignature:
@@ -340,8 +340,8 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
             with `prefix_of(name)`.
     """
     checks: dict[str, Callable[[], Any]] = {
-        **{name: partial(whole_number, model, name, 0) for name in _WHOLE_NUMBERS},
-        **{name: partial(parameter, model, name) for name in _PARAMETER_ATTRIBUTES},
+        **{name: partial(whole_number, model, name, 0) for name in _INTEGER_ATTRIBUTES},
+        **{name: partial(parameter_text, model, name) for name in _PARAMETER_ATTRIBUTES},
         **{name: partial(batch_mappings, model, name) for name in ("batch_input", "batch_output")},
         "instance_group": partial(instance_groups, model),
         **{name: partial(_check_arguments, model, name) for name in _ARGUMENTS},
@@ -472,11 +472,11 @@ def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 def parameters(model: type) -> dict[str, Any]:
     """Return the parameters of a configuration that are attributes of a class, by name."""
-    parameters = {name: parameter(model, name) for name in _PARAMETER_ATTRIBUTES}
+    parameters = {name: parameter_text(model, name) for name in _PARAMETER_ATTRIBUTES}
     return {name: {"string_value": text} for name, text in parameters.items() if text is not None}
 
 
-def parameter(model: type, name: str) -> str | None:
+def parameter_text(model: type, name: str) -> str | None:
     """Return the text of a parameter, or None if the class does not have it.
 
     Raises:

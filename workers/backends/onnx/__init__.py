@@ -79,8 +79,7 @@ _CUDA_PARAMETERS = (
     *("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
     "do_copy_in_default_stream",
 )
-# onnxruntime's names of options and of their values, by Triton's names of options and numbers of
-# values.
+# onnxruntime's option names by Triton's names, and onnxruntime's values by Triton's numbers.
 _OPTIONS = {
     "max_workspace_size_bytes": "trt_max_workspace_size",
     "int8_calibration_table_name": "trt_int8_calibration_table_name",
@@ -102,7 +101,7 @@ def import_onnxruntime() -> Any:
     except ImportError as error:
         message = missing_package("backend 'onnxruntime'", error, "onnx")
         raise Unavailable(f"{message}, or onnxruntime-gpu for CUDA") from None
-    # Called here, because onnxruntime reads its environment variable at import.
+    # The environment variable for this would have to be set before the import.
     runtime.disable_telemetry_events()
     return runtime
 

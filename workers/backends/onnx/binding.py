@@ -139,15 +139,15 @@ class HostBinding:
         # Created for each run: in older versions of onnxruntime the binding owns its outputs.
         binding = self._session.io_binding()
         for name, array in inputs.items():
-            kind = self._inputs[name].datatype
-            binding.bind_input(name, "cpu", 0, _element_type(kind), array.shape, _address(array))
+            element_type = _element_type(self._inputs[name].datatype)
+            binding.bind_input(name, "cpu", 0, element_type, array.shape, _address(array))
         for name in output_names:
             target = targets.get(name)
             if target is None:
                 binding.bind_output(name, "cpu")
                 continue
-            kind = self._outputs[name].datatype
-            binding.bind_output(name, "cpu", 0, _element_type(kind), target.shape, _address(target))
+            element_type = _element_type(self._outputs[name].datatype)
+            binding.bind_output(name, "cpu", 0, element_type, target.shape, _address(target))
         self._session.run_with_iobinding(binding, self._run_options)
         ort_values = dict(zip(output_names, binding.get_outputs(), strict=True))
         return {
@@ -277,7 +277,7 @@ def _free_ranges(request: Request, min_bytes: int) -> dict[str, Range]:
     ranges = {n: r for n, r in named if r.byte_size >= min_bytes and not r.memory.copied}
     if not ranges:
         return {}
-    taken = [i.memory_range for i in request.inputs.values() if i.memory_range is not None]
-    taken += request.memory_ranges.values()
+    used_ranges = [i.memory_range for i in request.inputs.values() if i.memory_range is not None]
+    used_ranges += request.memory_ranges.values()
     # A range overlaps itself once.
-    return {n: r for n, r in ranges.items() if sum(r.overlaps(item) for item in taken) == 1}
+    return {n: r for n, r in ranges.items() if sum(r.overlaps(item) for item in used_ranges) == 1}

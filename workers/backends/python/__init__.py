@@ -43,7 +43,7 @@ from shmserve.workers.backends.python.request import (
     to_response,
 )
 from shmserve.workers.backends.python.tensor import Lender
-from shmserve.workers.context import WrongCount, found_files
+from shmserve.workers.context import WrongResponseCount, found_files
 from shmserve.workers.user_code import EventLoopThread, check_ready
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ _LIST_REFCOUNT = (lambda items: sys.getrefcount(items[0]))([object()])
 _MODULE_NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
 # Characters that Triton's Python backend refuses in model names, since it passes them to a shell.
 _FORBIDDEN_CHARACTERS = ";|&$`<>()[]{}\\\"'*?~#!"
-_FORBIDDEN = frozenset(_FORBIDDEN_CHARACTERS)
 
 
 class PythonBackend(Backend):
@@ -190,7 +189,7 @@ class PythonBackend(Backend):
 
     def _find_class(self, config: ModelSpec) -> Any:
         if self._class is None:
-            if _FORBIDDEN.intersection(self.context.model_name):
+            if not set(_FORBIDDEN_CHARACTERS).isdisjoint(self.context.model_name):
                 raise InvalidArgument(
                     "Invalid stub name: contains invalid characters (the name of a Python model "
                     f"must not contain any of {' '.join(_FORBIDDEN_CHARACTERS)})"
@@ -300,7 +299,7 @@ class PythonExecution:
 
         Raises:
             Internal: The model did not return a list.
-            WrongCount: The model did not return one response for each request.
+            WrongResponseCount: The model did not return one response for each request.
             BaseException: Any exception of the model.
         """
         received_requests = list(map(ReceivedRequest, requests, repeat(self._lender)))
@@ -339,7 +338,7 @@ class PythonExecution:
         try:
             pairs = list(zip(received_requests, returned, strict=True))
         except ValueError:
-            raise WrongCount(len(received_requests), len(returned)) from None
+            raise WrongResponseCount(len(received_requests), returned) from None
         outboxes: list[SingleResponse] = []
         for request, response in pairs:
             if request.outbox and response is None:
@@ -376,7 +375,7 @@ class PythonExecution:
             return self._reschedule_error(response)
         outbox = request.outbox
         if outbox is not None and outbox.response is not None:
-            # As in Triton, a returned response counts unless the last one was sent.
+            # As in Triton, a second response is an error unless the final flag was sent.
             if isinstance(response, InferenceResponse) and not outbox.is_closed:
                 problem = f"TritonModelException: {MORE_THAN_ONE}"
                 return Response(error=_misuse_error(self._instance_name, problem))
@@ -437,7 +436,7 @@ class DecoupledExecution:
             Internal: The model returned a value. Exceptions of the model are passed on.
         """
         for stream in streams:
-            # The time when the model's threads have finished with the inputs is unknown.
+            # Copied, because threads of the model may use the inputs at any later time.
             for item in stream.request.inputs.values():
                 self._context.copy_counter.inputs += item.detach()
         received_requests = [DecoupledRequest(stream) for stream in streams]
@@ -473,9 +472,9 @@ class DecoupledExecution:
 
 
 def _fail_all(streams: Sequence[OutputStream], error: BaseException) -> None:
-    explained = streams[0].explain(error)  # explained once, so that the error is logged once
+    failure = streams[0].explain(error)  # called once, because it logs the error
     for stream in streams:
-        stream.fail(explained)
+        stream.fail(failure)
 
 
 async def _wait_for_senders(outboxes: Sequence[SingleResponse]) -> None:
@@ -517,5 +516,5 @@ def log_thread_exception(args: threading.ExceptHookArgs) -> None:
                 local = local.get_response_sender()
             if isinstance(local, InferenceResponseSender):
                 local._thread_error = args.exc_value
-    # Otherwise an error in one of their variables would keep them alive until the next collection.
+    # An error in a variable would otherwise keep all variables alive until a garbage collection.
     traceback.clear_frames(args.exc_traceback)

@@ -9,7 +9,7 @@ from typing import Any
 from shmserve.errors import ShmserveError, from_code
 from shmserve.workers.user_code import shorten_error
 
-_INT64 = 2**63
+_INT64_LIMIT = 2**63
 
 
 class ErrorCode(int, Enum):
@@ -132,6 +132,6 @@ def check_parameters(parameters: Any) -> dict[str, bool | int | str]:
         if not isinstance(value, bool | int | str):
             text = f"Expect parameters values to have type bool/int/str, found type {type(value)}"
             raise TritonModelException(text)
-        if isinstance(value, int) and not -_INT64 <= value < _INT64:
+        if isinstance(value, int) and not -_INT64_LIMIT <= value < _INT64_LIMIT:
             raise TritonModelException(f"parameter '{key}' is out of the range of int64")
     return dict(parameters)

@@ -196,10 +196,10 @@ class MetricFamily:
         family = self._owner.family
         bounds = _check_buckets(family.kind, buckets)
         label_key = _check_labels(family.kind, labels)
-        count = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(family.kind, len(bounds) + 2)
+        state_size = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(family.kind, len(bounds) + 2)
         with _locked_for_change():
             _remove_collected()
-            value = family.values.setdefault(label_key, _MetricValue(bounds, [0] * count))
+            value = family.values.setdefault(label_key, _MetricValue(bounds, [0] * state_size))
             if label_key not in self._owner.labels:
                 self._owner.labels.add(label_key)
                 value.owners += 1

@@ -38,7 +38,7 @@ from shmserve.workers.backends.python.tensor import Lender, ReceivedTensor, Tens
 from shmserve.workers.bls.calls import StreamBlsCall, UnaryBlsCall
 from shmserve.workers.bls.request import CallRequest, CallResponse
 
-# An Output, created without the Python function of named tuples.
+# Creates an `Output` faster than its `__new__`, a Python function.
 _make_output: Callable[[tuple[str, str, Any]], Output] = partial(tuple.__new__, Output)
 
 
@@ -207,7 +207,7 @@ class SingleResponse:
         return self._is_cancelled()
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Complete the request, because no sender is left."""
+        """Complete the request, without a response if none was sent."""
         self.error = error
         self.done.set()
         if self.listener is not None:
@@ -252,8 +252,8 @@ class InferenceResponseSender:
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Send a response.
 
-        The arrays have been read when it returns. The flag TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        marks the last response, and may be sent alone.
+        The arrays may be reused when this method returns. The flag
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL marks the last response, and may be sent alone.
 
         Raises:
             TritonModelException: The last response was sent already. If the model is not decoupled,
@@ -626,8 +626,7 @@ class ReceivedRequest(InferenceRequest):
         if sender is None:
             if self.outbox is None:
                 self.outbox = SingleResponse(self._batch_request.is_cancelled)
-            # The outbox detects when the model has released its sender, so nothing else may refer
-            # to it.
+            # Only the model refers to the sender, whose finalizer completes the request.
             sender = InferenceResponseSender(self.outbox)
             self._sender = weakref.ref(sender)
         return sender
@@ -636,7 +635,7 @@ class ReceivedRequest(InferenceRequest):
 class DecoupledRequest(ReceivedRequest):
     """A request that `execute` of a decoupled model receives.
 
-    The request ends once neither it nor its sender is referenced.
+    The request ends when the model refers to neither the request nor its sender.
     """
 
     def __init__(self, stream: OutputStream) -> None:

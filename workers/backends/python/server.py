@@ -71,12 +71,12 @@ class ServerApi:
         return max(deadlines, default=0) if all(deadlines) else 0
 
     def trace(self) -> str:
-        """Return the trace of the only request that this code executes; "" if there are several."""
+        """Return the trace of the request that the running code executes, or "" for several."""
         origins = self.origins()
         return origins[0].work.trace if len(origins) == 1 else ""
 
     def caller_lines(self) -> str:
-        """Return the executions that wait for a call by this code, in the form of a `Submit`."""
+        """Return the executions that wait for a call made by this code, as in `Submit.callers`."""
         works = [request.work for request in self.origins()]
         lines = [line for work in works for line in work.callers.split("\n") if line]
         if self.executing_requests and self._executing_thread in (0, threading.get_ident()):
@@ -112,7 +112,7 @@ class ServerApi:
         """Load or reload a model.
 
         Raises:
-            ShmserveError: The server has refused.
+            ShmserveError: The server has rejected the request.
         """
         self.context.control.ask(LoadModel, name, config, files)
         self.calls.invalidate(name)
@@ -121,7 +121,7 @@ class ServerApi:
         """Unload a model.
 
         Raises:
-            ShmserveError: The server has refused.
+            ShmserveError: The server has rejected the request.
         """
         self.context.control.ask(UnloadModel, name, dependents)
         self.calls.invalidate(name)
@@ -175,7 +175,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
         files: The contents of files by name, such as "file:1/model.py".
 
     Raises:
-        TritonModelException: The server has refused.
+        TritonModelException: The server has rejected the request.
     """
     model_name, config = as_text(model_name, "model_name"), as_text(config, "config")
     if files is not None and not isinstance(files, dict):
@@ -202,7 +202,7 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Unload all versions of a model.
 
     Raises:
-        TritonModelException: The server has refused.
+        TritonModelException: The server has rejected the request.
     """
     model_name = as_text(model_name, "model_name")
     try:

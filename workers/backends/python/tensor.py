@@ -66,7 +66,7 @@ class Lender:
         return source.numpy()
 
     def _refuse_aliases(self) -> None:
-        # torch has no read-only tensors: it warns, by default once, and permits the model to write.
+        # torch lacks read-only tensors: for a read-only array it only warns, by default once.
         sys.modules["torch"].set_warn_always(True)
         warnings.filterwarnings("error", message=_NOT_WRITABLE)
         self._torch_filter = warnings.filters[0]

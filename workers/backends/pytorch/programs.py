@@ -147,7 +147,7 @@ class ResultBinding:
                 f"returns {count}"
             )
         limit = len(outputs) if count is None else count
-        self._positions = _positions(model, "output", outputs, limit, strict=count is not None)
+        self._positions = _positions(model, "output", outputs, limit, has_limit=count is not None)
 
     def map_outputs(self, result: Any) -> dict[str, Any]:
         """Return the value of each output.
@@ -189,8 +189,9 @@ class ResultBinding:
 
 
 def _positions(
-    model: str, side: str, names: Sequence[str], limit: int, strict: bool = True
+    model: str, side: str, names: Sequence[str], limit: int, has_limit: bool = True
 ) -> list[int]:
+    """Return the position of each input or output: the number after "__", or its order."""
     matches = [_INDEXED_NAME.fullmatch(name) for name in names]
     if names and all(matches):
         indices = [int(match[1]) for match in matches if match]
@@ -200,7 +201,7 @@ def _positions(
                     f"{side}s '{names[indices.index(index)]}' and '{names[number]}' of model "
                     f"'{model}' have the same index: the number after '__' is the position"
                 )
-            if strict and index >= limit:
+            if has_limit and index >= limit:
                 if side == "output":
                     raise InvalidArgument(
                         f"The output {names[number]} in the model configuration refers to an "
@@ -240,7 +241,7 @@ class Program:
 
     Attributes:
         arguments: The arguments; None if they are unknown.
-        single_dict: Whether it takes all inputs as one dict.
+        single_dict: Whether the callable takes all inputs as one dict.
         module: The module with the weights.
     """
 
@@ -260,7 +261,7 @@ def _converting_errors(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         problem = f"cannot be read: {describe_error(error)}"
-        # The class is `pickle.UnpicklingError`.
+        # torch raises `pickle.UnpicklingError` for an object that it refuses to load.
         if type(error).__name__ == "UnpicklingError":
             problem = "contains objects that are not tensors"
         raise InvalidArgument(f"'{path.name}' {problem}") from error
@@ -497,9 +498,9 @@ def describe(exported: torch.export.ExportedProgram) -> FileDescription:
     inputs = tuple(_describe_tensor(name, values[name]) for name in names)
     specs = (spec for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT")
     results = [spec.arg.name if isinstance(spec.arg, TensorArgument) else None for spec in specs]
-    labels = _labels(exported, len(results))
-    pairs = zip(labels, results, strict=True)
-    outputs = tuple(_describe_tensor(label, values[r]) for label, r in pairs if r is not None)
+    names_of_results = _result_names(exported, len(results))
+    pairs = zip(names_of_results, results, strict=True)
+    outputs = tuple(_describe_tensor(name, values[r]) for name, r in pairs if r is not None)
     return FileDescription(inputs, outputs, _largest_batch(exported, (*inputs, *outputs)))
 
 
@@ -514,7 +515,7 @@ def _describe_tensor(name: str, value: Any) -> FileTensor:
     return FileTensor(name, datatype, dims, symbols)
 
 
-def _labels(exported: torch.export.ExportedProgram, count: int) -> Sequence[str]:
+def _result_names(exported: torch.export.ExportedProgram, count: int) -> Sequence[str]:
     out_spec = exported.call_spec.out_spec
     if out_spec is not None and out_spec.type is not None and len(out_spec.children()) == count:
         if issubclass(out_spec.type, Mapping):

@@ -2,12 +2,51 @@
 
 POST /tokenize and /detokenize work as in vLLM.
 
-Each prompt of a request becomes an inference request of the model. The other members of the body
-become the input `sampling_parameters`, and the responses of the model become choices.
+    bodies.py               the bodies of requests, the models they name, and the bodies of errors
+    fields.py               the fields of requests: carried out, refused, or without effect
+    generation.py           completions and chats
+    responses_request.py    the requests of the Responses API, converted to chats
+    responses.py            the responses of the Responses API, and their events
+    models.py               the list of models, their embeddings, and their tokenizers
 
-    bodies.py       the bodies of requests, the models they name, and the bodies of errors
-    fields.py       the fields of requests: carried out, refused, or without effect
-    generation.py   completions and chats
-    responses.py    the Responses API
-    models.py       the list of models, their embeddings, and their tokenizers
+The way of a prompt to the worker. Files without a folder are in this package, other paths are
+relative to `shmserve/`, and the words in parentheses are messages between processes:
+
+    1. generation.py                        reads the body by bodies.py (/v1/responses: by
+                                            responses_request.py)
+
+                                            Each prompt becomes an inference request, and the other
+                                            members of the body its input `sampling_parameters`.
+
+    2. gateway/http/infer.py:ResponseQueue  submits the request by gateway/inference/inference.py
+                                            (Submit), and then collects its responses
+
+    3. scheduler/batching.py                queues the request
+
+    4. scheduler/generative/dispatch.py     assigns the request to a worker (Prepare)
+
+    5. workers/backends/llm/texts.py        tokenizes the prompt by prompts.py and chat_template.py
+                                            of the same folder (Prepared)
+
+    6. scheduler/generative/engine.py       plans the steps that compute the prompt and then one
+                                            token after another; dispatch.py sends them (Step)
+
+The way of a token from the worker's step to the client:
+
+    7. workers/backends/llm/engine.py       runs the step: model/ computes the logits, and
+                                            sampler.py selects the token (Stepped)
+
+    8. workers/backends/llm/texts.py        converts the token to text by token_texts.py
+
+    9. workers/batch/response_stream.py     sends the text as a response (ExecutionResponded)
+
+    10. scheduler/instances/results.py      relays the response by scheduler/requests/responses.py
+                                            (Responded)
+
+    11. gateway/http/infer.py:ResponseQueue queues the response
+
+    12. generation.py:_Generation           decodes the response; `Choices`, or `ResponseObject` of
+                                            responses.py, formats the text as an event
+
+    13. gateway/http/connection.py          writes the event to the client's connection
 """

@@ -10,23 +10,19 @@ be referred to by their ids, as long as this process stores them.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
-import logging
 import re
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import orjson
 
-from shmserve.errors import InvalidArgument, ShmserveError, clip
+from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.messages import (
     SERVER_SENT_EVENTS,
     HttpRequest,
@@ -35,24 +31,18 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import response_name
-from shmserve.gateway.http.openai.fields import (
-    CHAT_FIELDS,
-    RESPONSE_FIELDS,
-    select_supported_fields,
-)
 from shmserve.gateway.http.openai.generation import Delta, custom_input, respond
 from shmserve.gateway.http.openai.models import infer_once
-from shmserve.logs import warn_once
+from shmserve.gateway.http.openai.responses_request import (
+    INCLUDED_MEMBERS,
+    PLAIN_PREFIX,
+    namespace_functions,
+    read_request,
+    store_item,
+    unpacked_tools,
+    with_client_positions,
+)
 
-logger = logging.getLogger(__name__)
-
-# The members of a body that a chat also has, by their names in a chat.
-_CHAT_MEMBERS = {
-    **{
-        name: name for name in RESPONSE_FIELDS & CHAT_FIELDS if name not in ("tools", "tool_choice")
-    },
-    "max_output_tokens": "max_completion_tokens",
-}
 # Members of a response that repeat the request, with their defaults.
 _REPEATED_MEMBERS: Mapping[str, Any] = {
     "instructions": None,
@@ -82,322 +72,25 @@ _REQUEST_MEMBERS = {
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
-# Some clients return only the `encrypted_content` of reasoning, unchanged. The reasoning is not
-# secret here, so this field contains its plain text after a prefix.
-_PLAIN_PREFIX = "plain:"
-# The types of tools that OpenAI's servers execute.
-_HOSTED_TOOLS = (
-    *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
-    *("computer_use_preview", "computer", "mcp", "tool_search"),
-)
-_SUMMARIES = ("auto", "concise", "detailed")
-_ROLES = ("user", "assistant", "system", "developer")
-# The values of `include`. All but the first two are members of items that no response here has.
-_INCLUDED_MEMBERS = (
-    *("message.output_text.logprobs", "reasoning.encrypted_content"),
-    *("message.input_image.image_url", "code_interpreter_call.outputs"),
-    *("computer_call_output.output.image_url", "file_search_call.results"),
-    *("web_search_call.action.sources", "web_search_call.results"),
-)
 
 
 async def create_response(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
-    body, text_request = await _read_request(gateway, request)
+    body, text_request = await read_request(gateway, request)
     shown_body = {**body, "model": response_name(gateway, text_request.model.name)}
-    with _client_positions(body):
+    with with_client_positions(body):
         return await respond(gateway, request, text_request, ResponseObject(shown_body))
 
 
 async def count_input_tokens(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses/input_tokens: respond with the number of tokens of the prompt."""
-    body, text_request = await _read_request(gateway, request)
+    body, text_request = await read_request(gateway, request)
     model, (prompt,) = text_request.model, text_request.prompts
     parameters = {"task": "tokenize", "add_special_tokens": False}
-    with _client_positions(body):
+    with with_client_positions(body):
         values = await infer_once(gateway, request, model, prompt, ("token_ids",), parameters)
     count = len(values["token_ids"])
     return json_response({"object": "response.input_tokens", "input_tokens": count})
-
-
-async def _read_request(
-    gateway: Gateway, request: HttpRequest
-) -> tuple[dict[str, Any], bodies.TextRequest]:
-    """Return the body of a request, and the request for text that is equivalent to it."""
-    body = await bodies.read_body(gateway, request, ["messages"], convert_large)
-    chat: Any = body.get("input")
-    is_converted = type(chat) is dict and type(chat.get("messages")) is Packed
-    unpack = bodies.as_fragment if is_converted else Packed.value
-    body = {name: unpack(value) if type(value) is Packed else value for name, value in body.items()}
-    refuses_unknown = gateway.settings.refuse_unknown_fields
-    try:
-        fields = select_supported_fields(body, RESPONSE_FIELDS, refuses_unknown)
-    except InvalidArgument as error:
-        raise bodies.RefusedFields(error.message) from None
-    chat = chat if is_converted else _chat_body(fields)
-    return body, await bodies.parse_chat(gateway, chat)
-
-
-@contextlib.contextmanager
-def _client_positions(body: dict[str, Any]) -> Iterator[None]:
-    """Replace the positions of a chat's tools in an error by their positions in the request."""
-    try:
-        yield
-    except InvalidArgument as error:
-        if not _TOOL_POSITION.search(error.message):
-            raise
-        positions = dict(enumerate(_chat_tools({"tools": _whole(body.get("tools"))})))
-        text = _TOOL_POSITION.sub(lambda m: positions.get(int(m[1]), m[0]), error.message)
-        raise InvalidArgument(text) from None
-
-
-# --- requests
-
-
-def convert_large(body: Any) -> Any:
-    """Replace the input of a large body by the chat body that is equivalent to the request.
-
-    An input with references is not replaced, since only the gateway has the stored items.
-    """
-    items = body.get("input") if type(body) is dict else None
-    if not items or (type(items) is list and any(map(_is_reference, items))):
-        return body
-    return {**body, "input": _chat_body(body), "include": sorted({*(body.get("include") or ())})}
-
-
-def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the chat body that is equivalent to a request of the Responses API.
-
-    Raises:
-        InvalidArgument: A member is wrong, or not supported.
-    """
-    bodies.check_member(body, "store", bool, False)
-    bodies.check_member(body, "max_tool_calls", int, 0)
-    reasoning = bodies.check_member(body, "reasoning", dict, {})
-    for name in ("summary", "generate_summary"):
-        if reasoning.get(name) not in (None, *_SUMMARIES):
-            text = f"{clip(repr(reasoning[name]))} is not one of {', '.join(_SUMMARIES)}"
-            raise InvalidArgument(f"reasoning.{name}: {text}")
-    chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
-    chat["messages"] = _chat_messages(body)
-    if _is_unfinished(body["input"][-1]):
-        chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    tools = list(_chat_tools(body).values())
-    chat["tools"] = tools or None
-    chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"), tools)
-    chat["reasoning_effort"] = reasoning.get("effort")
-    text = bodies.check_member(body, "text", dict, {})
-    chat["response_format"] = _chat_format(text.get("format"))
-    chat["verbosity"] = text.get("verbosity")
-    if (truncation := bodies.check_member(body, "truncation", str, "disabled")) == "auto":
-        chat["truncate_prompt_tokens"] = -1  # as in vLLM
-    elif truncation != "disabled":
-        raise InvalidArgument(f"truncation: {clip(repr(truncation))} is not 'auto' or 'disabled'")
-    included = bodies.check_member(body, "include", list, [])
-    for name in included:
-        if name not in _INCLUDED_MEMBERS:
-            allowed_names = ", ".join(_INCLUDED_MEMBERS)
-            raise InvalidArgument(f"include: {clip(repr(name))} is not one of {allowed_names}")
-    if _INCLUDED_MEMBERS[0] in included or body.get("top_logprobs"):
-        chat["logprobs"] = True
-    return chat
-
-
-def _chat_tools(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the functions of a request as tools of a chat, by their positions in the request.
-
-    As in vLLM, tools that OpenAI's servers execute are ignored. If the request has no function
-    besides them, it cannot be carried out.
-    """
-    tools: dict[str, dict[str, Any]] = {}
-    others: list[str] = []
-    for index, tool in enumerate(bodies.check_member(body, "tools", list, [])):
-        is_object, position = type(tool) is dict, f"tools[{index}]"
-        kind = tool.get("type") if is_object else tool
-        if is_object and kind in ("function", "custom"):
-            tools[position] = _chat_tool(tool, tool.get("name"), kind)
-        elif is_object and kind == "namespace":
-            for inner, (name, function) in enumerate(_namespace_functions(tool, position)):
-                tools[f"{position}.tools[{inner}]"] = _chat_tool(function, name)
-        else:
-            allowed = "'function', 'custom' or 'namespace'"
-            others.append(f"{position}: {clip(repr(kind))} is not {allowed}")
-            if not is_object or kind not in _HOSTED_TOOLS:
-                raise InvalidArgument(others[-1])
-    if others and not tools:
-        raise InvalidArgument(others[0])
-    for problem in others:
-        warn_once(logger, "a tool of /v1/responses is ignored: %s", problem.partition(": ")[2])
-    return tools
-
-
-_TOOL_POSITION = re.compile(r"(?<!\S)tools\[(\d+)\]")  # in an error of a worker
-
-
-def _whole(tools: Any) -> Any:
-    """Return the tools of a body, which may be JSON."""
-    return orjson.loads(orjson.dumps(tools)) if type(tools) is orjson.Fragment else tools
-
-
-def _chat_tool(tool: dict[str, Any], name: Any, kind: str = "function") -> dict[str, Any]:
-    members = {key: value for key, value in tool.items() if key != "type"}
-    return {"type": kind, kind: {**members, "name": name}}
-
-
-def _namespace_functions(tool: dict[str, Any], position: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the functions of a namespace, each after the name that the model calls."""
-    namespace = tool.get("name")
-    if type(namespace) is not str:
-        raise InvalidArgument(f"{position}.name: {clip(repr(namespace))} is not a string")
-    functions = bodies.check_member(tool, "tools", list, [])
-    for index, function in enumerate(functions):
-        is_function = type(function) is dict and function.get("type") == "function"
-        if not (is_function and type(function.get("name")) is str):
-            raise InvalidArgument(f"{position}.tools[{index}]: expected a 'function' with a name")
-    return [(_qualified_name(namespace, each["name"]), each) for each in functions]
-
-
-def _qualified_name(namespace: Any, name: Any) -> Any:
-    """Return the name by which the model calls a function of a namespace, as in vLLM."""
-    return f"{namespace}__{name}" if type(namespace) is str and type(name) is str else name
-
-
-def _chat_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> Any:
-    """Return the choice of tools in the form of a chat; None for "auto", the default.
-
-    As in vLLM, the name of a function need not contain its namespace if it is unambiguous.
-    """
-    if choice == "auto":
-        return None
-    if type(choice) is dict and choice.get("type") in ("function", "custom"):
-        kind, name = choice["type"], choice.get("name")
-        names = [tool[tool["type"]]["name"] for tool in tools]
-        qualified_names = [each for each in names if str(each).endswith(f"__{name}")]
-        if name not in names and len(qualified_names) == 1:
-            name = qualified_names[0]
-        return {"type": kind, kind: {"name": name}}
-    return choice
-
-
-def _chat_format(text_format: Any) -> Any:
-    if type(text_format) is dict and text_format.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": text_format}
-    return text_format
-
-
-def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat for the instructions and the input of a request."""
-    items: Any = body.get("input")
-    if type(items) is str:
-        items = [{"role": "user", "content": items}]
-    if type(items) is not list or not items:
-        raise InvalidArgument("input: expected a string or a list of items")
-    messages: list[dict[str, Any]] = []
-    instructions = bodies.check_member(body, "instructions", str, "")
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
-    for index, item in enumerate(items):
-        if type(item) is not dict:
-            raise InvalidArgument(f"input[{index}]: {clip(repr(item))} is not an object")
-        if _is_reference(item):
-            item = _find_stored_item(index, item.get("id"))
-        _add_item(messages, item, f"input[{index}]")
-    return messages
-
-
-def _is_unfinished(item: Any) -> bool:
-    """Return whether an item is a message whose text the response continues, as in vLLM."""
-    is_unfinished = type(item) is dict and item.get("status") in ("in_progress", "incomplete")
-    is_message = is_unfinished and item.get("type") in (None, "message")
-    return is_message and item.get("role") == "assistant"
-
-
-def _is_reference(item: Any) -> bool:
-    return type(item) is dict and item.get("type") == "item_reference"
-
-
-def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
-    """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
-    kind = "message" if item.get("type") is None else item["type"]
-    if kind == "message" and item.get("role") not in _ROLES:
-        text = f"role {clip(repr(item.get('role')))} is not one of {', '.join(_ROLES)}"
-        raise InvalidArgument(f"{position}: {text}")
-    if kind in ("function_call_output", "custom_tool_call_output"):
-        output = _chat_content(item.get("output"), f"{position}.output")
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        return
-    if kind == "message" and item.get("role") != "assistant":
-        content = _chat_content(item.get("content"), position)
-        messages.append({"role": item.get("role"), "content": content})
-        return
-    last: dict[str, Any] = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or (kind == "message" and last.get("content")):
-        last = {"role": "assistant", "content": None}
-        messages.append(last)
-    if kind == "message":
-        last["content"] = _chat_content(item.get("content"), position)
-    elif kind in ("function_call", "custom_tool_call"):
-        name = _qualified_name(item.get("namespace"), item.get("name"))
-        call = {"type": "function", "function": {"name": name, "arguments": item.get("arguments")}}
-        if kind == "custom_tool_call":
-            call = {"type": "custom", "custom": {"name": name, "input": item.get("input")}}
-        last.setdefault("tool_calls", []).append({"id": item.get("call_id"), **call})
-    elif kind == "reasoning":
-        returned = item.get("encrypted_content")
-        if not item.get("content") and type(returned) is str and returned.startswith(_PLAIN_PREFIX):
-            text = returned.removeprefix(_PLAIN_PREFIX)
-        else:
-            text = _chat_content(item.get("content") or item.get("summary") or [], position)
-        if text:  # reasoning of another server may be encrypted
-            earlier = last.get("reasoning_content")
-            last["reasoning_content"] = f"{earlier}\n{text}" if earlier else text
-    else:
-        raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
-
-
-_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
-
-
-def _chat_content(content: Any, position: str) -> Any:
-    """Return the text of an item's content, joined from its parts if it is a list."""
-    if type(content) is not list:
-        return content
-    texts: list[str] = []
-    for part in content:
-        part_type = part.get("type") if type(part) is dict else part
-        if part_type != "refusal" and part_type not in _TEXT_PARTS:
-            text = f"{position}: content of type {clip(repr(part_type))} is not a string"
-            raise InvalidArgument(text)
-        text = part.get("refusal" if part_type == "refusal" else "text")
-        if type(text) is not str:
-            raise InvalidArgument(f"{position}: the text {clip(repr(text))} is not a string")
-        texts.append(text)
-    return "\n".join(texts)
-
-
-# --- responses
-
-# The items of recent responses by their ids.
-_recent_items: OrderedDict[str, dict[str, Any]] = OrderedDict()
-_MAX_RECENT_ITEMS = 1024
-_MAX_RECENT_ITEM_LENGTH = 1 << 16  # maximum characters of a stored item's text
-
-
-def _store_item(item: dict[str, Any], text: str) -> None:
-    if len(text) <= _MAX_RECENT_ITEM_LENGTH:
-        _recent_items[item["id"]] = item
-    while len(_recent_items) > _MAX_RECENT_ITEMS:
-        _recent_items.popitem(last=False)
-
-
-def _find_stored_item(index: int, item_id: Any) -> dict[str, Any]:
-    item = _recent_items.get(item_id) if type(item_id) is str else None
-    if item is None:
-        raise InvalidArgument(
-            f"input[{index}]: item {clip(repr(item_id))} is not stored; the input must contain the "
-            "item itself (clients send it with store: false)"
-        )
-    return item
 
 
 @dataclass(eq=False)
@@ -485,12 +178,12 @@ class ResponseObject:
         Only calls of custom tools and of functions in namespaces differ from other function calls.
         """
         calls: dict[str, tuple[str, dict[str, str]]] = {}
-        for tool in _whole(self.body.get("tools")) or []:
+        for tool in unpacked_tools(self.body.get("tools")) or []:
             if tool["type"] == "custom":
                 calls.setdefault(tool["name"], ("custom_tool_call", {"name": tool["name"]}))
             elif tool["type"] == "namespace":
                 prefix = f"{tool['name']}__"
-                for name, _ in _namespace_functions(tool, ""):
+                for name, _ in namespace_functions(tool, ""):
                     members = {"name": name.removeprefix(prefix), "namespace": tool["name"]}
                     calls.setdefault(name, ("function_call", members))
         return calls
@@ -551,14 +244,14 @@ class ResponseObject:
                 self._logprobs += self._next_logprobs
             part = self._content_part(kind)
             item["content"] = [part]
-            if kind == "reasoning" and _INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
-                item["encrypted_content"] = _PLAIN_PREFIX + text
+            if kind == "reasoning" and INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
+                item["encrypted_content"] = PLAIN_PREFIX + text
             extra = {"logprobs": part["logprobs"]} if kind == "message" else {}
             events = [
                 self._item_event(".done", text=text, **extra),
                 self._item_event("response.content_part.done", part=part),
             ]
-        _store_item(item, text)
+        store_item(item, text)
         index = len(self._items) - 1
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 

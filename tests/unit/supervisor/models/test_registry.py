@@ -256,3 +256,13 @@ def test_the_table_of_models_wraps_the_reason_of_a_failure() -> None:
     assert len(table[0]) <= 105
     shown_reason = " ".join(line.split("|")[3].strip() for line in table[4:-1])
     assert shown_reason == " ".join(reason.split())
+
+
+def test_many_paths_to_the_same_ensembles_are_no_cycle() -> None:
+    """A step that 2**40 paths reach is visited once."""
+    steps = {f"e{i}": [f"e{i + 1}", f"e{i + 1}", f"e{i + 2}"] for i in range(40)}
+    models = registry.ModelRegistry()
+    assert models.find_cycle("top", ["e0", "e1"], steps) == []
+    cycle = models.find_cycle("e20", ["e19"], steps)
+    assert cycle[0] == cycle[-1] == "e20"
+    assert "e19" in cycle
