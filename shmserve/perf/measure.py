@@ -18,7 +18,8 @@ from shmserve.protocols import TransportError
 
 AGREEING_WINDOWS = 3  # number of consecutive windows that must agree
 PERCENTILES = (50, 90, 95, 99, 99.9)
-# The two-sided 95 % quantiles of Student's t by degrees of freedom; beyond, the normal quantile.
+# The two-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom. For more degrees, the
+# quantile of the normal distribution is used.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _NORMAL95 = 1.960
 
@@ -28,7 +29,7 @@ Values = np.ndarray[Any, np.dtype[np.int64]]
 def window_rates(marks: Sequence[Mark]) -> list[float]:
     """Return the requests per second in each window."""
     pairs = itertools.pairwise(marks)
-    return [(end.requests - m.requests) * 1e9 / (end.at_ns - m.at_ns) for m, end in pairs]
+    return [(b.requests - a.requests) * 1e9 / (b.at_ns - a.at_ns) for a, b in pairs]
 
 
 def window_means(records: Records, marks: Sequence[Mark]) -> list[float]:
@@ -171,7 +172,8 @@ def measure_load(
 ) -> Point:
     """Run a load and return its result, a `Point` with this `kind` and `value`.
 
-    `statistics` queries the server's statistics. Raises Unavailable if the server exits.
+    `statistics` is a function that queries the server's statistics. Raises Unavailable if the
+    server exits.
 
     KeyboardInterrupt ends the load: the result covers the complete windows, or the requests so far
     if there is no such window.

@@ -1,8 +1,8 @@
 """Clients of HTTP/1.1: `HttpTransport`, and `HttpLaneFactory` with its subclasses.
 
-`HttpTransport` blocks and uses a connection per exchange. The lanes of the factories never block,
-and serve the load generator. Both send all tensors as binary data. A lane encodes a request once.
-It parses only the length of a response, except for errors and server-sent events
+`HttpTransport` blocks and opens a connection for each request. The lanes of the factories never
+block, and serve the load generator. Both send all tensors as binary data. A lane encodes a request
+once. Of a response it parses only the length, except for errors and server-sent events
 (`generate_stream`, the routes of OpenAI).
 """
 
@@ -42,14 +42,14 @@ _find_content_length = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n").search
 _is_chunked = re.compile(rb"(?i)\r\ntransfer-encoding: *chunked\r\n").search
 _is_chunk_size = re.compile(rb"[0-9a-fA-F]+").fullmatch
 _closes_connection = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
-_CHUNKED = -1
+_CHUNKED = -1  # in place of the remaining bytes, for a chunked body
 _MAX_ERROR_LENGTH = 300
 OPENAI_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 # A part of the server's error if a request to a decoupled model does not accept JSON lines.
 _DECOUPLED_ERROR = "models with decoupled transaction policy"
 _JSON_HEADERS = {"Content-Type": "application/json"}
 
-# Non-empty text: the first chunk of a chat has only the role.
+# Matches non-empty text: the first chunk of a chat has only the role.
 _has_text = re.compile(rb'"(?:content|text|reasoning_content)" ?: ?"(?!")').search
 _find_completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
 
@@ -248,7 +248,7 @@ def model_path(model: str, version: str) -> str:
 def encode_inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
     """Return the JSON header of a request, to which the bytes of inputs are appended.
 
-    If `binary`, the request asks for outputs as bytes.
+    With `binary`, the outputs are requested as bytes instead of JSON.
     """
     parameters: dict[str, Any] = {}
     if request.timeout_us:
@@ -503,7 +503,7 @@ class EventLane(HttpLane):
 class GenerateLaneFactory(HttpLaneFactory):
     """A factory of lanes for `generate_stream`: inputs as JSON, any number of responses.
 
-    `is_response(event)` selects responses among events.
+    `is_response(event)` returns whether an event is a response.
     """
 
     is_decoupled = True
@@ -527,7 +527,7 @@ class GenerateLaneFactory(HttpLaneFactory):
 class OpenAILaneFactory(GenerateLaneFactory):
     """A factory of lanes for text generation by the OpenAI routes.
 
-    Each chunk with text is a response. The usage at the end contains the number of tokens.
+    Each chunk with text counts as a response. The last chunk has the number of tokens.
     """
 
     is_response = _has_text
