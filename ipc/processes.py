@@ -160,7 +160,7 @@ class PreciseWait:
         return bool(_libc.ppoll(self._pollfd, 1, self._timespec, None) > 0)
 
 
-def begin(log_name: str, title: str, log: LogSettings) -> None:
+def set_up(log_name: str, title: str, log: LogSettings) -> None:
     """Set up the log and the title of this process, which only the supervisor ends.
 
     SIGINT and SIGTERM are ignored, because a service manager may send them to every process.

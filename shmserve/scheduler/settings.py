@@ -239,14 +239,14 @@ def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
             level: _policy(policy, default_bound, preserves_order)
             for level, policy in level_policies.items()
         },
-        has_limits=levels > 1 or any(p.limits for p in (default, *level_policies.values())),
+        has_limits=levels > 1 or any(p.has_limits for p in (default, *level_policies.values())),
     )
 
 
 def _policy(policy: LevelPolicy, default_bound: int, preserves_order: bool) -> LevelPolicy:
     max_queue_size = policy.max_queue_size or default_bound
     # A delayed request would hold up the responses of all other requests.
-    may_override = policy.allow_timeout_override and not (preserves_order and policy.delays)
+    may_override = policy.allow_timeout_override and not (preserves_order and policy.delays_expired)
     return replace(policy, max_queue_size=max_queue_size, allow_timeout_override=may_override)
 
 

@@ -31,7 +31,7 @@ def run(start_record: bytes, *fds: int) -> None:
         *fds: The descriptors of the listening sockets.
     """
     start = decode_start(GatewayStart, start_record)
-    processes.begin(f"gateway {start.gateway_name}", f"gateway {start.gateway_name}", start.log)
+    processes.set_up(f"gateway {start.gateway_name}", f"gateway {start.gateway_name}", start.log)
     settings = start.grpc
     assert settings is not None
     sockets = [socket.socket(fileno=fd) for fd in fds]

@@ -314,7 +314,7 @@ class Body:
             if missing_bytes and arrival.received_bytes == content.total_bytes:
                 connection = self._request.connection
                 with connection.receiving(arriving, arrival, missing_bytes) as complete:
-                    await arrival.until(complete)
+                    await arrival.wait_for_end(complete)
                 return arriving.is_complete
             piece = memoryview(await self.next())
             if not piece:

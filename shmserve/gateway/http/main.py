@@ -32,7 +32,7 @@ def run(start_record: bytes, *fds: int) -> None:
     """
     start = decode_start(GatewayStart, start_record)
     name = start.gateway_name
-    processes.begin(f"gateway {name}", f"gateway http {name}", start.log)
+    processes.set_up(f"gateway {name}", f"gateway http {name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
     uvloop.run(process.serve(start, partial(HttpServer, start=start, sockets=sockets)))
 

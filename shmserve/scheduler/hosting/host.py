@@ -359,7 +359,7 @@ _FROM_SUPERVISOR = frozenset(get_args(SupervisorToHost))
 def run(start_record: bytes) -> None:
     """Host schedulers as an encoded `HostStart` describes, until the supervisor sends `Stop`."""
     start = decode_start(HostStart, start_record)
-    processes.begin(start.title, start.title, start.log)
+    processes.set_up(start.title, start.title, start.log)
     processes.disable_timer_slack()
     processes.unmap_large_blocks_on_free()
     Host(start).run()

@@ -278,7 +278,7 @@ class RequestQueue:
             has_backlog = settings.sequences is not None
             timeout_us = min(submit.timeout_us, MAX_TIMEOUT_US)
             own_timeout_us = timeout_us if has_backlog else policy.own_timeout_us(timeout_us)
-            if settings.timeout_is_deadline and not (own_timeout_us and policy.delays):
+            if settings.timeout_is_deadline and not (own_timeout_us and policy.delays_expired):
                 deadline_ns = earlier_deadline(deadline_ns, submit, arrived_ns)
         if 0 < deadline_ns < now_ns:
             raise Unavailable(expired_text(submit, arrived_ns, deadline_ns))
@@ -337,7 +337,7 @@ class RequestQueue:
                 case State.QUEUED if 0 < request.queue_limit_ns < now_ns:
                     if request.sequence is not None and request.sequence.instance_slots is not None:
                         request.queue_limit_ns = 0  # the queue limit applied only to the backlog
-                    elif self._settings.policies.policy(request.level).delays:
+                    elif self._settings.policies.policy(request.level).delays_expired:
                         request.queue_limit_ns = 0
                         self.in_order.delay(request)
                     else:

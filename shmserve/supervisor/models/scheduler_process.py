@@ -425,7 +425,7 @@ class VersionScheduler:
 
     def is_limited(self, config: ModelSpec) -> bool:
         """Check whether the rate limiter applies to a configuration."""
-        needs = (group.rate_limiter.limits for group in config.instance_group)
+        needs = (group.rate_limiter.needs_resources for group in config.instance_group)
         return self._context.tickets.on and any(needs)
 
     def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:

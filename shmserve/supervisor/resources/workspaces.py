@@ -213,7 +213,7 @@ def run(start_record: bytes) -> None:
     """
     start = decode_start(WorkspaceStart, start_record)
     title = f"workspace cuda:{start.device_id}"
-    processes.begin(title, title, start.log)
+    processes.set_up(title, title, start.log)
     hold(start, Driver())
 
 

@@ -83,7 +83,7 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
             or total == max_batch_size
         )
         assert (decision.reason is CloseReason.SHAPE) == (next_fits and total < max_batch_size)
-    ((elements, wasted_elements),) = batch.elements().values()
+    ((elements, wasted_elements),) = batch.element_counts().values()
     assert wasted_elements <= most_waste * elements + 1e-9 or decision.count == 1
 
 
