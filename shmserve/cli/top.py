@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if args.token_file:
         request.add_header("Authorization", f"Bearer {read_token(args.token_file)}")
     top, console = Top(), Console(highlight=False)
-    # On a dumb terminal, rich displays nothing before the program ends.
+    # On a dumb terminal, rich displays nothing before the program ends, so the figures are shown
+    # once.
     if args.once or console.is_dumb_terminal or not (sys.stdin.isatty() and sys.stdout.isatty()):
         events = watch(request)
         for _ in range(2):  # rates are known from the second update on

@@ -139,8 +139,8 @@ class _TrialRunner:
     def run_trial(self, candidate: Candidate) -> Trial:
         """Measure a candidate.
 
-        All requests of a candidate that cannot be loaded count as errors. For the first candidate,
-        TransportError is raised instead.
+        If the model cannot be loaded with this configuration, the trial has an error and no
+        throughput. For the first candidate, TransportError is raised instead.
         """
         self.trial_count += 1
         try:

@@ -68,9 +68,8 @@ def find(run_dir: str | os.PathLike[str] | None, previous: Path | None = None) -
     )
 
 
-def _server_exited(run_dir: Path) -> Disconnected:
-    text = f"the server of the run directory {run_dir} has exited"
-    return Disconnected(f"no server is running: {text}")
+def _server_exited(path: Path) -> Disconnected:
+    return Disconnected(f"no server is running: the server of the run directory {path} has exited")
 
 
 def _candidates(default: Path) -> Iterator[Path]:

@@ -57,18 +57,18 @@ class GapDetector:
     """A detector of lost events, by the sequence numbers of each topic."""
 
     def __init__(self) -> None:
-        self._latest_numbers: dict[str, int] = {}
+        self._latest_by_topic: dict[str, int] = {}
 
     def count_before(self, topic: str, sequence: int) -> int:
         """Return the number of lost events between this event and the last one received."""
-        latest = self._latest_numbers.get(topic, sequence - 1)
-        self._latest_numbers[topic] = sequence
+        latest = self._latest_by_topic.get(topic, sequence - 1)
+        self._latest_by_topic[topic] = sequence
         return max(sequence - latest - 1, 0)
 
     def count_up_to(self, topic: str, sequence: int) -> int:
         """Return the number of lost events if the server's latest event is number `sequence`."""
-        latest = self._latest_numbers.get(topic, sequence)
-        self._latest_numbers[topic] = max(latest, sequence)
+        latest = self._latest_by_topic.get(topic, sequence)
+        self._latest_by_topic[topic] = max(latest, sequence)
         return max(sequence - latest, 0)
 
 

@@ -223,7 +223,7 @@ class Session:
         return self._reconnect(connection)
 
     def wait_started(self, deadline: float) -> None:
-        """Wait until the server has loaded the models of its start.
+        """Wait until the server has loaded the models that it loads at its start.
 
         Raises:
             Disconnected: The server has exited.

@@ -138,7 +138,8 @@ class Server:
         check_in_flight(in_flight)
         pending_requests: deque[Any] = deque()
         channel = self._get_thread_channel()
-        # The thread wakes up once for several responses. The other requests keep the server busy.
+        # Requests are sent in groups, so that the thread wakes up once for several responses. The
+        # requests in flight keep the server busy.
         min_messages = max(1, in_flight // 4)
         try:
             for request_inputs in inputs:

@@ -73,20 +73,20 @@ def confidence(values: Sequence[float]) -> float | None:
     return t * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def percentile(ordered: Values, percent: float) -> int:
+def percentile(sorted_values: Values, percent: float) -> int:
     """Return a percentile of sorted values by the nearest-rank method; 0 if there are none."""
-    if not ordered.size:
+    if not sorted_values.size:
         return 0
-    rank = math.ceil(round(percent / 100 * ordered.size, 6))
-    return int(ordered[max(rank, 1) - 1])
+    rank = math.ceil(round(percent / 100 * sorted_values.size, 6))
+    return int(sorted_values[max(rank, 1) - 1])
 
 
 def summarize(values: Values) -> dict[str, float]:
     """Return mean, percentiles and maximum, by name, in milliseconds; `values` are nanoseconds."""
-    ordered = np.sort(values)
-    figures = {"mean": float(ordered.mean()) if ordered.size else 0.0}
-    figures |= {f"p{percent:g}": percentile(ordered, percent) for percent in PERCENTILES}
-    figures["max"] = int(ordered[-1]) if ordered.size else 0
+    sorted_values = np.sort(values)
+    figures = {"mean": float(sorted_values.mean()) if sorted_values.size else 0.0}
+    figures |= {f"p{percent:g}": percentile(sorted_values, percent) for percent in PERCENTILES}
+    figures["max"] = int(sorted_values[-1]) if sorted_values.size else 0
     return {name: value / 1e6 for name, value in figures.items()}
 
 
@@ -212,7 +212,7 @@ def measure_load(
     point.interrupted = interrupted
     if load.is_decoupled:
         _add_response_figures(point, load.records, marks[0], marks[-1])
-    point.server = {m: statistics_change(before.get(m, {}), now) for m, now in after.items()}
+    point.server = {m: statistics_change(before.get(m, {}), new) for m, new in after.items()}
     return point
 
 

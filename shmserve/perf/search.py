@@ -230,11 +230,11 @@ def current_candidate(config: Config) -> Candidate:
 
 
 def search_space(
-    config: Config, target_ms: float, processors: int, most_instances: int, largest_batch: int
+    config: Config, target_ms: float, cpu_count: int, most_instances: int, largest_batch: int
 ) -> SearchSpace:
     """Return the search space of a model, with at most `most_instances` instances.
 
-    `largest_batch` bounds the batch size; 0: the configuration's maximum. `processors` bounds the
+    `largest_batch` bounds the batch size; 0: the configuration's maximum. `cpu_count` bounds the
     number of threads.
     """
     batch = int(config.get("max_batch_size", 0))
@@ -249,7 +249,7 @@ def search_space(
     else:
         variants += [{"depth": depth} for depth in _DEPTHS]
     if config.get("backend") in _THREAD_PARAMETERS:
-        variants += [{"threads": number} for number in _powers(processors)]
+        variants += [{"threads": number} for number in _powers(cpu_count)]
     return SearchSpace(_powers(most_instances), variants, (largest_batch or batch) if batch else 0)
 
 

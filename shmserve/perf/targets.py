@@ -147,13 +147,10 @@ def _open_lanes(
         from shmserve.protocols.grpc import GrpcLaneFactory
 
         return GrpcLaneFactory(address, credentials, poller, is_decoupled=is_decoupled)
-    if is_decoupled:
-        from shmserve.protocols.http import GenerateLaneFactory
+    from shmserve.protocols.http import GenerateLaneFactory, HttpLaneFactory
 
-        return GenerateLaneFactory(address, credentials, poller)
-    from shmserve.protocols.http import HttpLaneFactory
-
-    return HttpLaneFactory(address, credentials, poller)
+    factory = GenerateLaneFactory if is_decoupled else HttpLaneFactory
+    return factory(address, credentials, poller)
 
 
 def _slot_requests(

@@ -220,7 +220,7 @@ class Lane(Protocol):
         """Send a request that the factory has encoded."""
 
     def close(self) -> None:
-        """Close the lane, including requests in flight."""
+        """Close the lane, and discard its request in flight."""
 
 
 class LaneFactory(Protocol):

@@ -243,7 +243,7 @@ class GrpcLaneFactory:
         self._lane_count = 0
 
     def encode(self, request: OutgoingRequest) -> bytes:
-        """Return a message with its length prefix."""
+        """Return the gRPC message of a request, with its length prefix."""
         message = encode_infer_message(request)
         if self.is_decoupled:
             set_parameters(message, {"triton_enable_empty_final_response": True})

@@ -86,7 +86,7 @@ class HttpTransport:
                 t["name"]: ModelTensor(t["name"], t["datatype"], tuple(t["shape"])) for t in inputs
             }
         except (KeyError, TypeError) as error:
-            raise TransportError("the server did not answer with a model's metadata") from error
+            raise TransportError("the server's response is not a model's metadata") from error
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """Send POST /v2/models/NAME/infer and yield each response.
@@ -109,10 +109,9 @@ class HttpTransport:
         if model:
             self._exchange("GET", f"{model_path(model, version)}/ready", timeout_s=QUERY_TIMEOUT_S)
             return
-        accepted_statuses = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
         with self._open_response(
             *("GET", "/v2/health/ready"),
-            accepted_statuses=accepted_statuses,
+            accepted_statuses=(http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST),
             timeout_s=QUERY_TIMEOUT_S,
         ) as reply:
             if reply.status != http.HTTPStatus.OK:
@@ -138,7 +137,7 @@ class HttpTransport:
         body, _ = self._exchange("GET", f"{path}/stats", timeout_s=QUERY_TIMEOUT_S)
         rows = _parse_object(body).get("model_stats")
         if not isinstance(rows, list):
-            raise TransportError("the server did not answer with statistics")
+            raise TransportError("the server's response has no statistics")
         return rows
 
     def config(self, model: str, version: str) -> dict[str, Any]:
@@ -174,7 +173,7 @@ class HttpTransport:
     def _request_list(self, method: str, path: str) -> list[dict[str, Any]]:
         rows = _parse_json(self._exchange(method, path)[0])
         if not isinstance(rows, list):
-            raise TransportError("the server did not answer with a JSON list")
+            raise TransportError("the server's response is not a JSON list")
         return rows
 
     def _exchange(
@@ -296,7 +295,7 @@ def _decode_response(body: bytes, header_length: int | None) -> dict[str, Any]:
 def _parse_object(content: bytes) -> dict[str, Any]:
     value = _parse_json(content)
     if not isinstance(value, dict):
-        raise TransportError("the server did not answer with a JSON object")
+        raise TransportError("the server's response is not a JSON object")
     return value
 
 
@@ -353,7 +352,7 @@ class HttpLaneFactory:
 
 
 class HttpLane:
-    """A connection with one exchange at a time, reopened after the server has closed it."""
+    """A lane with its own connection, which it reopens if the server has closed it."""
 
     def __init__(self, lane_factory: HttpLaneFactory, observer: LaneObserver) -> None:
         self.observer = observer

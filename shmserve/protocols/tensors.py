@@ -155,7 +155,7 @@ def _decode_texts(raw: memoryview) -> Iterator[str]:
         length = int.from_bytes(raw[position : position + 4], "little")
         position += 4
         if position + length > len(raw):
-            raise ValueError("an element is longer than its tensor")
+            raise ValueError("a string is longer than its tensor")
         yield bytes(raw[position : position + length]).decode("utf-8", "backslashreplace")
         position += length
 

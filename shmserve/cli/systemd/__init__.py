@@ -44,7 +44,7 @@ _STAMP = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The target of the units: the system's manager, or a user's.
+    """The parameters of an installation for the system's manager or a user's manager.
 
     Attributes:
         program: The command line that starts shmserve.

@@ -75,8 +75,8 @@ class Region(Mapping[str, Any]):
         self._offsets: dict[str, int] = {}
         end = offset
         for schema in self._schemas.values():
-            self._offsets[schema.name] = start = offset + aligned(end - offset)
-            end = start + max(1, schema.byte_size)
+            self._offsets[schema.name] = start_offset = offset + aligned(end - offset)
+            end = start_offset + max(1, schema.byte_size)
         byte_size = max(1, end)
         if make_segment is None:
             self._block = block = memories.allocate(byte_size, whole_segment=True)
@@ -270,13 +270,13 @@ def _open_descriptor(source: Any) -> int:
         ) from None
 
 
-def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
+def _receive_region(descriptor: Any, specs: Specs, start_offset: int, pin: bool) -> Region:
     """Return a region that another process has sent.
 
     The region belongs to no client: a client that sends a request with it attaches the memory.
     """
     memories = Memories(MAX_INT64, _share_nothing, _share_nothing)
-    return Region(memories, specs, partial(AttachedSegment, descriptor.detach(), pin), start)
+    return Region(memories, specs, partial(AttachedSegment, descriptor.detach(), pin), start_offset)
 
 
 def _share_nothing(_: AnySegment) -> None:

@@ -380,12 +380,12 @@ class RequestChannel:
             new_link.close()
             return
         self._links.remove(link)
-        withdrawn = self.schedulers.withdraw(link.endpoint)
-        if all(pending.is_retry for pending in withdrawn):
+        requests = self.schedulers.withdraw(link.endpoint)
+        if all(pending.is_retry for pending in requests):
             new_link.close()
         else:
             self._links.add(new_link)
-        for pending in withdrawn:
+        for pending in requests:
             if pending.is_retry:
                 pending.free()
                 is_closed = self.server.is_closed()

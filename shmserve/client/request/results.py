@@ -90,7 +90,7 @@ class _Released(dict[str, Any]):
 
 
 class Reader(Protocol):
-    """The methods of a request that the conversion of its response uses."""
+    """The interface of a request whose response is converted to a `Result`."""
 
     packed_request: PackedRequest
 

@@ -365,7 +365,7 @@ def test_a_client_that_is_never_closed(gated_server: Server) -> None:
     async def talk() -> np.ndarray:
         server = await aio.connect(gated_server.run_dir)
         for turn_count in range(5):  # the connection is made in a thread, and may come too late
-            task = asyncio.ensure_future(server._get_thread_channel())
+            task = asyncio.ensure_future(server._get_channel())
             connecting = asyncio.ensure_future(aio.connect(gated_server.run_dir)._connect())
             for _ in range(turn_count):
                 await asyncio.sleep(0)
