@@ -151,11 +151,7 @@ class PytorchBackend(Backend):
         for name in self._arguments.string_inputs & inputs.keys():
             inputs = {**inputs, name: _decode_strings(inputs[name])}
         args, kwargs = ([inputs], {}) if program.single_dict else self._arguments.bind(inputs)
-        try:
-            return self._results.map_outputs(program.call(*args, **kwargs))
-        except UnicodeDecodeError as error:
-            text = f"an output has text that is not UTF-8, which TorchScript cannot return: {error}"
-            raise InvalidArgument(text) from None
+        return self._results.map_outputs(program.call(*args, **kwargs))
 
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
         """Allocate the memory of a model with fixed shapes; return its CUDA graphs, or None."""

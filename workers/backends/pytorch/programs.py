@@ -38,7 +38,12 @@ from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.workers.device import Device, preload_scripted
 from shmserve.workers.memory.tensors import PROTOCOL_DATATYPES
-from shmserve.workers.tensor_specs import FileDescription, FileTensor, fits_scalar
+from shmserve.workers.tensor_specs import (
+    FileDescription,
+    FileTensor,
+    escaping_surrogates,
+    fits_scalar,
+)
 from shmserve.workers.user_code import describe_error, import_file
 
 logger = logging.getLogger(__name__)
@@ -317,12 +322,24 @@ def load_script(path: Path, device: Device) -> Program:
         result_type = schema.returns[0].type
         if isinstance(result_type, torch._C.TupleType):
             count = len(result_type.elements())
-        elif isinstance(result_type, torch._C.TensorType):
+        elif isinstance(result_type, torch._C.TensorType) or _is_strings(result_type):
             count = 1
-        # A list of strings is a single output, not a list of outputs.
-        elif _is_strings(result_type):
-            call, count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
+        if "str" in str(result_type):
+            call = partial(_call_for_texts, module, _is_strings(result_type))
     return Program(call, None if single_dict else arguments, count, single_dict, module=module)
+
+
+def _call_for_texts(module: Any, is_single: bool, *args: Any, **kwargs: Any) -> Any:
+    """Return the result of a TorchScript module with its strings as bytes, as not all are UTF-8.
+
+    A list of strings (`is_single`) is a single output, not a list of outputs.
+    """
+    with escaping_surrogates():
+        result = module(*args, **kwargs)
+    result = torch.utils._pytree.tree_map_only(
+        str, partial(str.encode, errors="surrogateescape"), result
+    )
+    return (result,) if is_single else result
 
 
 def _is_strings(kind: Any) -> bool:
