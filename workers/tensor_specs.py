@@ -153,13 +153,13 @@ def escaping_surrogates() -> Iterator[None]:
     "surrogateescape".
     """
     thread, escape = threading.get_ident(), codecs.lookup_error("surrogateescape")
-    strict = codecs.strict_errors
+    raise_error = codecs.strict_errors
 
     def convert(error: UnicodeError) -> tuple[str | bytes, int]:
-        return escape(error) if threading.get_ident() == thread else strict(error)
+        return escape(error) if threading.get_ident() == thread else raise_error(error)
 
     codecs.register_error("strict", convert)
     try:
         yield
     finally:
-        codecs.register_error("strict", strict)
+        codecs.register_error("strict", raise_error)

@@ -471,7 +471,7 @@ def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 
 def parameters(model: type) -> dict[str, Any]:
-    """Return the parameters of a configuration that are attributes of a class, by name."""
+    """Return the configuration's parameters that attributes of a class set, by name."""
     parameters = {name: parameter_text(model, name) for name in _PARAMETER_ATTRIBUTES}
     return {name: {"string_value": text} for name, text in parameters.items() if text is not None}
 

@@ -333,7 +333,7 @@ def _check_tensor(side: str, spec: TensorSpec, tensor: FileTensor, signature: Si
         )
 
 
-_ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
+_ERROR_PATTERN = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
 class OnnxRuntimeError(Exception):
@@ -433,7 +433,7 @@ def _convert_errors(path: Path | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        match = _ERROR.search(str(error))
+        match = _ERROR_PATTERN.search(str(error))
         if match is None:
             raise
         text = match[2].strip()

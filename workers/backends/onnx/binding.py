@@ -10,7 +10,7 @@ A shape is known if the file fixes it or gives it by symbols of an input.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,14 +65,14 @@ class HostBinding:
         if len(requests) == 1 and self._bindable:
             targets = self._bind_in_place(inputs, output_names, requests[0])
         if not targets and not self._has_bf16:
-            arrays = {name: _as_strings(array) for name, array in inputs.items()}
+            arrays = {name: _convert_strings(array, _decode) for name, array in inputs.items()}
             run = partial(self._session.run, list(output_names), arrays, self._run_options)
             try:
                 outputs = run()
             except UnicodeError:
                 # A string is not UTF-8. The session is stateless and may run again.
                 with escaping_surrogates():
-                    outputs = list(map(_as_bytes, run()))
+                    outputs = [_convert_strings(array, _encode) for array in run()]
             return dict(zip(output_names, outputs, strict=True))
         try:
             return self._run_bound(inputs, output_names, targets)
@@ -245,21 +245,17 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _as_strings(array: Array) -> Array:
-    """Return a BYTES input as an array of str; bytes that are not UTF-8 become surrogates."""
-    if array.dtype != np.object_:
-        return array
-    strings = np.empty(array.size, np.object_)
-    strings[:] = [item.decode(errors="surrogateescape") for item in array.reshape(-1).tolist()]
-    return strings.reshape(array.shape)
+# Convert strings without loss: bytes that are not UTF-8 are surrogates in a str.
+_decode = partial(bytes.decode, errors="surrogateescape")
+_encode = partial(str.encode, errors="surrogateescape")
 
 
-def _as_bytes(array: Array) -> Array:
-    """Return a BYTES output as an array of bytes, the reverse of `_as_strings`."""
+def _convert_strings(array: Array, convert: Callable[[Any], Any]) -> Array:
+    """Apply a function to all elements of a BYTES tensor; return any other tensor unchanged."""
     if array.dtype != np.object_:
         return array
     elements = np.empty(array.size, np.object_)
-    elements[:] = [item.encode(errors="surrogateescape") for item in array.reshape(-1).tolist()]
+    elements[:] = list(map(convert, array.reshape(-1).tolist()))
     return elements.reshape(array.shape)
 
 

@@ -208,7 +208,7 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
 
     Raises:
         Unavailable: The file does not exist.
-        InvalidArgument: It is not a Python file, or has no `TritonPythonModel`.
+        InvalidArgument: The file is not a Python file, or has no `TritonPythonModel`.
     """
     file = file_name(config)
     if not file.endswith(".py"):

@@ -165,7 +165,7 @@ class MetricFamily:
         name = as_text(name, "the name of a metric family")
         description = as_text(description, "the description of a metric family")
         if not isinstance(kind, MetricKind):
-            raise TypeError(f"the kind of a metric family must be one of its kinds, not {kind!r}")
+            raise TypeError(f"kind must be MetricFamily.COUNTER, GAUGE or HISTOGRAM, not {kind!r}")
         prefix = "Error when creating MetricFamily: "
         if not _NAME.fullmatch(name):
             raise TritonModelException(prefix + refusal_text("Invalid metric name"))

@@ -4,7 +4,7 @@
 itself, so all requests are passed to it immediately.
 
 engine.py     the engine, and the conversion of requests to its calls
-answers.py    from the engine's outputs to responses
+answers.py    the conversion of the engine's outputs to responses
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class VllmBackend(Backend):
         stream.send(final=True)  # this has no effect after a final response
 
     async def _watch(self) -> None:
-        """Report changed metrics until the engine ends; raise Internal then."""
+        """Report changed metrics until the engine ends, then raise Internal."""
         reported: list[list[Any]] = []
         while not self._engine.client.errored:
             current = convert_metrics(REGISTRY.collect(), self.context.version)
