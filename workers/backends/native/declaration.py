@@ -444,8 +444,8 @@ def client_inputs(
             f"(allowed: {', '.join(sorted(names))}), got {ragged!r}"
         )
     client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated_inputs]
-    extra = {"allow_ragged_batch": True}
-    return [t | (extra if t["name"] in ragged else {}) for t in client_tensors]
+    ragged_field = {"allow_ragged_batch": True}
+    return [t | (ragged_field if t["name"] in ragged else {}) for t in client_tensors]
 
 
 def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:

@@ -264,8 +264,8 @@ def _free_ranges(request: Request, min_bytes: int) -> dict[str, Range]:
 
     Ranges of less than `min_bytes` bytes are omitted.
     """
-    named = request.memory_ranges.items()
-    ranges = {n: r for n, r in named if r.byte_size >= min_bytes and not r.memory.copied}
+    pairs = request.memory_ranges.items()
+    ranges = {n: r for n, r in pairs if r.byte_size >= min_bytes and not r.memory.copied}
     if not ranges:
         return {}
     used_ranges = [i.memory_range for i in request.inputs.values() if i.memory_range is not None]
