@@ -91,7 +91,7 @@ class SharedWait:
         self._recheck_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notification_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_notified = False
-        self._loops: Counter[asyncio.AbstractEventLoop] = Counter()
+        self._future_counts: Counter[asyncio.AbstractEventLoop] = Counter()
         self.add(self._notification_fd)
 
     def add(self, fd: int) -> None:
@@ -134,16 +134,16 @@ class SharedWait:
     def serve(self, future: asyncio.Future[Any]) -> None:
         """Handle received messages in the event loop of this thread until its `future` is done."""
         loop = future.get_loop()
-        if not self._loops[loop]:
+        if not self._future_counts[loop]:
             loop.add_reader(self._epoll.fileno(), self._handle_messages)
-        self._loops[loop] += 1
+        self._future_counts[loop] += 1
         future.add_done_callback(self._stop_serving)
 
     def _stop_serving(self, future: asyncio.Future[Any]) -> None:
         loop = future.get_loop()
-        self._loops[loop] -= 1
-        if not self._loops[loop]:
-            del self._loops[loop]
+        self._future_counts[loop] -= 1
+        if not self._future_counts[loop]:
+            del self._future_counts[loop]
             loop.remove_reader(self._epoll.fileno())
 
     def _handle_messages(self) -> None:

@@ -400,7 +400,7 @@ def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
     for base in model.__mro__:
         members = vars(base) if base.__module__ == model.__module__ else {}
         for name in [name for name in members if name[:1] != "_" and name not in _KNOWN_ATTRIBUTES]:
-            # Methods are usually helpers of the class.
+            # Methods need a closer resemblance, because most methods are helpers of the class.
             similar = nearest(name, _KNOWN_ATTRIBUTES, 0.85 if callable(members[name]) else 0.75)
             if similar:
                 logger.warning(

@@ -166,7 +166,7 @@ class VllmBackend(Backend):
         raise Internal("vLLM's engine has failed; see the server's log")
 
     def _fail(self, stream: OutputStream, error: BaseException) -> None:
-        # If the engine has failed, the process ends, which fails other requests than warm-ups.
+        # After a failure of the engine the process ends, which fails all requests but warm-ups.
         if not self._engine.client.errored or isinstance(stream, WarmupStream):
             stream.fail_raised(self._engine.client_error(error, stream.request.inputs) or error)
 
