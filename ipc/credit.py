@@ -64,7 +64,7 @@ class SendWindow:
 class ReadWindow:
     """The reader's flow-control window, which counts the responses read since the last credit."""
 
-    __slots__ = ("_bytes", "_responses_per_credit", "_uncredited_count")
+    __slots__ = ("_responses_per_credit", "_uncredited_bytes", "_uncredited_count")
 
     def __init__(self, in_client_memory: bool = False) -> None:
         """Create a window without responses.
@@ -74,7 +74,7 @@ class ReadWindow:
         """
         self._responses_per_credit = 1 if in_client_memory else RESPONSES_PER_CREDIT
         self._uncredited_count = 0
-        self._bytes = 0
+        self._uncredited_bytes = 0
 
     def record_read(self, byte_size: int) -> int:
         """Record that a response of `byte_size` bytes was read.
@@ -82,9 +82,9 @@ class ReadWindow:
         Returns:
             The number of responses to credit now.
         """
-        self._uncredited_count += 1
-        self._bytes += byte_size
-        if self._uncredited_count < self._responses_per_credit and self._bytes < BYTES_PER_CREDIT:
+        self._uncredited_count = count = self._uncredited_count + 1
+        self._uncredited_bytes += byte_size
+        if count < self._responses_per_credit and self._uncredited_bytes < BYTES_PER_CREDIT:
             return 0
-        responses, self._uncredited_count, self._bytes = self._uncredited_count, 0, 0
-        return responses
+        self._uncredited_count = self._uncredited_bytes = 0
+        return count

@@ -22,7 +22,7 @@ PROMPT_TOO_LONG = "this model's maximum context length is"
 IGNORED_PARAMETERS = (
     *("user", "metadata", "request_id", "spaces_between_special_tokens", "guided_decoding_backend"),
     *("guided_backend", "session_id", "stream_interval", "service_tier"),
-    # Members of vLLM's sampling parameters that have an effect in Python only, or on its cache.
+    # Members of vLLM's sampling parameters that affect only its Python API or its prefix cache.
     *("flat_logprobs", "output_kind", "skip_clone", "skip_reading_prefix_cache"),
 )
 # Parameters of vLLM that are refused unless their value is empty.
@@ -164,8 +164,8 @@ class EngineSettings:
             raise InvalidArgument(f"{origin}: {document!r:.80} is not a mapping")
         problems: list[_Problem] = []
         profile = document.get("profile", "")
-        own = _valid_settings(cls, document, "", problems)
-        values = {**PROFILES.get(str(profile), {}), **own}
+        given_settings = _valid_settings(cls, document, "", problems)
+        values = {**PROFILES.get(str(profile), {}), **given_settings}
         speculation = document.get("speculative_decoding", {})
         if not isinstance(speculation, Mapping):
             problems.append(_invalid_value("speculative_decoding", speculation, "a mapping"))
@@ -201,7 +201,7 @@ class EngineSettings:
     def _contradictions(self) -> Iterator[_Problem]:
         speculation = self.speculative_decoding
         if speculation.enabled and speculation.method == "draft" and not speculation.draft_model:
-            problem_text = "method 'draft' needs the draft model"
+            problem_text = "method 'draft' requires the name or the path of a draft model"
             yield _Problem("speculative_decoding.draft_model", problem_text)
         if self.max_tokens_per_batch < self.max_batch_size:
             problem_text = (

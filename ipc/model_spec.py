@@ -1,8 +1,8 @@
 """A model's typed configuration: config.pbtxt, normalised and validated by the supervisor.
 
 The configuration is sent as JSON and decoded by the receiver. Fields have the names and the units
-of config.pbtxt; some values have a simpler form. An absent field has the default given here.
-Datatypes are the protocol's ("FP32").
+of config.pbtxt; some values have a simpler form. A field that is absent in the JSON has the default
+of its class. Datatypes are the protocol's ("FP32").
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class TensorSpec(Record):
     reshape: tuple[int, ...] | None = _config_field("reshape.shape")
 
     @property
-    def static(self) -> bool:
+    def is_static(self) -> bool:
         """Return whether all dimensions are fixed."""
         return -1 not in self.dims
 
@@ -183,13 +183,13 @@ class LevelPolicy(Record):
     max_queue_size: int = 0
 
     @property
-    def limits(self) -> bool:
+    def has_limits(self) -> bool:
         """Return whether requests of the level may be rejected or may time out."""
-        limits_set = self.max_queue_size, self.default_timeout_microseconds
-        return any(limits_set) or self.allow_timeout_override
+        limits = self.max_queue_size, self.default_timeout_microseconds
+        return any(limits) or self.allow_timeout_override
 
     @property
-    def delays(self) -> bool:
+    def delays_expired(self) -> bool:
         """Return whether a request that times out stays queued, behind the rest of its level."""
         return self.timeout_action == "DELAY"
 
@@ -319,7 +319,7 @@ class RateLimit(Record):
     priority: int = 0
 
     @property
-    def limits(self) -> bool:
+    def needs_resources(self) -> bool:
         """Return whether an execution requires resources."""
         return any(resource.count for resource in self.resources)
 

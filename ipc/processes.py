@@ -109,7 +109,7 @@ def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) 
 
     The descendants of a process inherit the variable.
     """
-    # SPT_NOENV: setproctitle would write over the environment that /proc shows.
+    # Without SPT_NOENV, setproctitle would overwrite the environment that /proc shows.
     return {**environ, _MARK_VARIABLE: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
 
 
@@ -160,7 +160,7 @@ class PreciseWait:
         return bool(_libc.ppoll(self._pollfd, 1, self._timespec, None) > 0)
 
 
-def begin(log_name: str, title: str, log: LogSettings) -> None:
+def set_up(log_name: str, title: str, log: LogSettings) -> None:
     """Set up the log and the title of this process, which only the supervisor ends.
 
     SIGINT and SIGTERM are ignored, because a service manager may send them to every process.

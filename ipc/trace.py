@@ -83,7 +83,7 @@ class TraceContext(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A request at a model's scheduler. Times are monotonic ns.
+    """The times of a request at a model's scheduler, in monotonic ns.
 
     Attributes:
         arrived_ns: The creation of the request.
@@ -211,11 +211,11 @@ def phase_durations(
     return durations
 
 
-def _inner_durations(span: Span, children: dict[str, list[Span]], since_ns: int) -> dict[str, Any]:
+def _inner_durations(span: Span, children: dict[str, list[Span]], start_ns: int) -> dict[str, Any]:
     durations: dict[str, Any] = {"batch_size": span.batch_size}
     if span.compute_start_ns:
         durations["batch_closed"] = span.close_reason
-        durations["queue_us"] = _microseconds(since_ns, span.compute_start_ns)
+        durations["queue_us"] = _microseconds(start_ns, span.compute_start_ns)
         durations["compute_input_us"] = _microseconds(span.compute_start_ns, span.input_end_ns)
         durations["compute_infer_us"] = _microseconds(span.input_end_ns, span.output_start_ns)
         durations["compute_output_us"] = _microseconds(span.output_start_ns, span.compute_end_ns)

@@ -286,8 +286,8 @@ def _state_spec(state: SequenceState, model_dir: Path, is_batched: bool) -> Stat
             initial_state.data_file,
             byte_size if ITEM_SIZE[datatype] else None,
             setting="initial_state",
-            outside=f"{file_text} must lie in the model's folder '{_INITIAL_STATE_FOLDER}'",
-            unreadable=f"{file_text} cannot be read",
+            outside_error=f"{file_text} must lie in the model's folder '{_INITIAL_STATE_FOLDER}'",
+            read_error=f"{file_text} cannot be read",
         )
     full_shape = (1, *shape) if is_batched else shape
     names = (state.input_name, state.output_name)

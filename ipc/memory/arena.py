@@ -104,8 +104,8 @@ class Arena:
         self._view = memoryview(self._map)
         self._free_list = FreeList(capacity)
         self._committed_bytes = 0
-        number, inode = int.from_bytes(os.urandom(8)) >> 2, os.fstat(self._fd).st_ino
-        self.memory = Memory(number, os.getpid(), self._fd, inode, capacity, sealed=True)
+        memory_id, inode = int.from_bytes(os.urandom(8)) >> 2, os.fstat(self._fd).st_ino
+        self.memory = Memory(memory_id, os.getpid(), self._fd, inode, capacity, sealed=True)
 
     @property
     def used_bytes(self) -> int:

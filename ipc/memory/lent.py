@@ -111,17 +111,17 @@ class Readers(Generic[R]):
         blocks = self._blocks.get(reader)
         if blocks is None:
             return False
-        freed = False
+        was_lent = False
         for offset in offsets:
             token = blocks.pop(offset, None)
             if token is not None:
-                freed = True
+                was_lent = True
                 if type(token) is _TokenStack:
                     token, blocks[offset] = token
                 token.release()  # type: ignore[union-attr]
         if not blocks:
             self._blocks.pop(reader, None)
-        return freed
+        return was_lent
 
     def release_all(self, reader: R) -> None:
         """Release all blocks of a reader that has exited."""
@@ -183,9 +183,9 @@ class LentMemory:
         """Lend a range to a reader; the caller's reference to the token passes to the reader."""
         self._readers.lend((reader, memory_range.memory.id), memory_range.offset, token)
 
-    def release(self, reader: int, memory: int, offsets: Iterable[int]) -> bool:
+    def release(self, reader: int, memory_id: int, offsets: Iterable[int]) -> bool:
         """Release blocks of a memory; return whether at least one was lent to the reader."""
-        return self._readers.release((reader, memory), offsets)
+        return self._readers.release((reader, memory_id), offsets)
 
     def drop_reader(self, reader: int) -> None:
         """Release all blocks of a reader that has exited."""

@@ -180,11 +180,11 @@ class Mappings:
             ShmserveError: A range cannot be mapped (see `view`).
             OSError: The pages cannot be moved.
         """
-        detached: dict[int, _HostMapping] = {}
+        detached_mappings: dict[int, _HostMapping] = {}
         for memory_range in memory_ranges:
-            mapping = detached.get(memory_range.memory.id) or self._mapping(memory_range)
-            if memory_range.memory.id not in detached:
-                detached[memory_range.memory.id] = mapping
+            mapping = detached_mappings.get(memory_range.memory.id) or self._mapping(memory_range)
+            if memory_range.memory.id not in detached_mappings:
+                detached_mappings[memory_range.memory.id] = mapping
                 del self._mappings_by_id[memory_range.memory.id]
                 mapping.close()
             mapping.make_private(memory_range.offset, memory_range.offset + memory_range.byte_size)

@@ -387,7 +387,7 @@ def make_submit(
     timeout_us: int = 0,
     limit_us: int = 0,
     limit_origin: str = "",
-    ends_ns: int = 0,
+    caller_deadline_ns: int = 0,
     flags: int = 0,
     correlation_id: int | str = 0,
     source: int = 0,
@@ -396,14 +396,14 @@ def make_submit(
 ) -> Submit:
     """Return the message that submits a request with this schema and these data.
 
-    The deadline is `limit_us` after the arrival, with the origin `limit_origin`, or the caller's
-    deadline `ends_ns` (monotonic clock) if that is earlier. A limit or deadline of 0 is not set.
+    The deadline is `limit_us` after the arrival, with the origin `limit_origin`, or the earlier
+    `caller_deadline_ns` (monotonic clock). A limit or deadline of 0 is not set.
     """
-    deadline_ns = ends_ns
+    deadline_ns = caller_deadline_ns
     if limit_us:
         deadline_ns = arrived_ns + min(limit_us, MAX_TIMEOUT_US) * 1000
-        if 0 < ends_ns <= deadline_ns:
-            deadline_ns, limit_origin = ends_ns, ""
+        if 0 < caller_deadline_ns <= deadline_ns:
+            deadline_ns, limit_origin = caller_deadline_ns, ""
     else:
         limit_origin = ""
     sequence, text = correlation_fields(correlation_id) if correlation_id else (0, "")

@@ -124,11 +124,11 @@ class WorkspaceStart:
 
 def encode_start(start: Any) -> bytes:
     """Encode a start record as MessagePack. Paths need not be UTF-8."""
-    data: bytes = msgpack.packb(start, default=_plain, unicode_errors="surrogateescape")
+    data: bytes = msgpack.packb(start, default=_to_builtin, unicode_errors="surrogateescape")
     return data
 
 
-def _plain(value: Any) -> Any:
+def _to_builtin(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, ModelSpec):

@@ -161,7 +161,7 @@ def unpack_range(packed_range: Any) -> Range:
         pass  # the range was not used before
     except (TypeError, ValueError) as error:
         raise MalformedMessage(f"malformed memory range: {error}") from error
-    memory = _cached_memory(packed_memory)
+    memory = _unpack_memory_cached(packed_memory)
     if not is_within(offset, byte_size, memory.byte_size):
         raise MalformedMessage(f"a memory range exceeds the {memory.byte_size} bytes of its memory")
     if len(_RANGE_CACHE) >= _MAX_CACHED_RANGES:
@@ -204,9 +204,9 @@ def unpack_memory(packed: bytes) -> Memory:
 # local clients are cached before their owner is checked.
 _MAX_PACKED_MEMORY_SIZE = 256
 
-# Clients use the same few ranges of their regions repeatedly.
+# Unpacked ranges are cached, because clients use the same few ranges of their regions repeatedly.
 _MAX_CACHED_RANGES = 4096
 _RANGE_CACHE: dict[tuple[bytes, int, int], Range] = {}
 
-# Few memories are in use at a time, each by many messages.
-_cached_memory = lru_cache(4096)(unpack_memory)
+# Unpacked memories are cached, because few memories are in use at a time, each by many messages.
+_unpack_memory_cached = lru_cache(4096)(unpack_memory)

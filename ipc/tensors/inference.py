@@ -163,7 +163,7 @@ class RequestSchema:
             MalformedMessage: The data do not match the schema.
         """
         if len(data) != self.data_count:
-            raise MalformedMessage(f"the schema needs {self.data_count} data, got {len(data)}")
+            raise MalformedMessage(f"expected data of {self.data_count} tensors, got {len(data)}")
         parts = iter(data)
         inputs = _tensors(self.inputs, parts)
         if not self.outputs:
@@ -198,17 +198,17 @@ class ResponseSchema:
             MalformedMessage: The data do not match the schema.
         """
         if len(data) != len(self.outputs):
-            raise MalformedMessage(f"the schema needs {len(self.outputs)} data, got {len(data)}")
+            raise MalformedMessage(f"expected data of {len(self.outputs)} outputs, got {len(data)}")
         return Inferred(_tensors(self.outputs, data), self.parameters)
 
 
 def _tensor_schema(packed_schema: Any) -> TensorSchema:
     name, datatype, shape = packed_schema
     if type(name) is not str or datatype not in ITEM_SIZE or type(shape) is not list:
-        raise MalformedMessage("a tensor's name, datatype or shape is malformed")
+        raise MalformedMessage(f"a tensor is not [name, datatype, shape]: {packed_schema!r:.80}")
     for dim in shape:
         if type(dim) is not int or dim < 0:
-            raise MalformedMessage("a tensor's dimension is malformed")
+            raise MalformedMessage(f"a tensor's dimension must be an integer >= 0, got {dim!r:.20}")
     return tensor_schema(name, datatype, tuple(shape))
 
 
@@ -221,13 +221,13 @@ def tensor_schema(name: str, datatype: str, shape: tuple[int, ...]) -> TensorSch
 def _output_schema(packed_output: Any) -> OutputSchema:
     name, kind = packed_output
     if type(name) is not str or kind not in (_ANYWHERE, _PLACED, _PLACED_OR_INPUT):
-        raise MalformedMessage("a requested output is malformed")
+        raise MalformedMessage(f"a requested output is not [name, kind]: {packed_output!r:.80}")
     return OutputSchema(name, kind != _ANYWHERE, kind == _PLACED_OR_INPUT)
 
 
 def _checked_parameters(parameters: Any) -> dict[str, Any]:
     if type(parameters) is not dict or not all(type(key) is str for key in parameters):
-        raise MalformedMessage("a request's parameters are malformed")
+        raise MalformedMessage(f"parameters must be a map with text keys, got {parameters!r:.80}")
     return parameters
 
 

@@ -58,14 +58,14 @@ class Padding:
     Attributes:
         pads: The padding of each padded input, by name.
         cut_outputs: The outputs that are cut to the true shape of an input, with the input's name.
-        read: Splits a shape key into its constant part and the shapes of the padded inputs.
+        split_key: Splits a shape key into its constant part and the shapes of the padded inputs.
     """
 
     def __init__(self, pads: Iterable[Pad], cut_outputs: Mapping[str, str]) -> None:
         self.pads = {pad.name: pad for pad in pads}
         self.cut_outputs = dict(cut_outputs)
         self._shape_format = struct.Struct(f"<{sum(len(pad.dims) for pad in self.pads.values())}q")
-        self.read = lru_cache(1024)(self._split)
+        self.split_key = lru_cache(1024)(self._split)
 
     @classmethod
     def of(cls, text: str, dims: Mapping[str, Shape]) -> Padding | None:
@@ -78,8 +78,8 @@ class Padding:
         specs = parse_entries(text)
         if not specs:
             return None
-        own = specs.items()
-        pads = [_pad_from_entry(name, dims[name], spec) for name, spec in own if "like" not in spec]
+        padded = {name: spec for name, spec in specs.items() if "like" not in spec}
+        pads = [_pad_from_entry(name, dims[name], spec) for name, spec in padded.items()]
         cut_outputs = {name: spec["like"] for name, spec in specs.items() if "like" in spec}
         return cls(pads, cut_outputs)
 
@@ -140,7 +140,7 @@ class PaddedBatch:
         Returns:
             Whether the request has joined.
         """
-        constant_part, shapes = self._padding.read(key)
+        constant_part, shapes = self._padding.split_key(key)
         if self._constant_part is None:
             largest: Sequence[Shape] = shapes
         elif constant_part != self._constant_part:
@@ -169,7 +169,7 @@ class PaddedBatch:
         self._true_elements, self._elements_if_alone = true_elements, elements_if_alone
         return True
 
-    def elements(self) -> dict[str, tuple[int, int]]:
+    def element_counts(self) -> dict[str, tuple[int, int]]:
         """Return the number of elements and of padding elements in the batch, by input."""
         counts = {}
         for pad, largest_shape, true_count in zip(

@@ -73,8 +73,8 @@ def _sample_input(name: str, warmup: WarmupInput, batch: tuple[int, ...], root: 
             file,
             byte_size if ITEM_SIZE[datatype] else None,
             setting="warmup",
-            outside=f"{setting_name}: '{file}' is not in the model's folder '{_DATA_FOLDER}'",
-            unreadable=f"{setting_name}: cannot read '{file}'",
+            outside_error=f"{setting_name}: '{file}' is not in the model's folder '{_DATA_FOLDER}'",
+            read_error=f"{setting_name}: cannot read '{file}'",
         )
     elif warmup.random_data and ITEM_SIZE[datatype]:
         data = _random_data(name, datatype, dims)
@@ -103,7 +103,7 @@ def _random_data(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:
 
 
 def read_data(
-    folder: Path, file: str, size: int | None, *, setting: str, outside: str, unreadable: str
+    folder: Path, file: str, size: int | None, *, setting: str, outside_error: str, read_error: str
 ) -> bytes:
     """Read a file that a model's configuration names.
 
@@ -112,19 +112,19 @@ def read_data(
         file: The path of the file in the folder.
         size: The number of bytes to return; None for the whole file.
         setting: The name of the setting, for the error of a file that is too short.
-        outside: The error text for a file outside of the folder.
-        unreadable: The start of the error text for a file that cannot be read.
+        outside_error: The error text for a file outside of the folder.
+        read_error: The start of the error text for a file that cannot be read.
 
     Raises:
         InvalidArgument: The file is outside of the folder, cannot be read or is too short.
     """
     path = folder / file
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise InvalidArgument(outside)
+        raise InvalidArgument(outside_error)
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InvalidArgument(f"{unreadable}: {error.strerror}") from error
+        raise InvalidArgument(f"{read_error}: {error.strerror}") from error
     if size is not None and len(data) < size:
         raise InvalidArgument(
             f"{setting} setting expects {size} bytes, but the data provided from {file} only has "

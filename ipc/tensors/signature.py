@@ -65,8 +65,7 @@ class Signature:
     ) -> BatchProperties:
         """Check a request against the model.
 
-        Input byte sizes must already match `data`. The elements of BYTES inputs are checked by the
-        worker, because only the worker reads them.
+        The worker checks the elements of BYTES inputs, because no other process reads them.
 
         Raises:
             InvalidArgument: The request does not fit. The text is Triton's, and starts with the id
@@ -99,7 +98,7 @@ class Signature:
         """
         spec = self.outputs[name]
         item_size = ITEM_SIZE[spec.datatype]
-        if not item_size or not spec.static:
+        if not item_size or not spec.is_static:
             return None
         return element_count(spec.dims) * item_size * (batch_size if self.max_batch_size else 1)
 
@@ -110,24 +109,24 @@ class Signature:
         *,
         check_sizes: bool,
     ) -> BatchProperties:
-        names: set[str] = set()
+        input_names: set[str] = set()
         for tensor in inputs:
-            if tensor.name in names:
+            if tensor.name in input_names:
                 raise InvalidArgument(f"input '{tensor.name}' already exists in request")
-            names.add(tensor.name)
-        requested: set[str] = set()
+            input_names.add(tensor.name)
+        output_names: set[str] = set()
         for output in outputs:
-            if output.name in requested:
+            if output.name in output_names:
                 text = f"Duplicate output name '{output.name}' is not allowed in a request"
                 raise InvalidArgument(text)
             if output.name not in self.outputs:
                 text = f"unexpected inference output '{output.name}' for model '{self.name}'"
                 raise _UnknownTensorError(text)
-            requested.add(output.name)
-        if len(names) != len(self.inputs) or self.has_optional_inputs:
-            self._check_count(names)
+            output_names.add(output.name)
+        if len(input_names) != len(self.inputs) or self.has_optional_inputs:
+            self._check_count(input_names)
         batch_size = self._batch_size(inputs) if self.max_batch_size > 0 else 0
-        key_parts: list[object] = [sorted(names)] if self.has_optional_inputs else []
+        key_parts: list[object] = [sorted(input_names)] if self.has_optional_inputs else []
         padded_shapes: dict[str, tuple[int, ...]] = {}
         for tensor in inputs:
             spec = self.inputs.get(tensor.name)

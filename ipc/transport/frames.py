@@ -95,7 +95,7 @@ class MalformedMessage(Exception):
 
 
 @cache
-def decoder(kind: Any) -> Callable[[Any], Any]:
+def decoder(annotation: Any) -> Callable[[Any], Any]:
     """Return the function that decodes values of an annotated type from values of JSON types.
 
     Records are decoded from maps, tuples from lists, and paths from strings; None stays None. The
@@ -103,14 +103,14 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
     in the map, such as "outer.inner". The default is the field's name. Other keys of the map are
     ignored, and fields without a value have their defaults.
     """
-    if isinstance(kind, type) and issubclass(kind, Document):
-        return kind.of
-    if isinstance(kind, type) and is_dataclass(kind):
-        _field_decoders(kind)
-        return partial(from_map, kind)
-    if kind is Path:
+    if isinstance(annotation, type) and issubclass(annotation, Document):
+        return annotation.of
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        _field_decoders(annotation)
+        return partial(from_map, annotation)
+    if annotation is Path:
         return Path
-    generic_type, type_arguments = typing.get_origin(kind), typing.get_args(kind)
+    generic_type, type_arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if generic_type in (types.UnionType, typing.Union):
         (member,) = (argument for argument in type_arguments if argument is not type(None))
         return decoder(member)
@@ -207,11 +207,11 @@ _TYPES_BY_TAG = _MessageTypes()
 _GETTERS = _Getters()
 
 
-def _plain_type(annotation: Any) -> type[Any]:
-    plain_type = dict if _is_document(annotation) else typing.get_origin(annotation) or annotation
-    if plain_type not in (int, str, bytes, bool, float, list, dict):
+def _wire_type(annotation: Any) -> type[Any]:
+    wire_type = dict if _is_document(annotation) else typing.get_origin(annotation) or annotation
+    if wire_type not in (int, str, bytes, bool, float, list, dict):
         raise TypeError(f"a message field cannot have the type {annotation}")
-    return plain_type
+    return wire_type
 
 
 class _Records:
@@ -220,7 +220,7 @@ class _Records:
     def __init__(self, cls: type[Any]) -> None:
         hints = typing.get_type_hints(cls)
         self._cls = cls
-        self._field_types = [_plain_type(hints[field.name]) for field in fields(cls)]
+        self._field_types = [_wire_type(hints[field.name]) for field in fields(cls)]
         self._fields = attrgetter(*(field.name for field in fields(cls)))
 
     def encode(self, records: list[Any]) -> list[Any]:
@@ -232,7 +232,7 @@ class _Records:
         cls, field_types = self._cls, self._field_types
         for item in items:
             if type(item) is not list or list(map(type, item)) != field_types:
-                raise MalformedMessage(f"expected the fields of a {cls.__name__}")
+                raise MalformedMessage(f"a {cls.__name__} has fields of the wrong number or types")
         return list(starmap(cls, items))
 
 
@@ -311,8 +311,8 @@ def _read_fields(tag: str, record_class: type[Any]) -> None:
         and typing.get_args(annotation) != (Any,)
     )
     required_count = sum(f.default is MISSING for f in fields(record_class))
-    plain_types = list(map(_plain_type, annotations))
-    _TYPES_BY_TAG[tag] = (record_class, plain_types, required_count, element_checks, nested_fields)
+    wire_types = list(map(_wire_type, annotations))
+    _TYPES_BY_TAG[tag] = (record_class, wire_types, required_count, element_checks, nested_fields)
     get_fields: Callable[[Any], Any] = attrgetter("TAG", *names) if names else lambda _: (tag,)
     _GETTERS[record_class] = (
         _with_nested_packed(get_fields, nested_fields) if nested_fields else get_fields
@@ -367,7 +367,7 @@ def unpack(frame: bytes, max_array_len: int = -1) -> list[Any]:
         if pauses_gc:
             gc.enable()
     if type(items) is not list or not items:
-        raise MalformedMessage("a frame is not a list, or is empty")
+        raise MalformedMessage("a frame must be a list that begins with the version")
     if items[0] != VERSION:
         raise VersionMismatch(items[0])
     del items[0]
@@ -379,7 +379,7 @@ def _decode_messages(items: list[Any]) -> list[Any]:
     messages: list[Any] = []
     for item in items:
         if type(item) is not list or not item or type(tag := item[0]) is not str:
-            raise MalformedMessage("a message is not a list that begins with its name")
+            raise MalformedMessage("a message must be a list that begins with its tag")
         if tag not in _CLASSES_BY_TAG:
             raise MalformedMessage(f"unknown message {tag[:40]!r}")
         cls, field_types, required_count, element_checks, nested_fields = _TYPES_BY_TAG[tag]

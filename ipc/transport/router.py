@@ -47,7 +47,7 @@ _MAX_UNREGISTERED = 64  # maximum number of connections without a registered ide
 _MAX_UNPOLLED_READS = 8
 _MAX_UNSENT_BYTES = 4 << 20  # no messages are read from a peer with more unread output
 _MAX_BUFFERED_BYTES = 64 << 20  # maximum bytes of incomplete frames of all peers
-_MUCH_BUFFERED_BYTES = 1 << 20  # peers with fewer buffered bytes stay connected
+_TOLERATED_BUFFER_BYTES = 1 << 20  # peers with fewer buffered bytes stay connected
 _MAX_MALFORMED = 16  # malformed messages after which a peer is disconnected
 # The value in linux/asm-generic/socket.h since Linux 6.16, which Python does not define.
 _SO_PASSRIGHTS = 83
@@ -222,14 +222,14 @@ class Router:
             except MalformedMessage as error:
                 connection.malformed_messages += 1
                 if self._count_malformed():
-                    logger.warning("dropped a malformed frame: %s", error)
+                    logger.warning("%s: dropped a malformed frame: %s", self.endpoint, error)
         if decoder.dropped_messages:
             connection.malformed_messages += decoder.dropped_messages
             self.malformed_messages += decoder.dropped_messages
             decoder.dropped_messages = 0
         if frames is None or decoder.violation:
             if decoder.violation and self._count_malformed():
-                logger.warning("a connection was ended: %s", decoder.violation)
+                logger.warning("closed a connection to %s: %s", self.endpoint, decoder.violation)
             self._drop(connection)
 
     def _count_malformed(self) -> bool:
@@ -361,7 +361,7 @@ class UntrustedRouter(Router):
         connection = super()._accept()
         if connection is not None:
             connection.max_unsent = _MAX_UNSENT_BYTES
-            connection.decoder.largest = MAX_FRAME_SIZE
+            connection.decoder.max_frame_size = MAX_FRAME_SIZE
             self._unregistered_connections[connection] = None
             if len(self._unregistered_connections) > _MAX_UNREGISTERED:
                 self._drop(next(iter(self._unregistered_connections)))
@@ -381,7 +381,7 @@ class UntrustedRouter(Router):
             self._drop(connection)
 
     def _buffers_too_much(self, connection: Connection) -> bool:
-        if connection.decoder.buffered_bytes < _MUCH_BUFFERED_BYTES:
+        if connection.decoder.buffered_bytes < _TOLERATED_BUFFER_BYTES:
             return False
         return (
             sum(other.decoder.buffered_bytes for other in self._connections.values())

@@ -57,13 +57,13 @@ class Decoder:
     """The decoder of a connection's incoming bytes.
 
     Attributes:
-        largest: The maximum size of a frame in bytes.
+        max_frame_size: The maximum size of a frame in bytes.
         properties: The peer's properties, after its READY.
         violation: The protocol violation after which the connection is unusable, or "".
         dropped_messages: The number of dropped multipart messages; the protocol does not use them.
     """
 
-    largest: int = _MAX_FRAME_SIZE
+    max_frame_size: int = _MAX_FRAME_SIZE
     properties: dict[str, bytes] | None = None
     violation: str = ""
     dropped_messages: int = 0
@@ -84,10 +84,10 @@ class Decoder:
         if is_ready and data and not buffer:
             # Most reads return exactly one frame.
             size = len(data)
-            if data[0] == _LONG_FLAG and 9 < size <= self.largest:
+            if data[0] == _LONG_FLAG and 9 < size <= self.max_frame_size:
                 if _LONG_SIZE.unpack_from(data, 1)[0] == size - 9:
                     return [data[9:]]
-            elif data[0] == 0 and 2 <= size <= self.largest and data[1] == size - 2:
+            elif data[0] == 0 and 2 <= size <= self.max_frame_size and data[1] == size - 2:
                 return [data[2:]]
         if buffer:
             buffer += data
@@ -132,7 +132,7 @@ class Decoder:
                 start = offset + 2
                 end = start + data[offset + 1]
             if end - start > (
-                self.largest if self.properties is not None else _MAX_HANDSHAKE_FRAME_SIZE
+                self.max_frame_size if self.properties is not None else _MAX_HANDSHAKE_FRAME_SIZE
             ):
                 self.violation = "a frame that is too large"
             elif end > size:
@@ -343,8 +343,8 @@ class Dealer:
         try:
             self._connection.send(frame)
         except OSError:
-            # Messages that the peer sent before it closed are still read, and `receive` detects the
-            # end of the connection.
+            # Unsent bytes are lost, but `receive` still returns the messages that the peer sent
+            # before it closed the connection, and then detects the end of the connection.
             self._connection.unsent.clear()
             return False
         return True
@@ -364,7 +364,7 @@ class Dealer:
                 messages += unpack(frame)
             except MalformedMessage as error:
                 self.malformed_messages += 1
-                logger.warning("dropped a malformed frame: %s", error)
+                logger.warning("%s: dropped a malformed frame: %s", self.endpoint, error)
         if frames is None or connection.decoder.violation:
             self._disconnect(connection)
         elif connection.decoder.dropped_messages:

@@ -392,7 +392,7 @@ class SchedulerTrace:
             return
 
     def _delays(self, entry: Entry) -> bool:
-        return self.settings.policies.policy(entry.level).delays
+        return self.settings.policies.policy(entry.level).delays_expired
 
     def sent_to_client(self, peer: bytes, message: Any) -> None:
         is_ending = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)

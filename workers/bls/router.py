@@ -427,7 +427,7 @@ class CallRouter:
             timeout_us=request.timeout_us,
             limit_us=request.limit_us,
             limit_origin="the call's parameter 'deadline_us'",
-            ends_ns=request.deadline_ns,
+            caller_deadline_ns=request.deadline_ns,
             flags=request.flags,
             correlation_id=request.correlation_id,
             trace=request.trace,

@@ -122,7 +122,7 @@ def buckets(config: ModelSpec) -> tuple[int, ...]:
 
 
 def _has_fixed_size(spec: TensorSpec) -> bool:
-    return spec.static and not (spec.optional or spec.ragged or not ITEM_SIZE[spec.datatype])
+    return spec.is_static and not (spec.optional or spec.ragged or not ITEM_SIZE[spec.datatype])
 
 
 def _row_bytes(spec: TensorSpec) -> int:

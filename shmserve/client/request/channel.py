@@ -292,7 +292,7 @@ class RequestChannel:
             request_id=options.request_id,
             priority=options.priority,
             timeout_us=options.timeout_us,
-            ends_ns=options.deadline_ns,
+            caller_deadline_ns=options.deadline_ns,
             flags=options.flags,
             correlation_id=options.sequence,
             trace=options.trace,

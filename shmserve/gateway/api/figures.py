@@ -1,9 +1,9 @@
 """Current figures for monitoring: rates, quantiles and problems, from schedulers' reports (pure).
 
-The figures are differences between the reports of the last seconds. The metrics page uses the same
-reports. A row has totals since the model was loaded, current gauges and, in `recent`, the rates per
-second and times in ms within the window. `hurts` ranks the models by their problems, and `because`
-is the text of a model's problem.
+The figures are differences between the current report and an earlier report. The metrics page uses
+the same reports. A model's row has totals since its load, current gauges and, in `recent`, rates
+per second and times in ms within the last `WINDOW_S`. `hurts` ranks the models by their problems,
+and `because` is the text of a model's problem.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ HISTORY_S = 600.0
 HISTORY_EVERY_S = 5.0
 EXITS_SHOWN_S = 3600.0  # the time for which exited workers are shown
 _QUANTILES = (0.5, 0.9, 0.99)
+# The figures that a row has from the report of a scheduler, under the same names.
 _TOTALS = (
     *("success", "fail", "inference_count", "execution_count", "workers_lost", "retried"),
     *("cache_hit", "cache_miss", "pending", "executing"),
 )
-_COUNTS = {"failures": "failures", "closed": "batches_closed", "instances": "instances"}
+# The names of figures in a row, and the names of their sources in a report.
+_COUNTS_BY_LABEL = {"failures": "failures", "closed": "batches_closed", "instances": "instances"}
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
 _GENERATION_RATES = {"tokens_rate": "generated", "prefill_rate": "prefilled"}
 _TOKEN_TIMES = {"first_token_ms": "first_token_seconds", "inter_token_ms": "inter_token_seconds"}
-# The ranks of models with exited workers in the list of problems. Failing requests have a rank of
-# 2000 or more.
+# The values of `hurts` for models whose workers have exited. Models with failing requests have a
+# value from 2000 to 2100.
 _NEW_EXIT_RANK, _EARLIER_EXIT_RANK = 3000, 1500
 _LONG_QUEUE_MS = 1.0  # a model with a shorter mean queueing time has no problem
 
@@ -62,7 +64,7 @@ class Figures:
         earlier_s, earlier_reports = self._snapshots[0] if self._snapshots else (now_s, {})
         self._snapshots.append((now_s, by_version))
         for key, report in by_version.items():
-            # A worker may die before the first report, for instance by its first request.
+            # The first report counts, too: a worker may have died before it.
             new_exits = report["workers_lost"] - self._lost_counts.get(key, 0)
             self._lost_counts[key] = report["workers_lost"]
             if new_exits > 0:
@@ -85,14 +87,15 @@ class Figures:
 class History:
     """The figures of the last ten minutes, for charts (pure).
 
-    A point of a model has its rate, failures, p50, p99, and requests waiting and at workers.
+    A point has a model's requests and failures per second, p50 and p99 in ms, and the numbers of
+    waiting and of executing requests.
     """
 
     def __init__(self) -> None:
         self._snapshots: deque[tuple[float, dict[str, Point]]] = deque()
 
     def add(self, time_s: float, rows: Mapping[str, Row]) -> None:
-        """Record all rows at `time_s` (since the epoch), unless the last record is recent."""
+        """Record the rows of `time_s` (since the epoch) if `HISTORY_EVERY_S` have passed."""
         snapshots = self._snapshots
         if snapshots and 0 <= time_s - snapshots[-1][0] < HISTORY_EVERY_S * 0.9:
             return
@@ -136,7 +139,7 @@ def build_row(report: Report, earlier: Report | None, seconds: float, exits: int
         exits: The number of workers that died within an hour.
     """
     figures: Row = {name: report[name] for name in _TOTALS}
-    figures |= {name: _without_zeros(report[key]) for name, key in _COUNTS.items()}
+    figures |= {name: _without_zeros(report[key]) for name, key in _COUNTS_BY_LABEL.items()}
     figures["sequences"] = report["open_sequences"]
     if report.get("cache"):
         figures["cache"] = report["cache"]
@@ -160,15 +163,15 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
     increases = {name: max(0, report[name] - earlier_report.get(name, 0)) for name in names}
     batch_sizes, earlier_sizes = report["batch_size"], earlier_report["batch_size"]
     batch_counts = _bucket_increases(batch_sizes, earlier_sizes)
-    reasons = earlier_report["batches_closed"]
-    closed = {key: count - reasons.get(key, 0) for key, count in report["batches_closed"].items()}
-    sizes = dict(zip([*batch_sizes["buckets"], "more"], batch_counts, strict=True))
+    earlier = earlier_report["batches_closed"]
+    closed = {key: count - earlier.get(key, 0) for key, count in report["batches_closed"].items()}
+    batches_by_size = dict(zip([*batch_sizes["buckets"], "more"], batch_counts, strict=True))
     figures: Row = {
         "rate": _four_digits(increases["success"] / seconds),
         "fail_rate": _four_digits(increases["fail"] / seconds),
         "execution_rate": _four_digits(increases["execution_count"] / seconds),
         "closed": _without_zeros(closed),
-        "sizes": _without_zeros(sizes),
+        "sizes": _without_zeros(batches_by_size),
         "ms": _request_quantiles_ms(report, earlier_report),
         "phases": _mean_phase_ms(increases),
     }
@@ -185,7 +188,7 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
 
 def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     """Return the mean time of each phase of a request in ms."""
-    executed = increases["success"] - increases["cache_hit"]
+    executed = increases["success"] - increases["cache_hit"]  # number of requests
     counts = {phase: increases["success"] if phase == "queue" else executed for phase in _PHASES}
     return {
         phase.removeprefix("compute_"): _four_digits(increases[f"{phase}_ns"] / count / 1e6)
@@ -197,8 +200,8 @@ def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
 def _request_quantiles_ms(report: Report, earlier_report: Report) -> list[float]:
     """Return the quantiles of request times.
 
-    With summaries enabled they are those of the last minute, exact within 0.5 %; otherwise they are
-    estimated from the histogram.
+    If summaries are enabled, the quantiles are those of the last minute, with an error of up to
+    0.5 %. Otherwise they are estimated from the histogram.
     """
     exact_us = dict(report["quantiles"].get("request", ()))
     quantiles_ms = [exact_us.get(quantile) for quantile in _QUANTILES]
@@ -245,7 +248,7 @@ def quantile(fraction: float, bounds: Sequence[float], counts: Sequence[int]) ->
 def _find_problem(figures: Row, report: Report) -> tuple[float, str]:
     """Return the rank and the text of a model's problem; failures rank above queueing.
 
-    A configured queue delay, during which batches grow, does not count as a problem.
+    The configured queue delay, which lets batches grow, is subtracted from the time in the queue.
     """
     recent = figures.get("recent", {})
     fail_rate, rate = recent.get("fail_rate", 0), recent.get("rate", 0)

@@ -101,21 +101,31 @@ async def await_leased_registration(
 def visible_regions(
     gateway: Gateway, client: ClientIdentity, name: str, *, is_cuda: bool = False
 ) -> list[GatewayRegion]:
-    """Return the regions of a kind that the client's user may see: all, or the one with a `name`.
+    """Return the regions of system or CUDA memory that the client's user may see.
+
+    Args:
+        gateway: The gateway.
+        client: The client.
+        name: The name of the only region to return; "" for all regions.
+        is_cuda: Whether the regions are those of CUDA memory.
 
     Raises:
         NotFound: No such region is visible to the user.
     """
-    peer = client.administrator_peer() if client.listener.shm else NOBODY
+    peer = client.administrator_peer() if client.listener.allows_shm else NOBODY
     return gateway.regions.visible_regions(name, peer, is_cuda=is_cuda)
 
 
 async def unregister_regions(
     gateway: Gateway, client: ClientIdentity, name: str, *, is_cuda: bool = False
 ) -> None:
-    """Unregister regions of the client's user: all of a kind, or the one with a `name`.
+    """Unregister the region `name` of system or CUDA memory, or all regions of the client's user.
 
-    An unknown name is ignored.
+    Args:
+        gateway: The gateway.
+        client: The client.
+        name: The name, which may be unknown; "" for all regions of this kind of memory.
+        is_cuda: Whether the regions are those of CUDA memory.
     """
     peer = client.administrator_peer()
     fields = (name, peer.uid, list(peer.groups), is_cuda)

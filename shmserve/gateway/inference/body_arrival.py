@@ -20,12 +20,12 @@ from operator import attrgetter, methodcaller
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import processes
 
-COUNTED_BYTES = 128 * 1024
-_TRIMMED_BYTES = 1024 * 1024
+MIN_COUNTED_BYTES = 128 * 1024
+_MIN_TRIMMED_BYTES = 1024 * 1024
 _TRIM_DELAY_S = 0.5
 
-# The number of received bytes that extends the time limit of a body by one second, and the bytes
-# per second that a client has to read of a response.
+# In bytes per second. Each `SLOWEST_RATE` received bytes extend the time limit of a body by a
+# second. A client that reads a response at a lower rate is disconnected.
 SLOWEST_RATE = 64 * 1024
 
 
@@ -37,14 +37,14 @@ class MallocTrim:
         self._released_bytes = 0
 
     def schedule(self, byte_size: int) -> None:
-        """Trim after a pause once `_TRIMMED_BYTES` were released. Each call restarts the pause.
+        """Trim after a pause once `_MIN_TRIMMED_BYTES` were released. Each call restarts the pause.
 
-        Blocks below `COUNTED_BYTES` do not count, because malloc soon uses them again.
+        Blocks below `MIN_COUNTED_BYTES` do not count, because malloc soon uses them again.
         """
-        if byte_size < COUNTED_BYTES:
+        if byte_size < MIN_COUNTED_BYTES:
             return
         self._released_bytes += byte_size
-        if self._released_bytes < _TRIMMED_BYTES:
+        if self._released_bytes < _MIN_TRIMMED_BYTES:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -87,7 +87,7 @@ class BodyBudget:
             else:
                 text = f"server memory for request bodies ({self._capacity} bytes) is full"
                 raise Unavailable(text)
-        body.check()
+        body.check_not_evicted()
 
     def release(self, body: Arrival) -> None:
         """Stop counting the bytes of a body that is complete, discarded or evicted."""
@@ -106,10 +106,10 @@ class BodyBudget:
             body.evict()
             yield
 
-    def _slow_bodies(self, is_useful: Callable[[Arrival], int]) -> list[Arrival]:
-        """Return the slow bodies for which `is_useful` is true, the slowest first."""
+    def _slow_bodies(self, frees_memory: Callable[[Arrival], int]) -> list[Arrival]:
+        """Return the slow bodies for which `frees_memory` is true, the slowest first."""
         now = time.monotonic()
-        slow_bodies = [body for body in self._bodies if is_useful(body) and body.is_slow(now)]
+        slow_bodies = [body for body in self._bodies if frees_memory(body) and body.is_slow(now)]
         return sorted(slow_bodies, key=methodcaller("rate", now))
 
 
@@ -150,7 +150,7 @@ class Arrival:
         self.heap_bytes = 0
 
     async def next(self, read: Awaitable[bytes]) -> bytes:
-        """Wait for the next bytes of the body, which `read` returns, within the time limit.
+        """Wait for `read`, which returns the next bytes of the body, within the time limit.
 
         Raises:
             BodyTimeout: The time limit has expired, or the body was evicted.
@@ -162,17 +162,17 @@ class Arrival:
             async with asyncio.timeout(deadline - self._wait_started_at) as self._current_timeout:
                 data = await read
         except TimeoutError:
-            self.check()
+            self.check_not_evicted()
             text = f"the request body did not arrive in time (limit: {limit_s:.1f} s)"
             raise BodyTimeout(text) from None
         finally:
             self._earlier_waits_s = self._total_wait_s(time.monotonic())
             self._current_timeout = None
-        self.check()
+        self.check_not_evicted()
         self.received_bytes += len(data)
         return data
 
-    async def until(self, complete: asyncio.Future[None]) -> None:
+    async def wait_for_end(self, complete: asyncio.Future[None]) -> None:
         """Wait for the end of a body whose receiver updates `received_bytes`.
 
         Raises:
@@ -249,7 +249,7 @@ class Arrival:
         if self._current_timeout is not None and not self._current_timeout.expired():
             self._current_timeout.reschedule(0)
 
-    def check(self) -> None:
+    def check_not_evicted(self) -> None:
         """Raise BodyTimeout if the body was evicted."""
         if self._is_evicted:
             text = "arrived at less than 1 MiB/s while the memory for request bodies was full"

@@ -131,7 +131,7 @@ def submit_inference(
         limit_origin=limit_origin,
         flags=request.flags,
         correlation_id=request.correlation_id,
-        # The number identifies the connection within this process.
+        # The address of the object distinguishes the connections of this process.
         source=id(client) if request.correlation_id else 0,
         trace=trace,
     )
@@ -151,7 +151,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     if trace is None:
         return ""
     if trace.has_explanation:
-        # No templates, because each response contains the durations of its own request.
+        # A template would repeat the durations of the first response in later responses.
         built.response_templates = None
     return trace.scheduler.message
 
@@ -179,7 +179,10 @@ def error_from_failed(message: m.Failed) -> ShmserveError:
 
 
 def log_failure(built_request: BuiltRequest, error: ShmserveError) -> None:
-    """Log a failure, at debug level if the client has caused it, and add the trace to the error."""
+    """Log a failed request, and add the id of its trace to the error.
+
+    A failure that the client has caused is logged at debug level.
+    """
     trace = built_request.trace
     if trace is not None:
         error.traceparent = trace.context.traceparent
@@ -221,7 +224,7 @@ class UnaryInference(GatewayRequest):
 
     def handle_response(self, message: Response) -> None:
         if not self.has_ended:
-            self.discard(message)  # surplus response: the model has exactly one response
+            self.discard(message)  # a unary inference has only the last response
             return
         self.message = message
         built_request = self.built_request
@@ -241,7 +244,7 @@ class UnaryInference(GatewayRequest):
         self.on_response(self)
 
     def take(self) -> m.Finished | m.Responded:
-        """Take the response; raise the error of a failed request."""
+        """Return the response and remove it from `message`; raise the error of a failed request."""
         message, self.message = self.message, None
         assert message is not None
         if isinstance(message, m.Failed):
@@ -339,7 +342,7 @@ class StreamingInference(GatewayRequest):
             raise
 
     def credit(self, inferred: Inferred | None) -> None:
-        """Record that the response with these outputs was sent, and return its credit."""
+        """Record that the response with these outputs was sent, and grant credit for it."""
         self._unsent_count -= 1
         if self.has_ended:
             if not self._unsent_count and self.built_request.trace is not None:
@@ -374,7 +377,7 @@ def _byte_size(data: Any) -> int:
     return len(data) if isinstance(data, bytes) else int(data.byte_size)
 
 
-# All models share this table, since the entry of a schema does not depend on the model.
+# All models share this table, because an unpacked schema does not depend on the model.
 _SCHEMAS: Schemas[ResponseSchema] = Schemas(ResponseSchema)
 
 
@@ -419,7 +422,7 @@ def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
 
 
 _MAX_CLASSIFIED_ELEMENTS = 1_000_000
-_MAX_CLASSES = 100_000  # these are formatted in 0.1 s, during which no other request is handled
+_MAX_CLASSES = 100_000  # formatted in 0.1 s, during which the gateway handles no other request
 # Triton does not classify these datatypes, either.
 _UNSORTABLE_DATATYPES = frozenset(("BOOL", "FP16", "BF16", "BYTES"))
 
@@ -427,7 +430,7 @@ _UNSORTABLE_DATATYPES = frozenset(("BOOL", "FP16", "BF16", "BYTES"))
 def classify_outputs(
     gateway: Gateway, model: GatewayModel, request: InferRequest, inferred: Inferred
 ) -> Inferred:
-    """Return a response with the requested outputs as classes, in BYTES tensors.
+    """Return a response whose classified outputs are replaced by BYTES tensors of classes.
 
     The values of each row are classified separately if the model supports batches.
 
@@ -470,9 +473,9 @@ def _classify_tensor(
         )
     if len(data) != element_total * ITEM_SIZE[datatype]:
         return tensor  # `output_bytes` reports the wrong size later
-    batch = tensor.shape[:1] if is_batched else ()
+    batch_shape = tensor.shape[:1] if is_batched else ()
     values = np.frombuffer(data, NUMPY_DTYPES[datatype])
-    rows = values.reshape(batch[0], -1) if element_total and batch else values.reshape(1, -1)
+    rows = values.reshape(batch_shape[0] if element_total and batch_shape else 1, -1)
     class_count = min(class_count, rows.shape[1])
     if len(rows) * class_count > _MAX_CLASSES:
         raise InvalidArgument(
@@ -481,7 +484,7 @@ def _classify_tensor(
         )
     texts = [text for row in rows for text in _class_texts(row, class_count, labels)]
     packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-    return TensorRef(tensor.name, "BYTES", (*batch, class_count), packed)
+    return TensorRef(tensor.name, "BYTES", (*batch_shape, class_count), packed)
 
 
 def _class_texts(row: NDArray[np.generic], class_count: int, labels: Sequence[str]) -> list[bytes]:

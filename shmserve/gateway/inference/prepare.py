@@ -43,8 +43,8 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature
 
-# Limit of the id, the parameters and the names of a request. The requests of a batch are one frame,
-# whose size is limited, too.
+# The limit of the id, the parameters and the names of a request. It exists because all requests of
+# a batch are sent in one frame, whose size is limited.
 _MAX_HEAD_BYTES = 16 << 20
 _MAX_RESPONSE_TEMPLATES = 8  # maximum number of response templates of requests with one header
 _ALIGNMENT = 64
@@ -87,17 +87,17 @@ class BuiltRequest:
 
 
 class Resources:
-    """The arena block and the region references of one request, released together.
+    """The arena block and the region references of one request, which are released together.
 
-    If the arena is full, `budget` evicts bodies that arrive too slowly.
+    If the arena is full, `BodyBudget.evict` frees the blocks of bodies that arrive too slowly.
     """
 
-    __slots__ = ("_arena", "_budget", "_offset", "_references", "_table")
+    __slots__ = ("_arena", "_budget", "_offset", "_references", "_region_table")
 
     def __init__(self, gateway: Gateway) -> None:
         self._arena = gateway.arena
         self._budget = gateway.body_budget
-        self._table = gateway.regions
+        self._region_table = gateway.regions
         self._offset = -1
         self._references: RegionReferences | None = None
 
@@ -105,7 +105,7 @@ class Resources:
     def references(self) -> RegionReferences:
         """Return the references of the request to regions."""
         if self._references is None:
-            self._references = RegionReferences(self._table)
+            self._references = RegionReferences(self._region_table)
         return self._references
 
     @property
@@ -120,15 +120,15 @@ class Resources:
             Unavailable: The arena is full.
             InvalidArgument: The sizes exceed the capacity of the arena.
         """
-        starts = [0]
+        offsets = [0]
         for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        block = self._block(starts.pop())
+            offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        block = self._allocate_block(offsets.pop())
         self._offset = block.offset
-        pairs = zip(starts, sizes, strict=True)
-        return [Range(block.memory, block.offset + start, size) for start, size in pairs]
+        pairs = zip(offsets, sizes, strict=True)
+        return [Range(block.memory, block.offset + offset, size) for offset, size in pairs]
 
-    def _block(self, byte_size: int) -> Range:
+    def _allocate_block(self, byte_size: int) -> Range:
         try:
             return self._arena.allocate(byte_size)
         except Unavailable:
@@ -301,8 +301,8 @@ def build_with_template(
         None if t.data is None and t.memory_range is not None else len(d or b"") for t, d in pairs
     ]
     references = resources.references if resources.regions else None
-    large_resources = partial(Resources, gateway) if resources.has_block else None
-    return built_request, RequestTemplate(built_request, sizes, references, large_resources)
+    create_resources = partial(Resources, gateway) if resources.has_block else None
+    return built_request, RequestTemplate(built_request, sizes, references, create_resources)
 
 
 def _place_and_check(
@@ -321,14 +321,14 @@ def _place_and_check(
     try:
         locations: Sequence[bytes | Range | None] = input_bytes
         if total_bytes > INLINE_LIMIT:
-            locations = _store(resources, input_bytes)
+            locations = _to_arena(resources, input_bytes)
         return check_and_pack(model, request, locations, resources), resources, input_bytes
     except BaseException:
         resources.release()
         raise
 
 
-def _store(resources: Resources, input_bytes: Sequence[bytes | None]) -> Sequence[Range | None]:
+def _to_arena(resources: Resources, input_bytes: Sequence[bytes | None]) -> Sequence[Range | None]:
     ranges = resources.allocate([len(data or b"") for data in input_bytes])
     for data, memory_range in zip(input_bytes, ranges, strict=True):
         if data:
@@ -351,7 +351,7 @@ def check_and_pack(
         resources: The resources of the request.
 
     Raises:
-        InvalidArgument: The request does not match the model, or is too large besides its tensors.
+        InvalidArgument: The request does not match the model, or its head is too large.
         NotFound: A region is not registered.
         Internal: The range of an output is too small.
     """
@@ -467,7 +467,7 @@ class ArrivingRequest:
         return self._byte_size
 
     def release(self) -> None:
-        """Release the request's memory, in which no further byte is received."""
+        """Release the memory of the request and its tensors; further bytes are ignored."""
         self.views, self._remaining_view = (), _EMPTY_VIEW
         self.built_request.release()
 
@@ -482,14 +482,14 @@ class ArrivingRequest:
     def feed(self, piece: memoryview) -> int:
         """Receive bytes of the current tensor; return how many bytes belong to it."""
         size = min(len(self._remaining_view), len(piece))
-        # The socket may have written the bytes to the tensor's memory directly.
+        # If the socket has received the bytes directly into the tensor's memory, no copy is needed.
         if size and piece.obj is not self._remaining_view.obj:
             self._remaining_view[:size] = piece[:size]
         self._remaining_view = self._remaining_view[size:]
         return size
 
     def feed_across_tensors(self, piece: memoryview) -> None:
-        """Receive bytes of tensors that follow each other immediately; ignore surplus bytes."""
+        """Receive bytes of several tensors without bytes in between; ignore surplus bytes."""
         while True:
             piece = piece[self.feed(piece) :]
             if self._remaining_view or self.started_count >= len(self.views):

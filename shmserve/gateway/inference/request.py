@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID
 
-# The limit of the number of inputs, outputs and parameters, which are handled in about 10 ms.
-# Millions of them would fit into a request, and block each process that handles them for seconds.
+# The maximum number of inputs, of outputs and of parameters. So many are handled in about 10 ms.
+# Millions would fit into a request, and would block each process that handles them for seconds.
 _MAX_MEMBERS = 4096
 
 
@@ -35,7 +35,7 @@ class InferInput:
     Attributes:
         count: The number of elements of the shape.
         data: The bytes. A parser may store other values here until it has decoded them.
-        binary_size: The number of bytes in the body, or -1.
+        binary_size: The number of bytes in the body, or -1 if the body does not have the tensor.
         memory_range: The range in a region.
     """
 
@@ -55,7 +55,7 @@ class InferOutput:
     Attributes:
         binary: Whether the output is sent as binary data.
         memory_range: The range in a region that the output is written to.
-        class_count: The number of largest values that are sent as classes; 0: the tensor is sent.
+        class_count: The number k of the classification extension; 0: the output is not classified.
     """
 
     name: str
@@ -66,13 +66,13 @@ class InferOutput:
 
 @dataclass(slots=True)
 class InferRequest:
-    """A request.
+    """A parsed inference request.
 
     Attributes:
-        binary: Whether outputs that are not listed are sent as binary data.
+        binary: Whether outputs that `outputs` does not list are sent as binary data.
         correlation_id: The id of the sequence; 0 or "" for a request without a sequence.
         flags: The start and end flags of the sequence.
-        timeout_us: The time limit in the queue, if its policy permits it; 0 means no limit.
+        timeout_us: The time limit in the queue, if the queue's policy permits one; 0: no limit.
         deadline_us: The time limit of the request, from its arrival; 0 means no limit.
         version: The version of the model in a gRPC request, "" for the latest.
         has_empty_final: Whether a response without outputs ends the responses of a decoupled model.
@@ -120,7 +120,10 @@ class InferRequest:
 
 
 class RequestIdentity(NamedTuple):
-    """The id of a request and its position in a sequence, which no template contains."""
+    """The id of a request and its position in a sequence, which request templates do not contain.
+
+    The position is the id of the sequence and the start and end flags.
+    """
 
     request_id: str
     correlation_id: int | str
@@ -131,7 +134,7 @@ class RequestIdentity(NamedTuple):
         return (request.id, request.correlation_id, request.flags) == self
 
 
-ANONYMOUS = RequestIdentity("", 0, 0)
+ANONYMOUS = RequestIdentity("", 0, 0)  # of a request without an id and without a sequence
 
 
 def check_member_count(members: Sized, noun: str) -> None:
@@ -183,7 +186,7 @@ def select_forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -
 
 
 def _is_utf8(value: str) -> bool:
-    # The parser represents bytes that are not UTF-8 as surrogates.
+    # The parser of headers represents bytes that are not UTF-8 as surrogates.
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 

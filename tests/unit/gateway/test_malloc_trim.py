@@ -5,12 +5,13 @@ import asyncio
 import pytest
 
 from shmserve.gateway.inference import body_arrival
-from shmserve.gateway.inference.body_arrival import COUNTED_BYTES
+from shmserve.gateway.inference.body_arrival import MIN_COUNTED_BYTES
 from shmserve.ipc import processes
 
 
 @pytest.mark.parametrize(
-    ("size", "expected_trims"), [(1 << 20, [0]), (COUNTED_BYTES, [0]), (COUNTED_BYTES - 1, [])]
+    ("size", "expected_trims"),
+    [(1 << 20, [0]), (MIN_COUNTED_BYTES, [0]), (MIN_COUNTED_BYTES - 1, [])],
 )
 async def test_large_requests_cost_one_trim_and_small_ones_none(
     monkeypatch: pytest.MonkeyPatch, size: int, expected_trims: list[int]

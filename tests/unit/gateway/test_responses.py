@@ -266,7 +266,9 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
     events_out = events(response_object, [Delta(0, "", "stop", message={"tool_calls": calls})])
     added = [event["item"] for event in events_out if event["type"].endswith("item.added")]
     assert [(item["name"], item.get("namespace")) for item in added] == [*[("f", None), ("f", "n")]]
-    assert response_object._calls is response_object._calls  # large tools are parsed once
+    assert (
+        response_object._items_by_call is response_object._items_by_call
+    )  # large tools are parsed once
     (message,) = convert_chat(input=events_out[-1]["response"]["output"])["messages"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "n__f"]
 

@@ -20,7 +20,7 @@ WRONG_SETTINGS: dict[str, tuple[Any, str]] = {
     "no mapping": ({"speculative_decoding": True}, "speculative_decoding: True is not a mapping"),
     "a list": ([], "engine settings: [] is not a mapping"),
     "no draft": ({"speculative_decoding": {"enabled": True, "method": "draft"}},
-        "method 'draft' needs the draft model"),
+        "method 'draft' requires the name or the path of a draft model"),
     "too few tokens": ({"max_tokens_per_batch": 4, "max_batch_size": 8},
         "max_tokens_per_batch: 4 is less than max_batch_size 8"),
 }  # fmt: skip

@@ -67,16 +67,16 @@ def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:
 
 def test_the_shape_key_ignores_padded_dimensions_only() -> None:
     pad = padding({})
-    shape_key, shapes = pad.read(compute_key({}, (3, 7, 9), word_count=2))
+    shape_key, shapes = pad.split_key(compute_key({}, (3, 7, 9), word_count=2))
     assert shapes == ((3, 7, 9),)
-    assert pad.read(compute_key({}, (3, 8, 8), word_count=2))[0] == shape_key
-    assert pad.read(compute_key({}, (3, 7, 9), word_count=1))[0] != shape_key
+    assert pad.split_key(compute_key({}, (3, 8, 8), word_count=2))[0] == shape_key
+    assert pad.split_key(compute_key({}, (3, 7, 9), word_count=1))[0] != shape_key
     batch = PaddedBatch(pad)
     assert batch.may_join(compute_key({}, (3, 7, 9), word_count=2), 1)
     assert not batch.may_join(compute_key({}, (3, 7, 9), word_count=1), 1)
     assert batch.may_join(compute_key({}, (3, 9, 7), word_count=2), 2)
     total = 3 * 3 * 9 * 9
-    assert batch.elements() == {"IMAGE": (total, total - 3 * 3 * 7 * 9)}
+    assert batch.element_counts() == {"IMAGE": (total, total - 3 * 3 * 7 * 9)}
 
 
 def test_shapes_without_a_common_bucket_are_separated() -> None:
@@ -122,7 +122,7 @@ def test_waste_is_bounded(
     assert padded is not None
     total = prod(padded) * sum(units for _, units in admitted)
     true_elements = sum(prod(image) * units for image, units in admitted)
-    assert batch.elements() == {"IMAGE": (total, total - true_elements)}
+    assert batch.element_counts() == {"IMAGE": (total, total - true_elements)}
     separate_elements = 0
     for image, units in admitted:
         own_shape = shape(pad, image)

@@ -435,9 +435,9 @@ def check(client: Client, request: Request) -> None:
         ({"limit_us": 7, "limit_origin": "--x"}, 7),
         ({"timeout_us": 2**64 - 1}, None),
         ({"limit_us": 10**30}, MAX_TIMEOUT_US),
-        ({"ends_ns": 1_003_000}, 3),
-        ({"ends_ns": 1_003_000, "limit_us": 2, "limit_origin": "--x"}, 2),
-        ({"ends_ns": 1_003_000, "limit_us": 4, "limit_origin": "--x"}, 3),
+        ({"caller_deadline_ns": 1_003_000}, 3),
+        ({"caller_deadline_ns": 1_003_000, "limit_us": 2, "limit_origin": "--x"}, 2),
+        ({"caller_deadline_ns": 1_003_000, "limit_us": 4, "limit_origin": "--x"}, 3),
     ],
 )
 def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us: int) -> None:

@@ -217,7 +217,7 @@ def test_a_memory_of_many_bytes_is_malformed_and_not_kept() -> None:
     assert unpack_range([longest_memory.packed, 0, 1]).memory == longest_memory
 
     def cache_sizes() -> tuple[int, int]:
-        memory_count = descriptors._cached_memory.cache_info().currsize
+        memory_count = descriptors._unpack_memory_cached.cache_info().currsize
         return len(descriptors._RANGE_CACHE), memory_count
 
     sizes_before = cache_sizes()

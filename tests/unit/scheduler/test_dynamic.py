@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.tensors.padding import Pad, PaddedBatch, Padding
-from shmserve.scheduler.batchers.dynamic import Batch, CloseReason, WaitUntil, decide
+from shmserve.scheduler.batchers import Batch, CloseReason, WaitUntil
+from shmserve.scheduler.batchers.dynamic import decide
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
@@ -83,7 +84,7 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
             or total == max_batch_size
         )
         assert (decision.reason is CloseReason.SHAPE) == (next_fits and total < max_batch_size)
-    ((elements, wasted_elements),) = batch.elements().values()
+    ((elements, wasted_elements),) = batch.element_counts().values()
     assert wasted_elements <= most_waste * elements + 1e-9 or decision.count == 1
 
 

@@ -72,7 +72,7 @@ def test_the_needs_of_each_instance_from_a_configuration() -> None:
     limited_group = {"rate_limiter": {"resources": resources, "priority": 3}}
     config = ModelSpec.of({"instance_group": [limited_group, {}]})
     first_limits, second_limits = (group.rate_limiter for group in config.instance_group)
-    assert first_limits.limits and not second_limits.limits
+    assert first_limits.needs_resources and not second_limits.needs_resources
     assert Needs.of(first_limits, 0) == Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3)
     assert Needs.of(first_limits, 1) == Needs({("R", 1): 2, ("S", GLOBAL): 1}, 3)
     assert Needs.of(second_limits, 0) == Needs({}, 1)

@@ -71,9 +71,9 @@ async def resolve_alias(gateway: Gateway, name: str) -> str:
     if name in models:
         return name
     models_by_name = {name: model for model, name in reversed(gateway.settings.served_names)}
-    own_name = models_by_name.get(name) or models.resolve_alias(name)
-    if own_name != name:
-        return own_name
+    model_name = models_by_name.get(name) or models.resolve_alias(name)
+    if model_name != name:
+        return model_name
     unloaded_models = await unloaded_aliases(gateway)
     if name in models_by_name:
         return _only_model(gateway, name, unloaded_models)
@@ -90,13 +90,13 @@ async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
 
 
 def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:
-    only = only_generative_model(gateway, unloaded)
-    if not only:
+    only_model = only_generative_model(gateway, unloaded)
+    if not only_model:
         raise NotFound(
             f"'{name}' requires exactly one model that generates text, but there are none or "
             f"several; set --served-model-name=MODEL={name}"
         )
-    return only
+    return only_model
 
 
 def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> str:
@@ -130,7 +130,7 @@ def model_names(gateway: Gateway, model: str, unloaded: Collection[str] = ()) ->
 
 
 def response_name(gateway: Gateway, model: str) -> str:
-    """Return the name of a model in responses."""
+    """Return the name that responses contain for `model`, the name of a model's folder."""
     return model_names(gateway, model)[0] if gateway.settings.served_names else model
 
 
@@ -139,7 +139,7 @@ MESSAGE_OUTPUT = "message"
 
 _REQUIRED_OUTPUTS = (TEXT_OUTPUT, "finish_reason", "usage")
 _STOP_REASON = "stop_reason"  # models of other backends may lack this output
-_UNLIMITED_TOKENS = 1 << 24  # number of tokens that stands for the maximum of the model
+_UNLIMITED_TOKENS = 1 << 24  # the worker reduces this number of tokens to the model's maximum
 # The names of the field that limits the tokens; the first field in the body counts.
 _TOKEN_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 
@@ -224,7 +224,7 @@ def create_input(
 
 
 def packed_tensor(name: str, values: Sequence[Packed], shape: Sequence[int] = ()) -> InferInput:
-    """Return an input with the prompts of a large body."""
+    """Return an input with `values`, unparsed prompts of a large body, as its elements."""
     count = sum(prompt.count for prompt in values)
     pieces = [piece for prompt in values for piece in prompt.pieces]
     size = sum(prompt.byte_size for prompt in values)
@@ -316,9 +316,9 @@ async def resolve_named_model(
     name = check_member(body, "model", str, default)
     if not name:
         raise InvalidArgument("model: the name of a model is required")
-    own_name = await resolve_alias(gateway, name)
+    model_name = await resolve_alias(gateway, name)
     try:
-        return await resolve_model(gateway, own_name, "")
+        return await resolve_model(gateway, model_name, "")
     except NotFound as error:
         raise NotFound(f"{error.message} (GET /v1/models lists the models)") from None
 
@@ -327,7 +327,7 @@ def check_member(body: dict[str, Any], name: str, member_type: type[Any], defaul
     """Return a member of a body, or the default if the member is absent or null.
 
     Raises:
-        InvalidArgument: The member is not of this kind.
+        InvalidArgument: The member has another type.
     """
     if name not in body or body[name] is None:
         return default
@@ -403,9 +403,9 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
         raise InvalidArgument(f"messages[{index}]: expected an object with a 'role'")
     if is_packed:
         prefix = b'{"messages":' if variables else b""
-        behind = b"," + orjson.dumps(variables, *_WITH_PACKED)[1:] if variables else b""
-        size = len(prefix) + messages.byte_size + len(behind)
-        pieces = [size.to_bytes(4, "little") + prefix, *messages.pieces, behind]
+        suffix = b"," + orjson.dumps(variables, *_WITH_PACKED)[1:] if variables else b""
+        size = len(prefix) + messages.byte_size + len(suffix)
+        pieces = [size.to_bytes(4, "little") + prefix, *messages.pieces, suffix]
         return InferInput("messages", "BYTES", (1,), 1, pieces, size + 4)
     chat = {"messages": messages, **variables} if variables else messages
     return create_input("messages", "BYTES", [orjson.dumps(chat, *_WITH_PACKED).decode()])
@@ -500,7 +500,7 @@ def _describe_type(value: Any) -> str:
 _REQUEST_ID = re.compile(r"\[request id: .*?\] ")
 # Messages about fields have the name of each field before its problem.
 _FIELD_PREFIX = re.compile(r"(^|; )([a-z][a-z_.\[\]0-9]*): ")
-# Inputs of models, and the fields that they are made of.
+# The names of models' inputs, and the names of the body's fields with their values.
 _FIELDS_BY_INPUT = {"text_input": "prompt", "input_ids": "prompt"}
 
 
@@ -517,7 +517,7 @@ class RequestTooLarge(InvalidArgument):
 
 
 class RefusedFields(InvalidArgument):
-    """The error for refused fields of a body, which have the names that the client knows."""
+    """The error for refused fields of a body, whose names in the message need no conversion."""
 
 
 class UnsupportedMediaType(UnsupportedEncoding):
@@ -526,8 +526,8 @@ class UnsupportedMediaType(UnsupportedEncoding):
     status = 415
 
 
-# The types and codes of errors by status. Other errors are the client's below 500, else the
-# server's.
+# The types and codes of errors by status. Errors with another status have no code, and the type
+# "invalid_request_error" below 500, else "server_error".
 _ERROR_TYPES: Mapping[int, tuple[str, str | None]] = {
     401: ("authentication_error", "invalid_api_key"),
     403: ("permission_error", None),
@@ -568,6 +568,6 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
             return f"{prefix[1]}{name}: "
 
         message = _FIELD_PREFIX.sub(rename, message)
-    field = _FIELD_PREFIX.match(message) if invalid else None
-    param = None if field is None else field[2]
+    match = _FIELD_PREFIX.match(message) if invalid else None
+    param = None if match is None else match[2]
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class AllowedValues(NamedTuple):
-    """The permitted values of an unsupported field; they have no effect."""
+    """The values of an unsupported field that are permitted, because they have no effect."""
 
     values: tuple[Any, ...]
     explanation: str
@@ -50,7 +50,7 @@ _GENERATION_FIELDS = _COMMON_FIELDS | _split_names(
     # Alternative names.
     "regex stop_words max_new_tokens max_completion_tokens"
 )
-# Variables of the chat template, and options of its message.
+# Variables of the chat template, and options of the generated message.
 CONVERSATION_FIELDS = _split_names(
     "tools tool_choice parallel_tool_calls chat_template_kwargs add_generation_prompt "
     "continue_final_message documents reasoning_effort include_reasoning"
@@ -148,28 +148,28 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
         **_REFUSED_FIELDS,
         "background": _ONLY_FALSE,
         "reasoning.mode": AllowedValues(("standard",), "only 'standard' is supported"),
-        # Chat templates receive the reasoning of all turns.
+        # Chat templates receive the reasoning of all turns, so no other context is possible.
         "reasoning.context": AllowedValues(("auto", "all_turns"), "use 'auto' or 'all_turns'"),
         "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
         "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
         "prompt": _UNSUPPORTED,
         **_refuse(AllowedValues((1,), "only 1 is supported"), "n best_of"),
         **{
-            name: AllowedValues((False, 0, {"type": "text"}), f"use {own_name} instead of {name}")
-            for name, own_name in _NAMES_IN_RESPONSES.items()
+            name: AllowedValues((False, 0, {"type": "text"}), f"use {new_name} instead of {name}")
+            for name, new_name in _NAMES_IN_RESPONSES.items()
         },
         **_refuse(_CHATS_ONLY, "documents continue_final_message prompt_logprobs"),
         **_refuse(_CHATS_ONLY, "return_token_ids use_beam_search"),
     },
 }
 
-# The members of fields that are objects.
-_MEMBERS = _split_names(
+# The supported members of fields that are objects.
+_OBJECT_MEMBERS = _split_names(
     "stream_options.include_usage stream_options.include_obfuscation "
     "stream_options.continuous_usage_stats reasoning.effort reasoning.summary "
     "reasoning.generate_summary text.format text.verbosity"
 )
-_OBJECTS = frozenset(name.partition(".")[0] for name in _MEMBERS)
+_OBJECT_FIELDS = frozenset(name.partition(".")[0] for name in _OBJECT_MEMBERS)
 
 
 def select_supported_fields(
@@ -193,12 +193,12 @@ def select_supported_fields(
     unknown: list[str] = []
     members = [
         (f"{name}.{member}", value)
-        for name in _OBJECTS & supported
+        for name in _OBJECT_FIELDS & supported
         if type(body.get(name)) is dict
         for member, value in body[name].items()
     ]
     for name, value in [*body.items(), *members]:
-        if value is None or name in _MEMBERS:
+        if value is None or name in _OBJECT_MEMBERS:
             continue
         if type(value) is float and not math.isfinite(value):
             problems.append(f"{clip(name)}: {value} is not a finite number")
@@ -208,13 +208,13 @@ def select_supported_fields(
             problems += _check_refused(name, value, refused_fields[name])
         elif name not in _IGNORED_FIELDS:
             unknown.append(name)
-        # A value of another type is a part of a large body that was not parsed.
+        # Values of other types than those of JSON are unparsed parts of a large body.
         elif name in _IGNORED_TYPES and type(value) in _JSON_TYPES - {_IGNORED_TYPES[name][0]}:
             problems.append(f"{name}: {clip(repr(value))} is not {_IGNORED_TYPES[name][1]}")
     for name in unknown[:_MAX_REPORTED]:
         if refuse_unknown:
-            known = supported | refused_fields.keys() | _IGNORED_FIELDS | _MEMBERS
-            problems.append(f"{clip(name)}: unknown field{suggestion(name, known)}")
+            known_names = supported | refused_fields.keys() | _IGNORED_FIELDS | _OBJECT_MEMBERS
+            problems.append(f"{clip(name)}: unknown field{suggestion(name, known_names)}")
         else:
             warn_once(logger, "unknown field '%s' of OpenAI's API is ignored", clip(name))
     if problems:

@@ -40,7 +40,7 @@ from shmserve.ipc.tensors.inference import Inferred
 
 T = TypeVar("T")
 
-_LARGE = 1 << 16  # bytes of a model's outputs that are converted to JSON in about 2 ms
+_LARGE_BYTES = 1 << 16  # bytes of a model's outputs; their conversion to JSON takes about 2 ms
 _NO_STOP_REASON = (b"", b"null")
 _DONE_EVENT = SERVER_SENT_EVENTS.frame(b"[DONE]")
 
@@ -124,13 +124,13 @@ def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
     if token["top_logprobs"] is None:
         return None
     logprob_by_token: dict[str, Any] = {}
-    keys = set()
+    seen_keys = set()
     for candidate in [*token["top_logprobs"], token]:
         text, key = candidate["token"], candidate.get("token_id", candidate["token"])
-        # Different parts of characters can have the same text.
-        if text in logprob_by_token and key not in keys:
+        # Different tokens have the same text if they are parts of characters in UTF-8.
+        if text in logprob_by_token and key not in seen_keys:
             text = bytes(candidate.get("bytes") or ()).decode(errors="backslashreplace")
-        keys.add(key)
+        seen_keys.add(key)
         logprob_by_token.setdefault(text, candidate["logprob"])
     return logprob_by_token
 
@@ -161,12 +161,14 @@ CHAT_FORMAT = ChoiceFormat("chatcmpl", "chat.completion", "chat.completion.chunk
 
 @dataclass(slots=True)
 class _Sample:
+    """The text of one sample received so far, with the further members of its choice."""
+
     text: str = ""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: list[dict[str, Any]] | None = None
     is_begun: bool = False
-    # The log probabilities of the first part, while it is the only one.
+    # The log probabilities of the first part, or None once there are more parts.
     first_logprobs: dict[str, Any] | None = None
     extra_members: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""
@@ -183,13 +185,13 @@ class _Sample:
         return {**_reasoning_members(self.reasoning), **calls}
 
     def add(
-        self, message: dict[str, Any], names: Collection[str], has_ended: bool
+        self, message: dict[str, Any], custom_names: Collection[str], has_ended: bool
     ) -> dict[str, Any]:
         """Add reasoning and tool calls, and return the members of a chunk with them.
 
         Args:
             message: The part of the message in one response of the model.
-            names: The names of custom tools.
+            custom_names: The names of custom tools.
             has_ended: Whether the sample has ended.
         """
         parts = _reasoning_members(message.get("reasoning", ""))
@@ -204,11 +206,11 @@ class _Sample:
                 self.tool_calls.append({**head, "function": {**function}})
             else:
                 self.tool_calls[index]["function"]["arguments"] += call["arguments"]
-            if self.tool_calls[index]["function"]["name"] not in names:
+            if self.tool_calls[index]["function"]["name"] not in custom_names:
                 calls.append({"index": index, **head, "function": function})
-        if names:
+        if custom_names:
             calls = sorted(
-                [*calls, *self._end_custom_calls(names, has_ended)], key=itemgetter("index")
+                [*calls, *self._end_custom_calls(custom_names, has_ended)], key=itemgetter("index")
             )
         return {**parts, "tool_calls": calls} if calls else parts
 
@@ -226,8 +228,11 @@ class _Sample:
                 ended_calls.append({"index": index, **self.tool_calls[index]})
         return ended_calls
 
-    def reason(self, reason: str) -> str | None:
-        """Return the model's finish reason, or "tool_calls" if a complete sample has tool calls."""
+    def finish_reason_of(self, reason: str) -> str | None:
+        """Return the finish reason for the client: the model's, or "tool_calls" in place of "stop".
+
+        The result is None if the sample has not ended.
+        """
         return "tool_calls" if self.tool_calls and reason == "stop" else reason or None
 
 
@@ -285,7 +290,7 @@ class Choices:
         """Add a part of a sample's text, and return the choice for a chunk of the stream."""
         index = prompt_index * self.sample_count + delta.sample
         sample = self._samples.setdefault(index, _Sample())
-        content = None if delta.logprobs is None else delta.logprobs.get("content", [])
+        token_logprobs = None if delta.logprobs is None else delta.logprobs.get("content", [])
         extra_members: dict[str, Any] = {}
         if delta.message is not None:
             has_ended = bool(delta.finish_reason)
@@ -299,8 +304,8 @@ class Choices:
                 is_chunk=True,
                 is_last=bool(delta.finish_reason),
             ),
-            "logprobs": self.format.logprobs(content, sample.token_characters),
-            "finish_reason": sample.reason(delta.finish_reason),
+            "logprobs": self.format.logprobs(token_logprobs, sample.token_characters),
+            "finish_reason": sample.finish_reason_of(delta.finish_reason),
         }
         if delta.finish_reason or not self.format.is_chat:
             choice["stop_reason"] = delta.stop_reason
@@ -313,28 +318,28 @@ class Choices:
             choice |= self._add_members(sample, delta.extra_members)
         sample.is_begun = True
         sample.text += delta.text
-        if content is not None:
-            sample.logprobs = (sample.logprobs or []) + content
-            sample.token_characters += sum(len(token["token"]) for token in content)
+        if token_logprobs is not None:
+            sample.logprobs = (sample.logprobs or []) + token_logprobs
+            sample.token_characters += sum(len(token["token"]) for token in token_logprobs)
         if delta.usage is not None:
             self._count_usage(delta.usage)
         return choice
 
     def _count_tokens(
-        self, prompt_index: int, sample: _Sample, fields: dict[str, Any]
+        self, prompt_index: int, sample: _Sample, members: dict[str, Any]
     ) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
         `encode_chunk` moves the member `usage` from the choice to the chunk.
         """
-        sample.tokens += len(fields.get("token_ids", ()))
-        if "prompt_token_ids" in fields:
-            self._prompt_sizes[prompt_index] = len(fields["prompt_token_ids"])
-        ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
+        sample.tokens += len(members.get("token_ids", ()))
+        if "prompt_token_ids" in members:
+            self._prompt_sizes[prompt_index] = len(members["prompt_token_ids"])
+        omitted = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
         size, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
         usage = {"prompt_tokens": size, "completion_tokens": new_tokens}
         usage["total_tokens"] = size + new_tokens
-        return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
+        return {**{name: members[name] for name in members if name not in omitted}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Store `Delta.extra_members`, and return those that belong to the choice in a chunk."""
@@ -561,7 +566,7 @@ class _Generation:
     async def _receive_parts(self) -> AsyncGenerator[list[list[Any]], None]:
         """Yield the parts of the stream for received responses to all prompts, in order of arrival.
 
-        If the prompts were read in turn, the model would wait for the credit of later prompts.
+        All queues are read, because the model stops for a prompt whose responses are not read.
         """
         unfinished = dict(enumerate(self._queues))
         while unfinished:
@@ -611,9 +616,9 @@ class _Generation:
                 reason.decode(),
                 _parse_logprobs(logprobs) if logprobs else None,
                 orjson.loads(usage) if usage else None,
-                stop_reason=orjson.loads(stopped) if stopped not in _NO_STOP_REASON else None,
+                stop_reason=None if stop_reason in _NO_STOP_REASON else orjson.loads(stop_reason),
             )
-            for index, text, reason, logprobs, usage, stopped in zip(*columns, strict=True)
+            for index, text, reason, logprobs, usage, stop_reason in zip(*columns, strict=True)
         ]
         if self._text_request.detail_outputs:
             lists = {name: array.tolist() for name, array in values.items()}
@@ -653,7 +658,7 @@ def _parse_logprobs(data: bytes) -> dict[str, Any]:
     Many tokens are parsed line by line, because the parser holds the GIL.
     """
     members: dict[str, Any] = {}
-    if len(data) < _LARGE or not data.startswith(b'{"content":[\n'):
+    if len(data) < _LARGE_BYTES or not data.startswith(b'{"content":[\n'):
         members = orjson.loads(data)
         return members
     for line in data.split(b"\n"):
@@ -665,5 +670,5 @@ def _parse_logprobs(data: bytes) -> dict[str, Any]:
 
 
 async def _convert(byte_size: int, conversion: Callable[[], T]) -> T:
-    """Call a conversion, in a thread if `byte_size` is large, as log probabilities can be."""
-    return await asyncio.to_thread(conversion) if byte_size > _LARGE else conversion()
+    """Call `conversion`, which converts `byte_size` bytes; use a thread for many bytes."""
+    return await asyncio.to_thread(conversion) if byte_size > _LARGE_BYTES else conversion()

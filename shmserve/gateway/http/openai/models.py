@@ -59,10 +59,10 @@ _FLOAT_DATATYPES = ("FP32", "FP16", "FP64")
 
 
 class Embedder(NamedTuple):
-    """A model that embeds text: its input, its output, and the dimensions of one text."""
+    """The names of the text input and the vector output of a model, and the shape of one text."""
 
-    text: str
-    vector: str
+    input_name: str
+    output_name: str
     dims: tuple[int, ...]
     max_texts: int  # maximum number of texts in a request; 0: one text, without a batch dimension
 
@@ -72,11 +72,11 @@ def find_embedder(model: GatewayModel) -> Embedder | None:
     signature = model.signature
     if len(signature.inputs) != 1 or len(signature.outputs) != 1 or model.decoupled:
         return None
-    ((input_name, source),) = signature.inputs.items()
-    ((output_name, target),) = signature.outputs.items()
-    dims = tuple(source.dims)
-    is_one_text = all(size in (1, -1) for size in dims) and len(target.dims) >= 1
-    if source.datatype != "BYTES" or target.datatype not in _FLOAT_DATATYPES or not is_one_text:
+    ((input_name, text),) = signature.inputs.items()
+    ((output_name, vector),) = signature.outputs.items()
+    dims = tuple(text.dims)
+    is_one_text = all(size in (1, -1) for size in dims) and len(vector.dims) >= 1
+    if text.datatype != "BYTES" or vector.datatype not in _FLOAT_DATATYPES or not is_one_text:
         return None
     return Embedder(input_name, output_name, tuple(1 for _ in dims), signature.max_batch_size)
 
@@ -131,11 +131,11 @@ async def _compute_vectors(
     """Return the vector of each text in FP32; the texts must fit into one batch of the model."""
     shape = (len(texts), *embedder.dims) if embedder.max_texts else embedder.dims
     if type(texts[0]) is Packed:
-        text_input = bodies.packed_tensor(embedder.text, texts, shape or (1,))
+        text_input = bodies.packed_tensor(embedder.input_name, texts, shape or (1,))
     else:
-        text_input = bodies.create_input(embedder.text, "BYTES", texts, shape or (1,))
-    outputs = await infer_once(gateway, request, model, text_input, [embedder.vector], {})
-    return list(outputs[embedder.vector].astype(np.float32).reshape(len(texts), -1))
+        text_input = bodies.create_input(embedder.input_name, "BYTES", texts, shape or (1,))
+    outputs = await infer_once(gateway, request, model, text_input, [embedder.output_name], {})
+    return list(outputs[embedder.output_name].astype(np.float32).reshape(len(texts), -1))
 
 
 def _check_texts(value: Any) -> list[Any]:
@@ -167,7 +167,7 @@ async def list_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         for root in sorted(aliases)
         for name in [*model_names(gateway, root, unloaded_models), *aliases[root]]
     ]
-    # A name of several models belongs to the first model.
+    # If several models have the same name, requests with the name reach the first of them.
     entries_by_id = {entry["id"]: entry for entry in reversed(entries)}
     return json_response({"object": "list", "data": list(reversed(entries_by_id.values()))})
 
@@ -211,12 +211,12 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, ["prompt", "messages"])
     default = await _default_model(gateway, fields)
     model = await bodies.resolve_generative_model(gateway, fields, default=default)
-    chat = "messages" in fields
+    is_chat = "messages" in fields
     with_texts = bodies.check_member(fields, "return_token_strs", bool, False)
-    add_special_tokens = bodies.check_member(fields, "add_special_tokens", bool, not chat)
-    if chat and "prompt" in fields:
+    add_special_tokens = bodies.check_member(fields, "add_special_tokens", bool, not is_chat)
+    if is_chat and "prompt" in fields:
         raise InvalidArgument("prompt: exactly one of prompt and messages is required")
-    if chat:
+    if is_chat:
         variables = {name: fields[name] for name in CONVERSATION_FIELDS & fields.keys()}
         prompt = bodies.conversation_input(fields, variables)
     elif "prompt" in fields:
@@ -248,8 +248,7 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         return json_response({"prompt": ""})
     if type(tokens) is not Packed and not are_tokens(tokens):
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
-    ids = bodies.prompt_input(tokens, "tokens")
-    limit = model.max_model_len
+    ids, limit = bodies.prompt_input(tokens, "tokens"), model.max_model_len
     if limit and ids.count > limit:
         text = prompt_too_long(limit, f"{ids.count} tokens exceed this limit")
         raise InvalidArgument(f"tokens: {text}")
@@ -266,9 +265,9 @@ async def infer_once(
     outputs: Sequence[str],
     parameters: dict[str, Any],
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return these outputs of a model by name, from its only response to one input.
+    """Send one input to a model, and return the named `outputs` of its only response.
 
-    With a `task` parameter, the model's worker, which has the tokenizer, only converts text.
+    With a `task` parameter, the worker, which has the model's tokenizer, only converts text.
 
     Raises:
         ShmserveError: The model's error; Unsupported if the worker converts no texts.

@@ -130,7 +130,7 @@ class ResponseObject:
         """Add reasoning, content and calls in this order."""
         events: list[dict[str, Any]] = []
         calls = list(message.get("tool_calls", ()))
-        while calls and "id" not in calls[0]:  # the end of a call, before other items begin
+        while calls and "id" not in calls[0]:  # the rest of the last call, before other items begin
             kind = self._items[-1]["type"]
             events += self._extend_item(kind, calls.pop(0)["arguments"], {})
         if message.get("reasoning"):
@@ -144,7 +144,7 @@ class ResponseObject:
             head: dict[str, Any] = {}
             if "id" in call:
                 plain_call = "function_call", {"name": call["name"]}
-                call_kind, named_fields = self._calls.get(call["name"], plain_call)
+                call_kind, named_fields = self._items_by_call.get(call["name"], plain_call)
                 head = {"call_id": call["id"], **named_fields}
             else:
                 call_kind = self._items[-1]["type"]
@@ -152,9 +152,10 @@ class ResponseObject:
         return events
 
     def _content_logprobs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the log probabilities of a content without those of reasoning and calls beside it.
+        """Return the log probabilities of the tokens of a message's content.
 
-        A token begins the content, possibly after line breaks.
+        Those of its reasoning and calls are omitted. The content begins with a token, possibly
+        after line breaks in the same token.
         """
         tokens, reasoning = self._next_logprobs, message.get("reasoning", "").encode()
         calls = message.get("tool_calls")
@@ -172,8 +173,8 @@ class ResponseObject:
         return tokens
 
     @cached_property
-    def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the types and the members of items with calls, by the name that the model calls.
+    def _items_by_call(self) -> dict[str, tuple[str, dict[str, str]]]:
+        """Return the type and the first members of the item for a call, by the called name.
 
         Only calls of custom tools and of functions in namespaces differ from other function calls.
         """
@@ -195,7 +196,7 @@ class ResponseObject:
         head: dict[str, Any],
         logprobs: list[dict[str, Any]] | None = None,
     ) -> list[dict[str, Any]]:
-        """Add text to the last item if it is of this kind, or to a new item."""
+        """Add text to the last item if it is of this kind, or to a new item that has `head`."""
         events: list[dict[str, Any]] = []
         if head or not self._is_item_open or self._items[-1]["type"] != kind:
             events += [*self._close_item(), *self._open_item(kind, head)]
@@ -312,16 +313,17 @@ class ResponseObject:
             for name, default in _REPEATED_MEMBERS.items()
         }
         usage = self._usage or {}
-        prompt, completion_tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-        counts = {
-            "input_tokens": prompt,
+        prompt_tokens = usage.get("prompt_tokens", 0)
+        completion_tokens = usage.get("completion_tokens", 0)
+        usage_object = {
+            "input_tokens": prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": usage.get("cached_tokens", 0),
                 "cache_write_tokens": 0,  # required by OpenAI's client
             },
             "output_tokens": completion_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens", 0)},
-            "total_tokens": prompt + completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
         }
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -339,7 +341,7 @@ class ResponseObject:
             "service_tier": "default",
             "store": False,
             "text": _with_defaults(body.get("text"), {"format": {"type": "text"}}),
-            "usage": counts if usage else None,
+            "usage": usage_object if usage else None,
             **repeated,
         }
 

@@ -25,7 +25,7 @@ from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
 
-# The members of a body that a chat also has, by their names in a chat.
+# The members of a request that a chat also has, with their names in a chat.
 _CHAT_MEMBERS = {
     **{
         name: name for name in RESPONSE_FIELDS & CHAT_FIELDS if name not in ("tools", "tool_choice")
@@ -71,7 +71,10 @@ async def read_request(
 
 @contextlib.contextmanager
 def with_client_positions(body: dict[str, Any]) -> Iterator[None]:
-    """Replace the positions of a chat's tools in an error by their positions in the request."""
+    """Convert the positions of tools in an error to the positions in the client's request.
+
+    The worker names the position of a tool in the chat, which lacks the tools that are ignored.
+    """
     try:
         yield
     except InvalidArgument as error:
@@ -138,7 +141,7 @@ def _chat_tools(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
     besides them, it cannot be carried out.
     """
     tools: dict[str, dict[str, Any]] = {}
-    others: list[str] = []
+    problems: list[str] = []
     for index, tool in enumerate(bodies.check_member(body, "tools", list, [])):
         is_object, position = type(tool) is dict, f"tools[{index}]"
         kind = tool.get("type") if is_object else tool
@@ -149,21 +152,21 @@ def _chat_tools(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 tools[f"{position}.tools[{inner}]"] = _chat_tool(function, name)
         else:
             allowed = "'function', 'custom' or 'namespace'"
-            others.append(f"{position}: {clip(repr(kind))} is not {allowed}")
+            problems.append(f"{position}: {clip(repr(kind))} is not {allowed}")
             if not is_object or kind not in _HOSTED_TOOLS:
-                raise InvalidArgument(others[-1])
-    if others and not tools:
-        raise InvalidArgument(others[0])
-    for problem in others:
+                raise InvalidArgument(problems[-1])
+    if problems and not tools:
+        raise InvalidArgument(problems[0])
+    for problem in problems:
         warn_once(logger, "a tool of /v1/responses is ignored: %s", problem.partition(": ")[2])
     return tools
 
 
-_TOOL_POSITION = re.compile(r"(?<!\S)tools\[(\d+)\]")  # in an error of a worker
+_TOOL_POSITION = re.compile(r"(?<!\S)tools\[(\d+)\]")  # a tool's position in a worker's error
 
 
 def unpacked_tools(tools: Any) -> Any:
-    """Return the tools of a body, which may be JSON."""
+    """Return the tools of a body as objects; in a large body, they are unparsed JSON."""
     return orjson.loads(orjson.dumps(tools)) if type(tools) is orjson.Fragment else tools
 
 
@@ -245,7 +248,7 @@ def _is_reference(item: Any) -> bool:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
-    """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
+    """Add an item to the messages of a chat; calls and reasoning go to an assistant's message."""
     kind = "message" if item.get("type") is None else item["type"]
     if kind == "message" and item.get("role") not in _ROLES:
         text = f"role {clip(repr(item.get('role')))} is not one of {', '.join(_ROLES)}"
@@ -258,27 +261,27 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
         content = _chat_content(item.get("content"), position)
         messages.append({"role": item.get("role"), "content": content})
         return
-    last: dict[str, Any] = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or (kind == "message" and last.get("content")):
-        last = {"role": "assistant", "content": None}
-        messages.append(last)
+    message: dict[str, Any] = messages[-1] if messages else {}
+    if message.get("role") != "assistant" or (kind == "message" and message.get("content")):
+        message = {"role": "assistant", "content": None}
+        messages.append(message)
     if kind == "message":
-        last["content"] = _chat_content(item.get("content"), position)
+        message["content"] = _chat_content(item.get("content"), position)
     elif kind in ("function_call", "custom_tool_call"):
         name = _qualified_name(item.get("namespace"), item.get("name"))
         call = {"type": "function", "function": {"name": name, "arguments": item.get("arguments")}}
         if kind == "custom_tool_call":
             call = {"type": "custom", "custom": {"name": name, "input": item.get("input")}}
-        last.setdefault("tool_calls", []).append({"id": item.get("call_id"), **call})
+        message.setdefault("tool_calls", []).append({"id": item.get("call_id"), **call})
     elif kind == "reasoning":
-        returned = item.get("encrypted_content")
-        if not item.get("content") and type(returned) is str and returned.startswith(PLAIN_PREFIX):
-            text = returned.removeprefix(PLAIN_PREFIX)
+        encrypted = item.get("encrypted_content")
+        if not item.get("content") and str(encrypted).startswith(PLAIN_PREFIX):
+            text = str(encrypted).removeprefix(PLAIN_PREFIX)
         else:
             text = _chat_content(item.get("content") or item.get("summary") or [], position)
-        if text:  # reasoning of another server may be encrypted
-            earlier = last.get("reasoning_content")
-            last["reasoning_content"] = f"{earlier}\n{text}" if earlier else text
+        if text:  # else another server has encrypted the reasoning, which is then ignored
+            earlier_text = message.get("reasoning_content")
+            message["reasoning_content"] = f"{earlier_text}\n{text}" if earlier_text else text
     else:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 
