@@ -7,20 +7,21 @@ hosting/                host.py         the process: its entry point and its loo
                                         sockets, front, core; the table of kinds
                         local_clients.py
                                         validation of requests of programs outside the server
-front.py                clients, submit, cancel, credit, release, drain, reports: for every kind
+front.py                the messages of clients and of the supervisor, for every kind of scheduler
 batching.py             the core of a model that has instances (no clock, no socket)
 settings.py             the scheduling of a model version
 requests/               request.py      the state machine of a request, as a table; its client
                         queue.py        admission, order by priority, deadlines
                         responses.py    messages to clients; ordering
-batchers/               dynamic.py, adaptive.py
-                                        (queue, time) -> a batch, or the end of a wait
+batchers/               __init__.py     the interface: (queue, time) -> a batch, or a wait
+                        dynamic.py, adaptive.py
+                                        the batchers of requests without sequences
                         estimates.py    the estimates of the adaptive batcher
                         sequences.py, sequence_dispatch.py
                                         the sequence batcher: slots, strategies, its dispatcher
 instances/              pool.py         slots: which instances are ready, free, busy; tickets
-                        dispatch.py     from the queue to the instances: dispatchers, messages to
-                                        workers, and the recent service time
+                        dispatch.py     from the queue to the instances: dispatchers
+                        executions.py   messages to workers; the recent service time
                         results.py      messages of workers; retries of requests of lost workers
 response_cache.py       responses of earlier requests
 statistics.py           the counters of a model version and their report

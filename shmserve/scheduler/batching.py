@@ -36,12 +36,8 @@ from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatcher
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.generative.dispatch import GenerativeDispatcher
-from shmserve.scheduler.instances.dispatch import (
-    BatchDispatcher,
-    Dispatcher,
-    Executions,
-    batcher_of,
-)
+from shmserve.scheduler.instances.dispatch import BatchDispatcher, Dispatcher, batcher_of
+from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import InstanceTickets, Pool
 from shmserve.scheduler.instances.results import Results
 from shmserve.scheduler.requests.queue import RequestQueue, expired_text
@@ -52,10 +48,10 @@ from shmserve.scheduler.requests.request import (
     ControlLink,
     Event,
     Lookup,
-    Peers,
     ScheduledRequest,
     State,
     Timing,
+    WorkerLinks,
 )
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache import ResponseCache
@@ -78,7 +74,7 @@ class BatchingCore(Core[ScheduledRequest]):
         self,
         settings: Settings,
         properties_by_schema: Schemas[BatchProperties],
-        workers: Peers,
+        workers: WorkerLinks,
         control: ControlLink,
         clock: Callable[[], int],
         cache: ResponseCache | None = None,
@@ -97,16 +93,16 @@ class BatchingCore(Core[ScheduledRequest]):
             settings, self._pool, workers, control, self._responses, self.statistics
         )
         batcher = batcher_of(settings)
-        parts = (self._queue, self._pool, self.executions, self._responses, self._tickets)
+        common_parts = (self._queue, self._pool, self.executions, self._responses, self._tickets)
         self._dispatcher: Dispatcher
         if settings.engine is not None:
             self._dispatcher = GenerativeDispatcher(
-                settings, *parts, settings.engine, self.statistics.generation, clock
+                settings, *common_parts, settings.engine, self.statistics.generation, clock
             )
         elif settings.sequences is not None:
-            self._dispatcher = SequenceDispatcher(settings, *parts)
+            self._dispatcher = SequenceDispatcher(settings, *common_parts)
         else:
-            self._dispatcher = BatchDispatcher(settings, *parts, batcher)
+            self._dispatcher = BatchDispatcher(settings, *common_parts, batcher)
         self.results = Results(
             settings,
             self._pool,
@@ -119,7 +115,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._dispatcher,
         )
         self._awaits_sequences = False
-        self._report_calls_ns = NEVER  # the time of the next report of waiting calls
+        self._next_call_report_ns = NEVER  # the time of the next report of waiting calls
         self._calls_reported = False  # whether the last report had calls
 
     # --- clients ----------------------------------------------------------------------------------
@@ -153,29 +149,30 @@ class BatchingCore(Core[ScheduledRequest]):
             self._check_callers(request, now_ns)
 
     def _check_callers(self, request: ScheduledRequest, now_ns: int) -> None:
-        """Fail another model's call if it can never run because callers occupy all instances.
+        """Fail a call from another model if its callers occupy all instances of this model.
 
-        The callers of all waiting calls count, because two calls may deadlock only together.
+        The callers of all waiting calls count, because several calls together may deadlock
+        although each call alone would not.
         """
-        calls = [Caller.parse(call.submit.callers) for call in self._queue.calls()]
-        callers = {(caller.pid, caller.key) for chain in calls for caller in chain}
+        chains = [Caller.parse(call.submit.callers) for call in self._queue.calls()]
+        callers = {(caller.pid, caller.key) for chain in chains for caller in chain}
         instance_slots = getattr(request.sequence, "instance_slots", None)
         slot = None if instance_slots is None else self._pool.find_by_peer(instance_slots.peer)
         if self._pool.are_blocked(callers, [] if slot is None else [slot], self._preserves_order):
             self._fail_blocked_call(request, "its instances", now_ns)
             return
-        if self._report_calls_ns == NEVER:
-            self._report_calls_ns = now_ns + _CALL_REPORT_NS
+        if self._next_call_report_ns == NEVER:
+            self._next_call_report_ns = now_ns + _CALL_REPORT_NS
         if self._tickets is not None:
             self._control.post(CheckHolders(request.key, sorted({pid for pid, _ in callers})))
 
     def _report_calls(self, now_ns: int) -> None:
-        """Report calls that have waited for long to the supervisor, which detects deadlocks."""
+        """Report the calls that have waited long to the supervisor, which detects deadlocks."""
         calls = self._queue.calls()
-        self._report_calls_ns = now_ns + _CALL_REPORT_NS if calls else NEVER
+        self._next_call_report_ns = now_ns + _CALL_REPORT_NS if calls else NEVER
         executions_by_peer = self._pool.executions_by_peer()
         occupants_by_instance: list[list[int]] = list(executions_by_peer.values())
-        unbound: list[Any] = []
+        unbound_calls: list[Any] = []  # calls that any instance may execute
         waits: list[Any] = []
         for request in calls:
             if request.enqueued_ns > now_ns - _CALL_REPORT_NS:
@@ -183,13 +180,13 @@ class BatchingCore(Core[ScheduledRequest]):
             instance_slots = getattr(request.sequence, "instance_slots", None)
             call = [request.key, request.submit.callers]
             if instance_slots is None:
-                unbound.append(call)
+                unbound_calls.append(call)
             elif instance_slots.peer in executions_by_peer:
                 waits.append([[call], [executions_by_peer[instance_slots.peer]]])
-        if unbound and self._preserves_order:  # each response waits for those of all instances
-            waits += [[unbound, [occupant]] for occupant in occupants_by_instance]
-        elif unbound:
-            waits.append([unbound, occupants_by_instance])
+        if unbound_calls and self._preserves_order:  # the response waits for earlier responses
+            waits += [[unbound_calls, [occupant]] for occupant in occupants_by_instance]
+        elif unbound_calls:
+            waits.append([unbound_calls, occupants_by_instance])
         if waits or self._calls_reported:
             self._control.post(CallsWaiting(self._name, waits))
         self._calls_reported = bool(waits)
@@ -221,7 +218,8 @@ class BatchingCore(Core[ScheduledRequest]):
     def serve_cached(
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
-        # The response may still have to wait for its turn.
+        # The request is registered, because the responses to earlier requests may have to be sent
+        # before its response.
         known, schema = self._properties_by_schema, submit.schema
         properties = known[schema] if schema in known else self._derive_properties(submit)
         request = self._queue.enqueue(client, submit, properties, now_ns, is_cached=True)
@@ -254,9 +252,9 @@ class BatchingCore(Core[ScheduledRequest]):
             self._queue.remove(request)
             self._dispatcher.on_removed(request, now_ns)
 
-    def credit(self, request: ScheduledRequest, responses: int, now_ns: int) -> None:
+    def credit(self, request: ScheduledRequest, read_count: int, now_ns: int) -> None:
         if request.state is State.RESPONDING:
-            self.executions.credit(request, responses)
+            self.executions.credit(request, read_count)
 
     def release(self, client: Client[ScheduledRequest], message: Release) -> None:
         self.executions.release(client.pid, message)
@@ -353,7 +351,7 @@ class BatchingCore(Core[ScheduledRequest]):
         if pool.failure:
             self._fail_waiting(pool.failure, now_ns)
         wake_ns = self._dispatcher.run(now_ns)
-        if now_ns >= self._report_calls_ns:
+        if now_ns >= self._next_call_report_ns:
             self._report_calls(now_ns)
         if self._tickets is not None:
             self._tickets.end_turn()
@@ -362,7 +360,7 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._preserves_order:
             self._responses.send_held_outcomes(now_ns)
             self._responses.sweep()
-        for due_ns in (timers.due_ns, pool.due_ns, self._report_calls_ns):
+        for due_ns in (timers.due_ns, pool.due_ns, self._next_call_report_ns):
             if due_ns < wake_ns:
                 wake_ns = due_ns
         return wake_ns

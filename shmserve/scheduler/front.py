@@ -89,9 +89,9 @@ class ClientTable(dict[bytes, Client[R]]):
 
 @dataclass(eq=False)
 class Reports:
-    """The statistics with current values (`gauges`), and the model's own metrics.
+    """The reports of a scheduler: its counters, current values (gauges), and the model's metrics.
 
-    `unexpected_count` counts messages that their sender may not send, ever or at that time.
+    `unexpected_count` counts messages that were dropped because their sender must not send them.
     `_wall_clock` returns the ns since the epoch.
     """
 
@@ -104,7 +104,7 @@ class Reports:
 
     def report(self, now_ns: int) -> dict[str, Any]:
         """Return the report for metrics and for GET /v2/models/NAME/stats."""
-        gauges = self._count_malformed()
+        gauges = self._take_gauges()
         gauges["families"] = model_metrics.to_lists(self._metrics.total())
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
 
@@ -114,17 +114,19 @@ class Reports:
         self.snapshot()
         client.post(StatisticsReported(request_number, report))
 
-    def _count_malformed(self) -> dict[str, Any]:
+    def _take_gauges(self) -> dict[str, Any]:
+        """Return the gauges, without `malformed`, which becomes a counter of the statistics."""
         gauges = self._read_gauges()
         self._statistics.malformed = gauges.pop("malformed") + self.unexpected_count
         return gauges
 
     def snapshot(self, omits_responses: bool = False) -> None:
-        """Send the counts to the supervisor, which passes them to a successor.
+        """Send the counts to the supervisor, which passes them to this scheduler's successor.
 
-        A published count must never decrease. `omits_responses` is passed to `Statistics.snapshot`.
+        The successor continues them, because a published count must never decrease.
+        `omits_responses` is passed to `Statistics.snapshot`.
         """
-        gauges = self._count_malformed()
+        gauges = self._take_gauges()
         gauge_values = {name: gauges[name] for name in _GAUGE_KEYS}
         statistics = {**self._statistics.snapshot(omits_responses), **gauge_values}
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
@@ -137,7 +139,8 @@ class Reports:
             else:
                 self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
-            logger.exception("the statistics of the previous model version cannot be read")
+            text = "model '%s': the statistics of the previous version cannot be read"
+            logger.exception(text, self._statistics.model[0])
         self.snapshot()
 
     def restore(self, snapshot: list[Any], alive: list[int]) -> None:
@@ -148,7 +151,8 @@ class Reports:
             self._metrics.restore(metrics, alive)
             self.unexpected_count = self._statistics.malformed
         except (AttributeError, KeyError, TypeError, ValueError):
-            logger.exception("the statistics of the previous scheduler cannot be read")
+            text = "model '%s': the statistics of the previous scheduler cannot be read"
+            logger.exception(text, self._statistics.model[0])
 
     def metrics_reported(self, pid: int, message: MetricsReported) -> None:
         """Record the metrics that the model of an instance has reported."""
@@ -234,8 +238,8 @@ class Core(Protocol[R]):
     def cancel(self, request: R, now_ns: int, keeps_reading: bool = False) -> None:
         """Cancel a request; `keeps_reading` as in `Cancel`."""
 
-    def credit(self, request: R, responses: int, now_ns: int) -> None:
-        """Record that the client has read responses."""
+    def credit(self, request: R, read_count: int, now_ns: int) -> None:
+        """Record that the client has read this number of responses."""
 
     def release(self, client: Client[R], message: Release) -> None:
         """Release outputs that a client has read and that are not in a response cache."""
@@ -284,7 +288,7 @@ class Front(Generic[R]):
     """The clients of a scheduler and its lifecycle.
 
     `_wall_clock` returns the ns since the epoch; `_model` is a name for the log. While the
-    scheduler drains, it admits no requests. After it `has_stopped`, it has nothing to do.
+    scheduler drains, it admits no requests. Once it `has_stopped`, it can be closed.
     """
 
     _core: Core[R]
@@ -370,8 +374,8 @@ class Front(Generic[R]):
             self._core.statistics.count_failure(arrived_ns, Reason.REJECTED, now_ns)
         if isinstance(error, QueueFull):
             self._overload_log.refuse()
-        text, wait_s = self._core.format_error(error.message), self._core.retry_after_s(error)
-        client.post(Failed(submit.id, error.code, text, wait_s, False, is_refused=True))
+        text, retry_s = self._core.format_error(error.message), self._core.retry_after_s(error)
+        client.post(Failed(submit.id, error.code, text, retry_s, False, is_refused=True))
 
     # --- supervisor -------------------------------------------------------------------------------
 
@@ -401,7 +405,7 @@ class Front(Generic[R]):
         if self._cache is not None:
             self._cache.process_exited(pid)
         self._reports.process_exited(pid)
-        # Stored, because frames of the exited process may still arrive.
+        # The pid is remembered, because messages of the exited process may still arrive.
         self._exited_pids[pid] = None
         if len(self._exited_pids) > REMEMBERED_EXITS:
             del self._exited_pids[next(iter(self._exited_pids))]
@@ -454,7 +458,7 @@ class Front(Generic[R]):
         self._reports.restore(snapshot, alive)
 
     def count_unexpected(self) -> None:
-        """Count a message that was dropped because its sender must not send it, ever or now."""
+        """Count a message that was dropped because its sender must not send it at this time."""
         self._reports.unexpected_count += 1
 
     def _collect_gauges(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from shmserve.ipc.messages.supervision import CacheStart
 from shmserve.ipc.tensors.descriptors import Range, pack_range, unpack_range
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, RequestSchema, Schemas
 from shmserve.ipc.transport.frames import MalformedMessage
-from shmserve.scheduler.requests.request import NOTHING, Lookup
+from shmserve.scheduler.requests.request import EMPTY_RESPONSE, Lookup
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class ResponseCache:
             key = cache_key(schema_key.prefix, sequence, contents)
             entry = self._entries.find(key)
             if entry is None:
-                return Lookup(key, NOTHING, self._clock() - began_ns, copies)
+                return Lookup(key, EMPTY_RESPONSE, self._clock() - began_ns, copies)
             response_data = entry.data if entry.inline else self._copy_to_lent(entry.data, copies)
         except (MalformedMessage, ShmserveError, LookupError):
             return None
@@ -168,27 +168,32 @@ class ResponseCache:
     def _map_range(self, memory_range: Range) -> memoryview:
         """Return the bytes of a memory range.
 
-        Raise Unavailable if a client may change them or they are gone.
+        Raises:
+            Unavailable: A client may change the bytes, or the memory is gone.
         """
         memory = memory_range.memory
-        clients = memory.pid == self._start.supervisor_pid
-        if memory.cuda is not None or memory.copied or not memory.sealed or clients:
+        of_client = memory.pid == self._start.supervisor_pid
+        if memory.cuda is not None or memory.copied or not memory.sealed or of_client:
             raise Unavailable("the response cache stores no tensors in device or client memory")
         view: memoryview = self._mappings.view(memory_range)
         return view
 
     def _copy_to_lent(self, contents: list[bytes], copies: list[Block]) -> list[Any]:
-        """Return the data of a large response, in memory that is lent.
+        """Copy a large response into memory that can be lent, and return its data.
+
+        Args:
+            contents: The bytes of each tensor.
+            copies: A list to which the new blocks are appended.
 
         Raises:
             ShmserveError: The response does not fit.
         """
         response_data: list[Any] = []
-        inline = INLINE_LIMIT
+        inline_left = INLINE_LIMIT
         try:
             for content in contents:
-                if len(content) <= inline:
-                    inline -= len(content)
+                if len(content) <= inline_left:
+                    inline_left -= len(content)
                     response_data.append(content)
                     continue
                 copy = self.lent.write(content, self.free)
@@ -207,7 +212,7 @@ class ResponseCache:
             self.lent.lend(reader, copy.memory_range, copy)
 
     def free(self, memory_range: Range) -> None:
-        """Free a copy that no reader has any more."""
+        """Free a copy that every reader has released."""
         self._lent_bytes -= memory_range.byte_size
         self.lent.free(memory_range)
 
@@ -238,9 +243,9 @@ class ResponseCache:
 
 
 class LruCache(Generic[T]):
-    """Values by key with a total size of at most `bound` bytes.
+    """Values by key, with a total size of at most `bound` bytes.
 
-    The least recently used ones are evicted.
+    The values that were used least recently are evicted.
     """
 
     def __init__(self, bound: int) -> None:
@@ -261,7 +266,7 @@ class LruCache(Generic[T]):
         return entry[1]
 
     def insert(self, key: bytes, value: T, byte_size: int) -> bool:
-        """Store a value, and evict others to make space.
+        """Store a value; evict other values until it fits.
 
         Return False, without a change, if the value is larger than the cache.
         """

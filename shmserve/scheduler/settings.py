@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
-_IDLE_NS = _NS_PER_S
+_DEFAULT_IDLE_NS = _NS_PER_S
 _MAX_SEQUENCES = 16384  # limit per client of sequences that wait for a slot
 
 
@@ -77,9 +77,10 @@ class QueuePolicies:
 class Sequencing:
     """The rules of the sequence batcher, from the configuration (`spec`) and the server's limits.
 
-    Each instance has `slots` sequence slots. Without `oldest_rules`, the strategy is direct, which
-    waits up to `delay_ns` for a minimum slot utilization if both are set. A sequence without
-    requests for `idle_ns` expires. At most `max_waiting` sequences of a client wait for a slot.
+    Each instance has `slots` sequence slots. The strategy is "oldest" with `oldest_rules`, else
+    "direct". The direct strategy waits up to `delay_ns` for the minimum slot utilization, if the
+    configuration sets both values. A sequence without requests for `idle_ns` expires. At most
+    `max_waiting` sequences of a client wait for a slot.
     `correlation_input` is the name and datatype of the control input for the id, if there is one.
     """
 
@@ -111,7 +112,7 @@ class Sequencing:
 class Settings:
     """The scheduling of a model version.
 
-    Without `batching`, each execution has one request, in order.
+    Without `batching`, each execution has one request, in the order of the queue.
     """
 
     name: str
@@ -154,7 +155,7 @@ class Settings:
             name=config.name,
             version=version,
             max_batch_size=config.max_batch_size,
-            batching=None if dynamic is None else _strategy(config, dynamic, padding),
+            batching=None if dynamic is None else _batch_rules(config, dynamic, padding),
             policies=_policies(dynamic or DynamicBatching(), limits.max_queue_size),
             # The responses of a decoupled model may never end, so that no order can be kept.
             preserve_ordering=preserves_order and not config.decoupled,
@@ -165,7 +166,7 @@ class Settings:
             decoupled=config.decoupled,
             max_open=streams if config.decoupled else 0,
             quantiles=limits.quantiles,
-            first_response_buckets_ms=_buckets(config),
+            first_response_buckets_ms=_first_response_buckets(config),
             padding=padding,
             rate_limited=limits.rate_limited,
             caches_responses=config.caches_responses,
@@ -173,7 +174,7 @@ class Settings:
         )
 
 
-def _strategy(config: ModelSpec, dynamic: DynamicBatching, padding: Padding | None) -> Batching:
+def _batch_rules(config: ModelSpec, dynamic: DynamicBatching, padding: Padding | None) -> Batching:
     rules = replace(_batching(dynamic, config.max_batch_size), padding=padding)
     match config.parameters.get(model_spec.STRATEGY_PARAMETER):
         case Strategy.PREFER_LATENCY:
@@ -202,16 +203,16 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
         spec=batching,
         correlation_input=batching.correlation_input,
         slots=candidates or max(1, config.max_batch_size),
-        idle_ns=batching.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
+        idle_ns=batching.max_sequence_idle_microseconds * _NS_PER_US or _DEFAULT_IDLE_NS,
         oldest_rules=None if oldest is None else _batching(oldest, config.max_batch_size),
         delay_ns=batching.direct_delay_microseconds * _NS_PER_US,
-        # A limit, so that the sequences of one client cannot fill the queue.
+        # At most half of the queue, so that the sequences of one client cannot fill the queue.
         max_waiting=min(_MAX_SEQUENCES, -(-limits.max_queue_size // 2) or _MAX_SEQUENCES),
     )
 
 
 def _hold_thresholds(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, int]:
-    """Return `Settings.hold_thresholds`: the queued and the backlogged requests that a batch needs.
+    """Return the numbers of queued and of backlogged requests at which dispatch starts.
 
     As in Triton, a model without a batcher has no thresholds.
     """
@@ -220,7 +221,7 @@ def _hold_thresholds(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, 
     return (0 if config.dynamic_batching is None else limits.delay_scheduler), 0
 
 
-def _buckets(config: ModelSpec) -> tuple[float, ...]:
+def _first_response_buckets(config: ModelSpec) -> tuple[float, ...]:
     for control in config.metric_control:
         if control.family == model_spec.FIRST_RESPONSE_FAMILY and control.buckets:
             return control.buckets
@@ -261,7 +262,7 @@ def _execution_limit_s(config: ModelSpec, default: float) -> float:
     if math.isfinite(seconds) and seconds >= 0:
         return seconds
     logger.warning(
-        "model '%s': parameter '%s' is ignored: '%s' is not a number of seconds",
+        "model '%s': parameter '%s' is ignored: expected a number of seconds >= 0, got '%s'",
         config.name,
         model_spec.EXECUTION_TIMEOUT,
         text,

@@ -12,7 +12,7 @@ replaced (its base), and current values:
         success_ns, fail_ns, queue_ns, compute_input_ns, compute_infer_ns, compute_output_ns,
         cache_hit_ns, cache_miss_ns
     failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
-    batches_closed  {batchers.dynamic.CloseReason: executions}; the steps of a generative model are
+    batches_closed  {batchers.CloseReason: executions}; the steps of a generative model are
                     no batches
     request_seconds, queue_seconds (one observation per success), compute_seconds, batch_size (one
         per execution), first_response_ms (one per request; decoupled models only)
@@ -59,12 +59,12 @@ from typing import Any
 
 from shmserve.common.model_metrics import add_tables, sum_counters
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
-from shmserve.scheduler.batchers.dynamic import CloseReason
+from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.requests.request import Timing
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.tables import (
     NS_PER_S,
-    SECONDS,
+    TIME_BOUNDS_S,
     CountedRequest,
     Execution,
     ExecutionStats,
@@ -118,8 +118,8 @@ class Statistics(Table):
         self.fail = 0
         self.fail_ns = 0
         self.failures = dict.fromkeys(Reason, 0)
-        self.request_seconds = Histogram(SECONDS, NS_PER_S)
-        self.queue_seconds = Histogram(SECONDS, NS_PER_S)
+        self.request_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
+        self.queue_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
         self._first_responses = Histogram(settings.first_response_buckets_ms, _NS_PER_MS)
         if settings.decoupled:
             self.first_response_ms = self._first_responses
@@ -148,7 +148,7 @@ class Statistics(Table):
         return self._model
 
     def set_base(self, base: dict[str, Any]) -> None:
-        """Set the base: the counts of the version that this version replaces.
+        """Set the counts of the version that this version replaces, which are added to reports.
 
         Raises:
             AttributeError, KeyError, TypeError, ValueError: The base is no table.
@@ -221,6 +221,7 @@ class Statistics(Table):
             self._observe(successes, times)
 
     def _observe(self, successes: list[_RecordedSuccess], times: list[_RecordedTimes]) -> None:
+        """Add the latencies and the times of executions to the quantiles."""
         quantiles = self._quantiles
         for now_ns, arrived_ns, *_ in successes:
             quantiles["request"].observe((now_ns - arrived_ns) // _NS_PER_US, now_ns)

@@ -23,18 +23,18 @@ from typing import Any, Protocol
 
 from shmserve.errors import Cancelled
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
-from shmserve.scheduler.batchers.dynamic import CloseReason
+from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.requests.request import Timing
 
 ACCURACY = 0.005
 NS_PER_S = 1_000_000_000
-# The upper bounds of a histogram of times, in seconds.
-SECONDS = (
+# The upper bounds of the buckets of a histogram of times, in seconds.
+TIME_BOUNDS_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 # A request may have any number of responses; the responses from this index on share a row.
-LAST_INDEX = 1000
+LAST_RESPONSE_INDEX = 1000
 # The reason why a batch was closed (None: it was no batch), its size, and its phases.
 Execution = tuple[CloseReason | None, int, Timing]
 
@@ -43,12 +43,13 @@ _WINDOW_PARTS = 5
 _PART_NS = _WINDOW_NS // _WINDOW_PARTS
 _GROWTH = (1 + ACCURACY) / (1 - ACCURACY)
 _LOG_GROWTH = log(_GROWTH)
-_FAST_SECONDS = (0.00001, 0.00005, *SECONDS)
+_SHORT_TIME_BOUNDS_S = (0.00001, 0.00005, *TIME_BOUNDS_S)
 _TOKEN_BOUNDS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _RESPONSE_COLUMNS = (
     *("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"),
 )
+# The index of each column's count in a row; the column's total ns follow it.
 _INFER, _OUTPUT, _SUCCESS, _FAIL, _EMPTY, _CANCEL = range(0, 12, 2)
 
 
@@ -58,7 +59,10 @@ def duration(count: int, ns: int) -> dict[str, int]:
 
 
 class Histogram:
-    """Counts of observations in fixed buckets. Reported bounds and sums are divided by `scale`."""
+    """Counts of integer observations in fixed buckets.
+
+    Reported bounds and sums are in a larger unit, which equals `scale` observed units.
+    """
 
     __slots__ = ("_bounds", "_counts", "_reported_bounds", "_scale", "_sum")
 
@@ -264,7 +268,7 @@ class ResponseStats(Table):
     def _row(self, response_index: int) -> list[int]:
         rows = self.responses
         if response_index >= len(rows):
-            response_index = min(response_index, LAST_INDEX)
+            response_index = min(response_index, LAST_RESPONSE_INDEX)
             while len(rows) <= response_index:
                 rows.append([0] * 12)
         return rows[response_index]
@@ -286,10 +290,10 @@ class ExecutionStats(Table):
     def __init__(self) -> None:
         self.execution_count = 0
         self.last_ns = 0
-        # By batch size: the count, and the ns of the three phases.
+        # The number of executions and the total ns of their three phases, by batch size.
         self.batch_sizes: dict[int, list[int]] = {}
         self.batches_closed = dict.fromkeys(CloseReason, 0)
-        self.compute_seconds = Histogram(SECONDS, NS_PER_S)
+        self.compute_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
         self.batch_size = Histogram(_BATCH_SIZE_BOUNDS)
         self._copied_bytes = [0, 0]
         self.padding: dict[str, list[int]] = {}  # by input name: elements and padding elements
@@ -373,15 +377,15 @@ class GenerationStats(Table):
         self.copied_on_write = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
-        # ns of each part of the steps, and of the text work beside them
+        # The total ns of each phase of the steps, and of the text processing beside the steps.
         self.phases = dict.fromkeys(("schedule", "gather", "forward", "sample", "draft", "text"), 0)
         self.drafted = 0
         self.accepted = 0
         self.speculative_steps = 0  # rows of steps that contained draft tokens
-        self.iteration_seconds = Histogram(SECONDS, NS_PER_S)
-        self.scheduler_seconds = Histogram(_FAST_SECONDS, NS_PER_S)
+        self.iteration_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
+        self.scheduler_seconds = Histogram(_SHORT_TIME_BOUNDS_S, NS_PER_S)
         self.batch_tokens = Histogram(_TOKEN_BOUNDS)
-        self.first_token_seconds = Histogram(SECONDS, NS_PER_S)
-        self.inter_token_seconds = Histogram(SECONDS, NS_PER_S)
+        self.first_token_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
+        self.inter_token_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
         self.prompt_tokens = Histogram(_TOKEN_BOUNDS)
         self.generation_tokens = Histogram(_TOKEN_BOUNDS)

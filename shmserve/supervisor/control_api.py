@@ -37,10 +37,10 @@ class ControlApi:
 
     _context: SupervisorContext
     _regions: RegionRegistry
-    _kept: KeptRegions
-    _handles: HandleCheck
+    _kept_regions: KeptRegions
+    _handle_check: HandleCheck
     _registry: ModelRegistry
-    _readiness: ReadinessCheck
+    _readiness_check: ReadinessCheck
 
     def __post_init__(self) -> None:
         serve = self._context.control.serve
@@ -58,9 +58,9 @@ class ControlApi:
             case RegionAbandoned(memory_id):
                 self._context.background(self._regions.withdraw_leased(pid, memory_id))
             case MemoryChecked():
-                self._handles.handle_response(pid, message)
+                self._handle_check.handle_response(pid, message)
             case ReadyChecked():
-                self._readiness.handle_response(pid, message)
+                self._readiness_check.handle_response(pid, message)
 
     async def _handle(self, pid: int, request: Any) -> dict[str, Any] | None:
         match request:
@@ -70,11 +70,11 @@ class ControlApi:
                 return self._context.tracing.change(model, changes)
             case m.AskReady(name=name, version=version):
                 pids = self._registry.readiness_worker_pids(name, version)
-                return {"ready": await self._readiness.check(pids)}
+                return {"ready": await self._readiness_check.check(pids)}
             case _:
                 payload = await self._handle_region(pid, request)
-                # A region counts as registered once it would survive a restart or a handover.
-                await self._kept.flush()
+                # The response confirms that the region will survive a restart or a handover.
+                await self._kept_regions.flush()
                 return payload
 
     def _handle_region(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:

@@ -53,7 +53,7 @@ class Handover:
     run_dir: RunDirectory
     _listeners: Listeners
     _regions: RegionRegistry
-    _kept: KeptRegions
+    _kept_regions: KeptRegions
     _local_clients: LocalClientServer
     _refusal_reason: Callable[[], str]
     _on_handed_over: Callable[[], None]
@@ -77,10 +77,10 @@ class Handover:
         if self._listeners.offer is not None:
             self._predecessor = HandoverLink(self._listeners.offer.link, self._execute)
 
-    # --- the predecessor
+    # --- the handover from a predecessor
 
     async def run_beside_predecessor(self, work: asyncio.Future[T]) -> T:
-        """Return the result of `work`, during which a predecessor, if any, must not exit.
+        """Wait for `work` and return its result. A predecessor, if any, must not exit meanwhile.
 
         Raises:
             Unavailable: The predecessor has exited before the work was done. Its last process has
@@ -101,7 +101,7 @@ class Handover:
         predecessor, offer = self._predecessor, self._listeners.offer
         if predecessor is None or offer is None:
             return
-        self._kept.mirror_to(predecessor)
+        self._kept_regions.mirror_to(predecessor)
         await predecessor.ask(_GO)
         try:
             if predecessor.end_future.done():
@@ -129,12 +129,12 @@ class Handover:
         await predecessor.end_future
         predecessor.close()
         self._predecessor = None
-        self._kept.mirror_to(None)
+        self._kept_regions.mirror_to(None)
         with suppress(OSError):
             self.run_dir.clear_predecessor()
         logger.info("the previous server has exited")
 
-    # --- the successor
+    # --- the handover to a successor
 
     def _on_successor_connected(self) -> None:
         assert self._listener is not None
@@ -160,25 +160,25 @@ class Handover:
         in_background(self._await_successor_exit(self._successor), self._tasks)
 
     def _offer(self, link: socket.socket) -> Offer:
-        listeners, local = self._listeners, self._local_clients.connections
+        listeners, client_connections = self._listeners, self._local_clients.connections
         sockets = {"http": listeners.http, "grpc": listeners.grpc, "metrics": listeners.metrics}
-        sockets["local"] = local.shared_sockets()
-        return Offer(link, sockets, listeners.shared_sockets, local.client_listener)
+        sockets["local"] = client_connections.shared_sockets()
+        return Offer(link, sockets, listeners.shared_sockets, client_connections.client_listener)
 
     async def _await_successor_exit(self, successor: HandoverLink) -> None:
         await successor.end_future
         successor.close()
         self._successor = None
-        self._kept.mirror_to(None)
+        self._kept_regions.mirror_to(None)
         if not self.has_successor:
             logger.warning("the successor has exited before it took over; this server continues")
 
     async def _hand_over(self) -> None:
         successor = self._successor
         assert successor is not None
-        self._kept.mirror_to(successor)
+        self._kept_regions.mirror_to(successor)
         for region in self._regions.active_regions():
-            self._kept.send_to_other_server(region)
+            self._kept_regions.send_to_other_server(region)
             await successor.until_done()
         if not successor.end_future.done():
             self.has_successor = True
@@ -188,16 +188,15 @@ class Handover:
             self._on_handed_over()
 
     async def let_successor_accept(self) -> None:
-        """Let the successor accept clients, and wait until it uses the run directory.
+        """Let the successor accept clients, and wait until the successor uses the run directory.
 
-        This server no longer accepts clients. It must not end earlier, because it would remove the
-        directory.
+        This server must not end before that, because it would remove the directory.
         """
         if self._successor is not None:
             await self._successor.ask(_ACCEPT)
 
     def close(self) -> None:
-        """Close the links, so that the other server detects the end of this one."""
+        """Close the links, so that the other server detects the end of this server."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()

@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 class Health:
     """The health of the server.
 
-    The server is ready between its start and its drain. With `strict`, all models that should serve
-    must also be ready. The server is live unless its start failed. `failures` are the models that
-    could not be loaded.
+    The server is ready between its start and its drain. With `requires_models`, all models that
+    should serve must also be ready. The server is live unless its start failed. `failures` are the
+    models that could not be loaded.
     """
 
-    def __init__(self, registry: ModelRegistry, *, strict: bool) -> None:
+    def __init__(self, registry: ModelRegistry, *, requires_models: bool) -> None:
         self._registry = registry
-        self._strict = strict
+        self._requires_models = requires_models
         self.has_started = False  # whether the models of the start are loaded
         self.has_failed = False  # whether the start has failed
-        self.is_exiting = False  # whether the server ends and has no successor for its clients
+        self.is_exiting = False  # whether the server ends without a successor
         self._current = HealthChanged(live=True, ready=False, exiting=False, started=False)
         self.failures = LoadsFailed([], 0)
 
@@ -53,7 +53,7 @@ class Health:
 
     def update(self) -> bool:
         """Compute the health, and return whether it has changed."""
-        models_ready = not self._strict or self._registry.all_ready()
+        models_ready = not self._requires_models or self._registry.all_ready()
         ready = self.has_started and not (self.is_exiting or self.has_failed) and models_ready
         old_health = self._current
         live = not self.has_failed

@@ -72,7 +72,7 @@ class PermanentProcesses(ABC):
         """Handle a message from a process."""
 
     def _would_fail_again(self, child: Child) -> bool:
-        """Return whether a process that exited before its first contact would exit again."""
+        """Return whether a process that exited without connecting would exit again."""
         return True
 
     async def start(self) -> None:
@@ -97,7 +97,7 @@ class PermanentProcesses(ABC):
             return
         if not process.connected.done() and self._would_fail_again(child):
             process.connected.set_exception(Unavailable(f"{child.title} ended during its start"))
-            # Reading the exception avoids asyncio's warning if nothing waits for it.
+            # asyncio would warn of an exception that nothing reads.
             process.connected.exception()
         else:
             logger.error("%s ended (%s); restarting it", child.title, child.reason)
@@ -109,7 +109,7 @@ class PermanentProcesses(ABC):
             return
         try:
             await self._start(process)
-        except (ShmserveError, OSError) as error:  # OSError: no descriptor or memory is free
+        except (ShmserveError, OSError) as error:  # an OSError if no descriptor or memory is free
             logger.error("%s %s could not be started: %s", self.role, process.name, error)
             self._context.background(self._restart(process))
 
@@ -134,8 +134,8 @@ class Gateways(PermanentProcesses):
     ) -> None:
         config = context.config
         workers = config.grpc.workers if listeners.grpc and config.grpc is not None else 0
-        grpc = [f"{GRPC}{number or ''}" for number in range(workers)]
-        super().__init__(context, [*map(str, range(config.gateways)), *grpc])
+        grpc_names = [f"{GRPC}{number or ''}" for number in range(workers)]
+        super().__init__(context, [*map(str, range(config.gateways)), *grpc_names])
         self._listeners = listeners
         self._snapshot = snapshot
         self._drain_futures: dict[int, asyncio.Future[None]] = {}
@@ -183,20 +183,17 @@ class Gateways(PermanentProcesses):
             case m.Drained():
                 resolve_future(self._drain_futures.get(child.pid), None)
             case _:
-                logger.warning("unexpected %s from a gateway", type(message).__name__)
+                logger.warning("unexpected message from a gateway: %s", type(message).__name__)
 
     def _would_fail_again(self, child: Child) -> bool:
-        """Return whether the gateway's entry point failed, as its successor's would."""
+        """Return whether the gateway's entry point failed, and would therefore fail again."""
         return child.exited.result() == f"exit status {BOOT_FAILED}"
 
     def _children(self) -> list[Child]:
         return [process.child for process in self._processes if process.child is not None]
 
     def accept(self) -> None:
-        """Let the gateways accept the clients that wait at shared sockets.
-
-        The models are loaded now.
-        """
+        """Let the gateways accept the clients at shared sockets, since the models are loaded."""
         self._waits_for_models = False
         self._context.control.broadcast(m.Accept(), "gateway")
 
@@ -253,8 +250,8 @@ class WorkspaceHolders(PermanentProcesses):
 
     def _handle_message(self, process: PermanentProcess, child: Child, message: Any) -> None:
         match message:
-            case WorkspaceAllocated(raw, uuid):
-                handle = CudaHandle(raw, _device_index(process.name), uuid)
+            case WorkspaceAllocated(raw_handle, uuid):
+                handle = CudaHandle(raw_handle, _device_index(process.name), uuid)
                 size = self._sizes[process.name]
                 memory = Memory.on_device(secrets.randbits(62), size, handle, child.pid)
                 self._context.workspaces.on_allocated(process.name, memory)

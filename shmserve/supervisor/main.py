@@ -1,4 +1,4 @@
-"""`shmserve serve`: the composition root, where the parts of a server are wired by constructor.
+"""`shmserve serve`: the composition root, which creates the objects of a server and connects them.
 
 listening sockets -> run directory -> compose -> Supervisor.run -> the run directory is removed
 """
@@ -93,16 +93,16 @@ def serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None =
         set_process_title("supervisor")
         fd_limits.raise_limit()
         table.check_at_start(config)
-        faulthandler.enable()  # prints the stacks at a crash, or if a service manager aborts it
+        faulthandler.enable()  # prints the stacks at a crash or at a service manager's SIGABRT
         offer = Offer.of(configured_run_directory(config)) if config.take_over else None
         with contextlib.closing(Listeners(offer)) as listeners:
             _open_listeners(config, listeners)
             signals = defer_signals()
-            run_dir = _run_directory(config)
+            run_dir = _open_run_directory(config)
             return run_composed(config, run_dir, listeners, signals, Supervisor.run, read_config)
 
 
-def _run_directory(config: ServerConfig) -> RunDirectory:
+def _open_run_directory(config: ServerConfig) -> RunDirectory:
     path, group = config.run_dir, config.shm.group
     if config.take_over:
         return RunDirectory.for_successor(configured_run_directory(config), group)
@@ -136,7 +136,7 @@ def run_composed(
 def defer_signals() -> list[int]:
     """Defer the signals that end the server until `Supervisor.open`.
 
-    From now on the server has files to remove at its end.
+    A signal must not end the process from now on, since it has files to remove.
 
     Returns:
         A list to which the numbers of received signals are appended.
@@ -146,7 +146,7 @@ def defer_signals() -> list[int]:
     def defer_signal(number: int, _: object) -> None:
         pending_signals.append(number)
 
-    # A signal mask would not suffice: another thread would receive the signal.
+    # Signals cannot be blocked instead: another thread, whose mask differs, would receive them.
     for number in handled_signals():
         signal.signal(number, defer_signal)
     return pending_signals
@@ -168,8 +168,8 @@ def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
     for name, protocol in (("http", config.http), ("grpc", config.grpc)):
         path = None if protocol is None else protocol.unix_socket
         if path is not None and not listeners.has_path(path):
-            unix = listen_unix(path, config.shm.group, f"--{name}-unix-socket")
-            getattr(listeners, name).append(unix)
+            unix_listener = listen_unix(path, config.shm.group, f"--{name}-unix-socket")
+            getattr(listeners, name).append(unix_listener)
 
 
 def compose(
@@ -186,12 +186,12 @@ def compose(
     Raises:
         ShmserveError: InvalidArgument or Unavailable, with a message for the operator.
     """
-    # The first step, since it removes variables from the environment that processes would inherit.
+    # First, because it removes variables from the environment, which child processes inherit.
     service_manager = ServiceManager.from_environment(os.environ)
     accelerators = host.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, accelerators)
     registry = ModelRegistry()
-    health = Health(registry, strict=config.strict_readiness)
+    health = Health(registry, requires_models=config.strict_readiness)
     events = EventPublisher()
     processes = ProcessTable(events.process_started)
     control = ControlSocket(endpoints.control(run_dir.path))
@@ -222,8 +222,7 @@ def compose(
     observers: list[Callable[[], None]] = [feed.models_changed, partial(announce, context, health)]
     if service_manager.is_present:
         observers.append(lambda: service_manager.notify_status(state()))
-    parts = (context, planner, registry, publisher, observers)
-    models = ModelManager(LifecycleExecutor(*parts))
+    models = ModelManager(LifecycleExecutor(context, planner, registry, publisher, observers))
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
@@ -315,19 +314,20 @@ def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, n
 def _create_worker_zygote(
     processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig
 ) -> Zygote:
-    # Processes of models inherit the mark, by which the front zygote kills those that remain.
+    # Processes that models start inherit the mark, by which the zygotes find and kill the remaining
+    # processes after the server's end.
     environment = with_uncached_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
-    devices = host.accelerators(visible=config.visible_devices).count > 0
-    files = [Path(file.rpartition(":")[0] or file) for file in config.model_files]
+    has_devices = host.accelerators(visible=config.visible_devices).count > 0
+    model_files = [Path(file.rpartition(":")[0] or file) for file in config.model_files]
     may_add_models = config.model_control_mode != "none"
-    preloads = worker_preloads(config.model_repositories, files, devices, may_add_models)
+    preloads = worker_preloads(config.model_repositories, model_files, has_devices, may_add_models)
     return Zygote(processes, run_dir, "worker zygote", preloads, environment)
 
 
 def _worker_environment(environment: Mapping[str, str], run_dir: Path) -> dict[str, str]:
     defaults = {
-        # Caches of torch's compiler belong to the server's files, not to $TMPDIR.
+        # torch's compiler would otherwise leave its caches in $TMPDIR after the server's end.
         "TORCHINDUCTOR_CACHE_DIR": str(run_dir / "torchinductor"),
         # onnxruntime would otherwise create a telemetry session in $TMPDIR on import.
         "ORT_DISABLE_TELEMETRY": "1",

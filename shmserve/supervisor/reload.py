@@ -35,7 +35,7 @@ _LONGEST_PAUSE_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class RepositoryPoller:
-    """The poller of the repositories, which loads and unloads models as these change.
+    """The poller of the repositories, which loads and unloads models as their folders change.
 
     A model that hangs while it loads does not delay other models. Its load is cancelled when the
     model is removed. Loads that failed for a temporary reason are retried with exponential backoff.
@@ -45,13 +45,13 @@ class RepositoryPoller:
     _planner: LoadPlanner
     _registry: ModelRegistry
     _models: ModelManager
-    # The changes in progress: models, and whether they are present.
+    # The changes in progress: each model's name, and whether its folder is present.
     _in_progress: set[tuple[str, bool]] = field(init=False, default_factory=set)
-    # The time of a failed model's next retry, and the pause after that retry.
+    # By model whose load has failed: the time of the next retry, and the pause after that retry.
     _retries: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
-        """Poll every `repository_poll_s` seconds until this is cancelled."""
+        """Poll every `repository_poll_s` seconds until the task is cancelled."""
         pause_s = self._context.config.repository_poll_s
         while pause_s:
             await asyncio.sleep(pause_s)
@@ -105,7 +105,7 @@ class RepositoryPoller:
             return  # its next request loads the current files
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
         retry_at, pause_s = self._retries.get(name, (0.0, _FIRST_PAUSE_S))
-        if model is None or model.fingerprint != fingerprint:  # also reloaded after a failed load
+        if model is None or model.fingerprint != fingerprint:  # even if the last load has failed
             pause_s = _FIRST_PAUSE_S
         elif not model.failure_is_temporary or time.monotonic() < retry_at:
             return
@@ -133,8 +133,8 @@ RELOADABLE = frozenset({_TOKENS_FLAG, *_SERVER_FIELDS, *_LOG_FIELDS, *_SHM_FIELD
 class Reload:
     """The task that reloads the settings.
 
-    `_read_config()` returns the current settings as at a start. `_describe_state()` returns the
-    status for the service manager.
+    `_read_config()` reads the settings again, as at a start. `_describe_state()` returns the status
+    line for the service manager.
     """
 
     _context: SupervisorContext
@@ -155,7 +155,7 @@ class Reload:
             await self._request_event.wait()
             self._request_event.clear()
             self._service_manager.report_reloading()
-            timeout_extension = asyncio.ensure_future(self._service_manager.keep_waiting())
+            timeout_extension = asyncio.ensure_future(self._service_manager.extend_timeout())
             try:
                 await self._reload()
             except Exception:  # any exception, because later requests are handled, too
@@ -177,9 +177,9 @@ class Reload:
             logger.info("no model is loaded or unloaded, because of --model-control-mode=explicit")
             return
         models = asyncio.gather(*await self._poller.scan())
-        superseded = asyncio.ensure_future(self._request_event.wait())
-        await wait_any(models, superseded)
-        superseded.cancel()
+        next_request = asyncio.ensure_future(self._request_event.wait())
+        await wait_any(models, next_request)
+        next_request.cancel()
 
     def _adopt(self, config: ServerConfig) -> None:
         """Apply the settings that may change; log them, and the changes that need a restart."""
@@ -189,7 +189,7 @@ class Reload:
         if config.tokens != old_config.tokens:
             changed.add(_TOKENS_FLAG)
         applied = changed & RELOADABLE
-        # With tokens, listeners may have other addresses.
+        # With the first or without any token, listeners may have other addresses: restart.
         if bool(config.tokens) != bool(old_config.tokens):
             applied.discard(_TOKENS_FLAG)
         for name in sorted(changed):
@@ -218,5 +218,5 @@ def _format_value(config: ServerConfig, name: str) -> str:
     if name == _TOKENS_FLAG:
         return f"{len(config.tokens)} tokens"
     value = config.flags[name]
-    # A repeated flag may contain a secret.
+    # The values of a repeated flag are not logged, since they may contain a secret.
     return f"{len(value)} values" if isinstance(value, list) else str(value)

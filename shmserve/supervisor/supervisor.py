@@ -55,8 +55,8 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def handled_signals() -> tuple[int, ...]:
     """Return the signals that the supervisor handles; under `nohup`, SIGHUP is not one of them."""
-    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return END_SIGNALS if nohup else (*END_SIGNALS, signal.SIGHUP)
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return END_SIGNALS if ignores_hangup else (*END_SIGNALS, signal.SIGHUP)
 
 
 # Signals within this time are one request to end: timeout(1), for example, signals the process, and
@@ -120,9 +120,9 @@ class Supervisor:
         return status or int(self._lost_run_dir)
 
     def _signal(self, number: int) -> None:
-        # A closed terminal sends SIGHUP, too.
-        terminal_closed = self._had_terminal and not has_terminal()
-        if number == signal.SIGHUP and self.reload is not None and not terminal_closed:
+        # A closed terminal sends SIGHUP, too, which then ends the server.
+        is_terminal_closed = self._had_terminal and not has_terminal()
+        if number == signal.SIGHUP and self.reload is not None and not is_terminal_closed:
             self.reload.request()
             return
         now = time.monotonic()
@@ -141,7 +141,7 @@ class Supervisor:
             logger.error("the server cannot start: internal error", exc_info=error)
         return 1
 
-    # --- start
+    # --- the server's start
 
     def open(self) -> None:
         """Handle signals, start the zygotes and publish events; no model is loaded yet."""
@@ -151,7 +151,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._signal, number)
         for number in self.early_signals:
             self._signal(number)
-        # The parent may have blocked signals, so that exits and the end would not be detected.
+        # The parent may have blocked signals. Without SIGCHLD, no exit would be detected.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.without_effect:
             logger.warning("--%s has no effect: %s", name, FLAGS[name].help)
@@ -159,7 +159,7 @@ class Supervisor:
             logger.warning("--backend-config=%s has no effect", setting)
         if context.config.trace.problem:
             logger.warning("requests are not traced: %s", context.config.trace.problem)
-        # Before other processes, because the import of torch takes longest.
+        # The worker zygote starts first, because its import of torch takes longest.
         context.worker_zygote.start()
         context.front_zygote.start()
         context.events.open(endpoints.events(context.run_dir), self.feed.on_subscription)
@@ -172,7 +172,7 @@ class Supervisor:
         gateways = asyncio.ensure_future(self.gateways.start())
         with self.progress:
             loading = asyncio.ensure_future(self._load())
-            timeout_extension = asyncio.ensure_future(self.service_manager.keep_waiting())
+            timeout_extension = asyncio.ensure_future(self.service_manager.extend_timeout())
             try:
                 started = asyncio.gather(loading, gateways)
                 has_loaded, _ = await self.handover.run_beside_predecessor(started)
@@ -228,18 +228,18 @@ class Supervisor:
             logger.info("try: %s", command)
 
     async def _load(self) -> bool:
-        # Before the models, because they may lease workspaces in their warm-up.
+        # The holders start first, because models may lease workspaces in their warm-up.
         await self.workspace_holders.start()
         try:
             return await self.models.start()
-        except ShmserveError as error:  # the repository does not exist
+        except ShmserveError as error:  # for example, the repository does not exist
             if self.context.config.exit_on_error:
                 raise
             logger.error("no model is served, and the server is not live: %s", error.message)
             self.health.has_failed = True
             return False
 
-    # --- exits
+    # --- exits of processes
 
     def _process_exited(self, child: Child) -> None:
         """Release the resources that a process has in its role, and broadcast its exit.
@@ -282,7 +282,7 @@ class Supervisor:
             self.end_signals.put_nowait(signal.SIGTERM)
 
     def _report_stopped(self) -> None:
-        """Broadcast together the exits of processes that were sent `Stop`.
+        """Broadcast the exits of all processes that were sent `Stop` since the last call.
 
         Waking all processes for each exit would dominate the time of unloading many models.
         """
@@ -290,7 +290,7 @@ class Supervisor:
             self.context.broadcast(exited, *_MODEL_ROLES)
         self._stopped_exits.clear()
 
-    # --- end
+    # --- the server's end
 
     async def end(self, status: int) -> None:
         """Drain for at most `exit_timeout_s`, or until a second signal, then stop everything.
@@ -299,8 +299,8 @@ class Supervisor:
         """
         context = self.context
         self.service_manager.report_stopping("finishing requests in flight")
-        timeout_extension = asyncio.ensure_future(self.service_manager.keep_waiting())
-        if not self.handover.has_successor:  # otherwise its clients use the successor
+        timeout_extension = asyncio.ensure_future(self.service_manager.extend_timeout())
+        if not self.handover.has_successor:  # clients may continue to use a successor
             self.health.is_exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()
@@ -318,7 +318,7 @@ class Supervisor:
         context.workspaces.close()
         context.events.close()
         context.control.close()
-        # Closed last, because a successor may use the run directory afterwards.
+        # A successor may use the run directory once this link is closed.
         self.handover.close()
         self.processes.close()
         await end_all(timeout_extension)
@@ -344,16 +344,16 @@ class Supervisor:
         await self._drain_gateways()
         await self.gateways.stop()
 
-    async def _drain(self, sequences_s: float) -> None:
-        """Wait at most `sequences_s` seconds for open sequences, then drain everything else."""
+    async def _drain(self, max_sequences_s: float) -> None:
+        """Wait at most `max_sequences_s` seconds for open sequences, then drain everything else."""
         if not self._has_successor:
             # As in Triton, gRPC clients receive GOAWAY at once.
             self.gateways.begin_drain(has_successor=False, names=GRPC)
         try:
-            async with asyncio.timeout(sequences_s):
+            async with asyncio.timeout(max_sequences_s):
                 await self.models.finish_sequences()
         except TimeoutError:
-            logger.warning("open sequences have not ended within %g s", sequences_s)
+            logger.warning("open sequences have not ended within %g s", max_sequences_s)
         await asyncio.gather(
             self.handover.let_successor_accept(),
             self._drain_gateways(),

@@ -117,8 +117,8 @@ def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.clie
     with pytest.raises(shmserve.client.InvalidArgument) as error_info:
         add(client, 3, 1)
     assert (
-        "must specify the START flag on the first request of the sequence; the state of this one "
-        "was lost when the model's worker died"
+        "must specify the START flag on the first request of the sequence; the state of this "
+        "sequence was lost when the model's worker died"
     ) in str(error_info.value)
     assert [add(client, 2, 10), add(client, 4, 10)] == [12, 14]
     assert [add(client, 1, 5, start=True), add(client, 3, 6, start=True)] == [5, 6]

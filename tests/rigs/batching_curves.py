@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from shmserve.scheduler.batchers import Batcher
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
-from shmserve.scheduler.batchers.dynamic import Batcher
 from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_simulation import (
     MS,

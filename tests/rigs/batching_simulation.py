@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.scheduler.batchers.dynamic import Batch, Batcher, CloseReason, WaitUntil
+from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, WaitUntil
 from shmserve.scheduler.requests.request import NEVER
 
 MS = 1_000_000

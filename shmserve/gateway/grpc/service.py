@@ -104,10 +104,7 @@ CallFactory = Callable[[Carrier, Stream, CallHead], GrpcCall]
 
 
 class Service:
-    """The dispatcher of calls, which begins calls that the listener's rules allow.
-
-    Handlers decode and encode their messages.
-    """
+    """The dispatcher of calls, which begins the calls that the listener's rules allow."""
 
     def __init__(self, gateway: Gateway, inferences: Inferences) -> None:
         self._gateway = gateway
@@ -119,8 +116,8 @@ class Service:
         }
         sinks = inferences.create_sink
         self._factories[MODEL_INFER] = partial(UnaryCall, on_message=inferences.infer, sinks=sinks)
-        stream = partial(stream_infer, inferences)
-        self._factories[MODEL_STREAM_INFER] = _stream_factory(stream, sinks=sinks)
+        handle_stream = partial(stream_infer, inferences)
+        self._factories[MODEL_STREAM_INFER] = _stream_factory(handle_stream, sinks=sinks)
         self._factories[HEALTH_WATCH] = _stream_factory(
             self._watch_health, limits_first_message=True
         )
@@ -161,7 +158,7 @@ class Service:
             except ShmserveError as error:
                 call.fail(*ending_from_error(error))
             except Exception:
-                logger.exception("%s failed", path)
+                logger.exception("gRPC call %s failed", path)
                 call.fail(*INTERNAL_FAILURE)
 
         def start_task(encoded_request: bytes, call: UnaryCall) -> None:

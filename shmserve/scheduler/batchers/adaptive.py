@@ -34,16 +34,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shmserve.ipc.transport.frames import Record
-from shmserve.scheduler.batchers.dynamic import (
-    Batch,
-    Batcher,
-    CloseReason,
-    Pending,
-    QueueHead,
-    WaitUntil,
-    closed_batch,
-    gather,
-)
+from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, PendingRequest, WaitUntil
+from shmserve.scheduler.batchers.dynamic import QueueHead, closed_batch, gather
 from shmserve.scheduler.batchers.estimates import Arrivals, Load, SizeTimes
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
@@ -103,9 +95,9 @@ class MissBudget:
 
         Misses count as caused by trials until the number that trials have paid for is used up.
         """
-        caused = min(misses, int(self._trial_misses))
-        self._trial_misses -= caused
-        return misses - caused
+        caused_by_trials = min(misses, int(self._trial_misses))
+        self._trial_misses -= caused_by_trials
+        return misses - caused_by_trials
 
 
 class WaitingChoice:
@@ -127,9 +119,9 @@ class WaitingChoice:
         self._mean_ns: dict[bool, float] = {}
         self._explore_misses = 0  # misses in the last epoch with the choice that seems worse
         self._epoch_count = 0
-        self._start()
+        self._start_epoch()
 
-    def _start(self) -> None:
+    def _start_epoch(self) -> None:
         self._batch_count = self._request_count = self._total_latency_ns = self._miss_count = 0
 
     def record_batch(self, latencies_ns: Sequence[int], misses: int) -> None:
@@ -150,7 +142,7 @@ class WaitingChoice:
         self._mean_ns[self.waits] = before_ns + (mean_ns - before_ns) * _EPOCH_WEIGHT
         if self.waits is not self._waiting_is_better:
             self._explore_misses = self._miss_count
-        self._start()
+        self._start_epoch()
         self._epoch_count += 1
         if len(self._mean_ns) < 2:
             self.waits = not self.waits
@@ -192,7 +184,7 @@ class TrialState(Record):
     is_overloaded: bool
 
 
-class Sizes:
+class SizeTrials:
     """The trials of batch sizes, and the misses that they may cause.
 
     A trial at a low rate delays the requests that arrive until the instance has caught up. The
@@ -270,11 +262,11 @@ class AdaptiveBatcher(Batcher):
         self._load = Load()
         self._account = MissBudget()
         self._waiting_choice = WaitingChoice(self._account)
-        self._sizes = Sizes(self._account)
+        self._size_trials = SizeTrials(self._account)
         self._latency_aim_ns = float(rules.target_ns)
         self._excess_misses = 0.0  # the cumulative sum of misses beyond the tolerated share
         # The first request of the batch that is being formed, and the end of its wait.
-        self._first_request: Pending | None = None
+        self._first_request: PendingRequest | None = None
         self._wait_end_ns = 0
         self._is_draining = False
 
@@ -296,7 +288,7 @@ class AdaptiveBatcher(Batcher):
                 misses += 1
         out_of_reach = self._is_out_of_reach and self._load.is_steady and misses > 0
         self._size_times.observe(rows, took_ns, out_of_reach=out_of_reach)
-        self._sizes.record_batch(rows, took_ns, count, in_flight, misses)
+        self._size_trials.record_batch(rows, took_ns, count, in_flight, misses)
         if self._load.batch_count > LEARNING:
             self._waiting_choice.record_batch(latencies_ns, misses)
         elif self._load.batch_count == LEARNING:
@@ -318,19 +310,19 @@ class AdaptiveBatcher(Batcher):
     def flush(self) -> None:
         self._is_draining = True
 
-    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
+    def closed_batch(self, pending: Iterable[PendingRequest]) -> Batch | None:
         head = gather(pending, self._rules)
         batch = closed_batch(head)
         return batch if head is None or batch is None else self._shrink_to_best(head, batch)
 
     def decide(
-        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
+        self, now_ns: int, pending: Iterable[PendingRequest], reserve_ns: int
     ) -> Batch | WaitUntil | None:
         head = gather(pending, self._rules)
         if head is None:
             return None
-        # A returned batch does not run while the instance has no ticket, and is then decided again.
-        # The end of the wait is therefore set once for each request at the head of the queue.
+        # A batch cannot run before its instance has a ticket, so the same requests may be decided
+        # several times. The end of the wait is therefore set only when the first request changes.
         if not any(request is self._first_request for request in head.requests):
             self._first_request = head.requests[0]
             self._wait_end_ns = now_ns + int(self._size_times.setup_ns)
@@ -393,15 +385,15 @@ class AdaptiveBatcher(Batcher):
         Returns:
             The time, and whether the larger batch would end sooner than a batch without the wait.
         """
-        time, rows, count = self._size_times, head.rows, len(head.requests)
-        best_size = time.best_size(rows)
-        now_ns = time.expected_ns(best_size)
+        size_times, rows, count = self._size_times, head.rows, len(head.requests)
+        best_size = size_times.best_size(rows)
+        batch_ns = size_times.expected_ns(best_size)  # without the wait
         rows_per_request = rows / count
-        capacity = int((self._rules.max_batch_size - rows) / rows_per_request)
-        for requests, wait_ns in self._arrivals.burst(capacity):
+        max_requests = int((self._rules.max_batch_size - rows) / rows_per_request)
+        for requests, wait_ns in self._arrivals.burst(max_requests):
             larger_rows = rows + requests * rows_per_request
-            longer_ns = wait_ns + time.expected_ns(round(larger_rows)) - now_ns
-            ends_sooner = longer_ns < -_CLEAR_DIFFERENCE * now_ns
+            longer_ns = wait_ns + size_times.expected_ns(round(larger_rows)) - batch_ns
+            ends_sooner = longer_ns < -_CLEAR_DIFFERENCE * batch_ns
             if ends_sooner or (
                 self._waiting_choice.waits
                 and longer_ns < (larger_rows - best_size) * self._load.row_ns
@@ -412,25 +404,25 @@ class AdaptiveBatcher(Batcher):
     def _start_trial(self, now_ns: int, head: QueueHead) -> int:
         """Return the number of queued requests to run as a trial of a new batch size, or 0."""
         batches = self._load.batch_count
-        if not self._sizes.is_due(batches):
+        if not self._size_trials.is_due(batches):
             return 0
         size, worst_ns = self._size_times.find_trial(head.rows)
         if not size:
             return 0
         state = self._trial_state(now_ns, head.oldest_ns)
-        if not self._sizes.start_trial(size, worst_ns, state, batches):
+        if not self._size_trials.start_trial(size, worst_ns, state, batches):
             return 0
         return _count_fitting(head.requests, size)
 
     def _trial_state(self, now_ns: int, oldest_ns: int) -> TrialState:
-        time, load, target = self._size_times, self._load, self._rules.target_ns
+        load, target = self._load, self._rules.target_ns
         best_size = self._best_size(self._rules.max_batch_size)
-        best_ns = time.expected_ns(best_size)
+        best_ns = self._size_times.expected_ns(best_size)
         row_ns = best_ns / best_size
         spare_ns = target - load.waiting_rows * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            # If the load is steady, clients wait for responses, or the instance is fully used.
+            # With a steady load, clients wait for responses, or the instance is fully used.
             is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(
@@ -446,7 +438,7 @@ class AdaptiveBatcher(Batcher):
         """
         return int(oldest_ns + self._latency_aim_ns - self._size_times.p99_ns(rows))
 
-    def _count_on_time(self, now_ns: int, requests: list[Pending]) -> int:
+    def _count_on_time(self, now_ns: int, requests: list[PendingRequest]) -> int:
         """Return how many requests at the head of the queue to run now so that all meet the target.
 
         The other requests run in a second batch. Return 0 if two batches would be late, too.
@@ -469,7 +461,7 @@ class AdaptiveBatcher(Batcher):
         return 0
 
 
-def _count_fitting(requests: list[Pending], rows: int) -> int:
+def _count_fitting(requests: list[PendingRequest], rows: int) -> int:
     """Return how many requests at the head of the queue fit a batch of `rows` rows, at least 1."""
     for count, request in enumerate(requests):
         rows -= request.rows

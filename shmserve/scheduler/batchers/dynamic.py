@@ -1,10 +1,6 @@
-"""Batchers: each decides from the queue and the time what runs now, or how long to wait (pure).
+"""The dynamic batcher, with the rules of Triton's.
 
-A batcher is called only while an instance can take a batch. It changes nothing: the dispatcher
-takes the requests out of the queue.
-
-The dynamic batcher has the rules of Triton's, except that it keeps the order of the queue and never
-splits a request:
+Unlike Triton's batcher, it keeps the order of the queue and never splits a request:
 
 1. Requests are taken in order while their sizes fit `max_batch_size` and their shapes equal the
    first request's, or can be padded to be equal.
@@ -19,106 +15,14 @@ splits a request:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from enum import StrEnum
-from typing import Protocol, final
 
 from shmserve.ipc.tensors.padding import PaddedBatch
 from shmserve.ipc.transport.frames import Record
+from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, PendingRequest, WaitUntil
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
-
-
-class CloseReason(StrEnum):
-    """The reason why a batch took no further request."""
-
-    FULL = "full"  # the next request would exceed the maximum size
-    PREFERRED = "preferred"  # a preferred size was reached
-    DELAY = "delay"  # the oldest request had waited for the maximum delay
-    SHAPE = "shape"  # the next request has other shapes
-    TARGET = "target"  # waiting longer would have missed the latency target
-    DEADLINE = "deadline"  # waiting longer would have missed a deadline
-    IDLE = "idle"  # no further request, and no delay
-    RETRY = "retry"  # a request whose worker died runs alone
-
-
-class Pending(Protocol):
-    """The attributes of a queued request by which a batcher decides."""
-
-    rows: int
-    shape_key: bytes
-    enqueued_ns: int
-    flush_by_ns: int
-
-
-class Batch(Record):
-    """A decision to run the first `count` requests of the queue now.
-
-    `reason` is why the batch takes no further request.
-    """
-
-    count: int
-    reason: CloseReason
-
-
-@final
-class WaitUntil(Record):
-    """A decision to wait until this time (monotonic ns), or until the queue changes."""
-
-    ns: int
-
-
-class Batcher:
-    """A batcher; this base class runs one request at a time, in order, without waiting.
-
-    A batcher with `is_learning` is notified of arrivals and executions.
-    """
-
-    is_learning: bool = False
-
-    def decide(
-        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
-    ) -> Batch | WaitUntil | None:
-        """Return the decision for the queue; None if there is nothing to run or to wait for.
-
-        Args:
-            now_ns: The time.
-            pending: The queued requests in order, at least one.
-            reserve_ns: How long before a deadline a batch must start in order to meet it.
-        """
-        return _SINGLE_REQUEST
-
-    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
-        """Return the batch at the front of the queue if it can take no further request, or None."""
-        return _SINGLE_REQUEST
-
-    def flush(self) -> None:
-        """Stop waiting: no further request is expected."""
-
-    def record_arrival(self, now_ns: int, in_flight: int) -> None:
-        """Record the arrival of a request.
-
-        Args:
-            now_ns: The time.
-            in_flight: The number of requests that are not completed.
-        """
-
-    def record_batch(
-        self, now_ns: int, in_flight: int, rows: int, took_ns: int, latencies_ns: Sequence[int]
-    ) -> None:
-        """Record the execution of a batch.
-
-        Args:
-            now_ns: The time.
-            in_flight: The number of requests that are not completed.
-            rows: The size of the batch.
-            took_ns: The duration of the execution.
-            latencies_ns: The times from the arrival of each of its requests to now.
-        """
-
-
-_SINGLE_REQUEST = Batch(1, CloseReason.IDLE)
 
 
 class DynamicBatcher(Batcher):
@@ -128,11 +32,11 @@ class DynamicBatcher(Batcher):
         self._rules = rules
 
     def decide(
-        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
+        self, now_ns: int, pending: Iterable[PendingRequest], reserve_ns: int
     ) -> Batch | WaitUntil | None:
         return decide(now_ns, pending, self._rules, reserve_ns)
 
-    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
+    def closed_batch(self, pending: Iterable[PendingRequest]) -> Batch | None:
         return closed_batch(gather(pending, self._rules))
 
     def flush(self) -> None:
@@ -151,7 +55,7 @@ class QueueHead(Record):
         oldest_ns: The time at which the oldest request was enqueued.
     """
 
-    requests: list[Pending]
+    requests: list[PendingRequest]
     rows: int
     preferred_count: int
     is_full: bool
@@ -160,7 +64,7 @@ class QueueHead(Record):
     flush_by_ns: int
 
 
-def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
+def gather(pending: Iterable[PendingRequest], rules: Batching) -> QueueHead | None:
     """Return the requests at the queue's head that may run together; None for an empty queue.
 
     The iteration ends at the first request that does not fit.
@@ -168,7 +72,7 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
     largest_preferred = rules.largest_preferred
     max_size = rules.max_batch_size
     preferred = rules.preferred
-    requests: list[Pending] = []
+    requests: list[PendingRequest] = []
     total = preferred_count = 0
     is_full = has_other_shape = False
     shape_key = b""
@@ -221,7 +125,7 @@ def closed_batch(head: QueueHead | None) -> Batch | None:
 
 
 def decide(
-    now_ns: int, pending: Iterable[Pending], rules: Batching, reserve_ns: int
+    now_ns: int, pending: Iterable[PendingRequest], rules: Batching, reserve_ns: int
 ) -> Batch | WaitUntil | None:
     """Return the decision for a queue, as `Batcher.decide`."""
     head = gather(pending, rules)

@@ -78,7 +78,7 @@ class SizeTimes:
         self._sizes: dict[int, _SizeDuration] = {}
         self._observed: list[int] = []  # the indices of the observed sizes
         self._last_index = _index(largest)
-        self._time_scale = 1.0
+        self._level = 1.0
         # The fitted line of duration by size; the durations are divided by the level (see above).
         self._setup_ns = self._slope_ns = 0.0
         self._spread = _INITIAL_SPREAD
@@ -87,7 +87,8 @@ class SizeTimes:
         self._outliers: deque[tuple[float, _SizeDuration]] = deque(maxlen=_CHANGE_LENGTH)
         self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach
-        # An item for each size index, as of the last refresh; durations are divided by the level.
+        # Values by size index, updated by `_refresh`: the expected durations, divided by the level,
+        # and the best index up to each index, for a certain and for an optimistic choice.
         self._times = [0.0] * (self._last_index + 1)
         self._best_index = list(range(self._last_index + 1))
         self._optimistic_index = self._best_index.copy()
@@ -111,13 +112,13 @@ class SizeTimes:
         """Return the fixed duration of an execution, fitted to the recent sizes."""
         if self._is_stale:
             self._refresh()
-        return self._setup_ns * self._time_scale
+        return self._setup_ns * self._level
 
     def expected_ns(self, rows: int) -> float:
         """Return the mean duration of a batch of this size."""
         if self._is_stale:
             self._refresh()
-        return self._times[min(_index(rows), self._last_index)] * self._time_scale
+        return self._times[min(_index(rows), self._last_index)] * self._level
 
     def p99_ns(self, rows: int) -> float:
         """Return the duration of a batch at about the 99th percentile."""
@@ -150,7 +151,7 @@ class SizeTimes:
         if not self._observation_count:
             return
         index = min(_index(rows), self._last_index)
-        duration = max(took_ns, 1.0) / self._time_scale
+        duration = max(took_ns, 1.0) / self._level
         size = self._sizes.get(index)
         if size is None:
             self._sizes[index] = _SizeDuration(duration, self._observation_count)
@@ -176,16 +177,16 @@ class SizeTimes:
         """
         ratio = duration / size.mean
         if not 1 / _MIN_CHANGE < ratio < _MIN_CHANGE:
-            self._outliers.append((self._time_scale * ratio, size))
+            self._outliers.append((self._level * ratio, size))
             if len(self._outliers) == _CHANGE_LENGTH and self._has_changed():
                 return size.mean
         elif self._outliers:
             self._outliers.clear()
         if size.weight >= 4:
-            # Noisier sizes contribute less to the drift (the gain of a Kalman filter). The mean
-            # ratio is 1, whereas the mean logarithm of skewed durations is not 0.
+            # Noisier sizes contribute less to the drift (the gain of a Kalman filter). The ratio is
+            # averaged, not its logarithm, because the mean logarithm of skewed durations is not 0.
             noise = max(1.0, self._spread / _INITIAL_SPREAD)
-            self._time_scale *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _SHARED_GAIN / noise
+            self._level *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _SHARED_GAIN / noise
         deviation = abs(ratio - 1)
         max_deviation = _MAX_SPREADS * max(self._spread, 2 * _MIN_SPREAD)
         gain = max(_SHARED_GAIN, 1 / self._observation_count)
@@ -202,7 +203,7 @@ class SizeTimes:
         sizes = {id(size) for _, size in self._outliers}
         if len(sizes) < 2 or levels[-1] > levels[0] * _MAX_DISAGREEMENT:
             return False
-        self._time_scale, self._spread = levels[_CHANGE_LENGTH // 2], _INITIAL_SPREAD
+        self._level, self._spread = levels[_CHANGE_LENGTH // 2], _INITIAL_SPREAD
         self._outliers.clear()
         self._is_stale = True
         return True
@@ -251,7 +252,7 @@ class SizeTimes:
             # in small steps.
             candidate = _middle_size(lower, last_index)
             worst_duration = times[last_index] * candidate / _size(lower)
-        return candidate, worst_duration * self._time_scale * (1 + 3 * self._spread)
+        return candidate, worst_duration * self._level * (1 + 3 * self._spread)
 
     def _refresh(self) -> None:
         self._is_stale = False
@@ -337,18 +338,18 @@ class SizeTimes:
         If all recent batches have one size, the slope keeps its last value. The initial slope of 0
         is optimistic and leads to larger batches, which reveal the slope.
         """
-        total = mean_x = mean_y = sum_xx = sum_xy = 0.0
+        total_weight = mean_x = mean_y = sum_xx = sum_xy = 0.0
         for index in self._observed:
             size = self._sizes[index]
             weight = size.decayed_count(self._observation_count)
-            total += weight
+            total_weight += weight
             delta_x, delta_y = _size(index) - mean_x, size.mean - mean_y
-            mean_x += delta_x * weight / total
-            mean_y += delta_y * weight / total
+            mean_x += delta_x * weight / total_weight
+            mean_y += delta_y * weight / total_weight
             sum_xx += weight * delta_x * (_size(index) - mean_x)
             sum_xy += weight * delta_x * (size.mean - mean_y)
         slope = self._slope_ns
-        if sum_xx > total * (_MIN_VARIATION * mean_x) ** 2:
+        if sum_xx > total_weight * (_MIN_VARIATION * mean_x) ** 2:
             slope = sum_xy / sum_xx
         self._slope_ns = min(max(slope, 0.0), mean_y / mean_x)
         self._setup_ns = mean_y - self._slope_ns * mean_x
@@ -370,6 +371,7 @@ class SizeTimes:
 
 
 def _index(rows: int) -> int:
+    """Return the index of a batch size; large sizes that differ by less than 1/32 share one."""
     shift = max(rows.bit_length() - _EXACT_BITS, 0)
     return (shift << (_EXACT_BITS - 1)) + (rows >> shift)
 
@@ -385,7 +387,13 @@ def _middle_size(lower: int, highest: int) -> int:
 
 
 class _ArrivalStatistics:
-    """The statistics of arrivals while a certain number of requests is in flight."""
+    """The statistics of arrivals while a certain number of requests is in flight.
+
+    Attributes:
+        chance: The moving average of the chance that another request follows soon.
+        gap_ns: The mean time until the request arrives.
+        deviation_ns: The mean deviation of this time.
+    """
 
     def __init__(self) -> None:
         self.chance = 0.0
@@ -495,14 +503,15 @@ class Arrivals:
 class Load:
     """Moving averages of the rows that arrive and that are completed, most of them per instance.
 
-    The number of instances is not known here. Its estimate is the recent maximum of the average
-    number of instances that are busy at the same time.
+    The number of instances is estimated: it is the recent maximum of the average number of
+    instances that are busy at the same time.
     """
 
     def __init__(self) -> None:
         self.batch_count = 0
         self.in_flight = 0  # requests that are not completed
-        self._in_flight_before = self._returned_ns = 0  # values at the end of the last batch
+        # The number of requests in flight, and the time, at the end of the last batch.
+        self._last_in_flight = self._last_end_ns = 0
         # Averages of the values between the ends of two batches.
         self._arrived_rows = self._completed_rows = self._execution_ns = 0.0
         self._interval_ns = 1.0
@@ -525,16 +534,16 @@ class Load:
             gain = max(_RATE_GAIN, 1 / self.batch_count)
             self._rows_per_request += (rows / count - self._rows_per_request) * gain
             self._arrived_rows += (
-                max(in_flight - self._in_flight_before + count, 0) * self._rows_per_request
+                max(in_flight - self._last_in_flight + count, 0) * self._rows_per_request
                 - self._arrived_rows
             ) * gain
             self._completed_rows += (rows - self._completed_rows) * gain
             self._execution_ns += (took_ns - self._execution_ns) * gain
-            self._interval_ns += (now_ns - self._returned_ns - self._interval_ns) * gain
+            self._interval_ns += (now_ns - self._last_end_ns - self._interval_ns) * gain
             busy_instances = self._execution_ns / max(self._interval_ns, 1.0)
             self._busy_instances = max(self._busy_instances * _MAXIMUM_DECAY, busy_instances, 1.0)
         self._max_in_flight = max(in_flight + count, self._max_in_flight * _MAXIMUM_DECAY)
-        self._returned_ns, self._in_flight_before, self.in_flight = now_ns, in_flight, in_flight
+        self._last_end_ns, self._last_in_flight, self.in_flight = now_ns, in_flight, in_flight
         self.batch_count += 1
 
     @property

@@ -11,7 +11,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import EndSequences, SequenceRow, Submit, correlation_fields
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
-from shmserve.scheduler.batchers.dynamic import WaitUntil
+from shmserve.scheduler.batchers import WaitUntil
 from shmserve.scheduler.batchers.sequences import (
     InstanceSlots,
     Rows,
@@ -41,7 +41,7 @@ class SequenceDispatcher(Dispatcher):
         assert settings.sequences is not None
         rules = self._rules = settings.sequences
         self._name = settings.name
-        self._rows = 1 if settings.max_batch_size else 0  # rows of a request
+        self._required_batch_size = 1 if settings.max_batch_size else 0
         self._sequences = Sequences(
             settings.name, rules.idle_ns, rules.max_waiting, rules.spec.iterative_sequence
         )
@@ -67,7 +67,7 @@ class SequenceDispatcher(Dispatcher):
         if not correlation_id and self._rules.spec.iterative_sequence:
             correlation_id = next(i for i in self._generated_ids if not self._sequences.is_open(i))
             flags |= SEQUENCE_START
-        if properties.batch_size != self._rows:
+        if properties.batch_size != self._required_batch_size:
             text = f"{model} must specify batch-size 1 due to requirements of sequence batcher"
             raise InvalidArgument(text)
         if not correlation_id:
@@ -150,15 +150,14 @@ class SequenceDispatcher(Dispatcher):
         for slots, instance in instances:
             if slots.running_sequences and instance is not None and instance.execution is None:
                 sequences.finish_batch(slots, now_ns)
-        for idle in sequences.expire_idle(now_ns):
-            logger.info(
-                "sequence %s of model '%s' is closed: it was idle for too long", idle.id, self._name
-            )
+        for expired in sequences.expire_idle(now_ns):
+            text = "sequence %s of model '%s' is closed: it was idle for too long"
+            logger.info(text, expired.id, self._name)
         for slots, ended_slots in sequences.take_unended().items():
             if self._slots.get(slots.peer) is slots:
                 self._executions.post(slots.peer, EndSequences(ended_slots))
         wake_ns = NEVER
-        if not self._waits_for_more():
+        if not self._must_hold():
             for slots, instance in instances:
                 if instance is not None and instance.idle:
                     wake_ns = min(wake_ns, self._start(slots, instance, now_ns))
@@ -187,7 +186,8 @@ class SequenceDispatcher(Dispatcher):
         slots = self._slots.get(slot.peer)
         return slots is not None and not slots.is_empty
 
-    def _waits_for_more(self) -> bool:
+    def _must_hold(self) -> bool:
+        """Check whether batches are held because too few requests wait (`_is_held`)."""
         if not self._holds_batches:
             return False
         backlog = sum(len(sequence.waiting) for sequence in self._sequences.backlog)
@@ -200,9 +200,9 @@ class SequenceDispatcher(Dispatcher):
             if self._tickets is not None and self._tickets.find([instance]) is None:
                 self._tickets.request_tickets([instance], 1)
                 return NEVER
-            # The rows are made before the requests begin, because beginning an END frees the
-            # sequence's slot.
-            rows = [_row(number, sequence) for number, sequence in decision.rows]
+            # The rows are created before `start_rows`, which removes the requests from their
+            # sequences.
+            rows = [_row(slot, sequence) for slot, sequence in decision.rows]
             requests = self._sequences.start_rows(slots, decision.rows)
             for request in requests:
                 self._queue.remove(request)
@@ -220,8 +220,8 @@ def _state_lost(sequence: StatefulSequence) -> str:
     )
 
 
-def _row(number: int, sequence: StatefulSequence | None) -> SequenceRow:
+def _row(slot: int, sequence: StatefulSequence | None) -> SequenceRow:
     if sequence is None:
-        return SequenceRow(number, 0)
+        return SequenceRow(slot, 0)
     request = sequence.waiting.first
-    return SequenceRow(number, request.key, request.flags, *correlation_fields(sequence.id))
+    return SequenceRow(slot, request.key, request.flags, *correlation_fields(sequence.id))

@@ -42,8 +42,7 @@ from operator import attrgetter
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.frames import Record
-from shmserve.scheduler.batchers import dynamic
-from shmserve.scheduler.batchers.dynamic import Batch, CloseReason, WaitUntil
+from shmserve.scheduler.batchers import Batch, CloseReason, WaitUntil, dynamic
 from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.settings import Batching, Sequencing
 
@@ -242,7 +241,7 @@ def _decide_oldest(
     return decision
 
 
-_LOST_REMEMBERED = 4096
+_MAX_LOST_IDS = 4096
 
 
 class Backlog:
@@ -261,7 +260,7 @@ class Backlog:
         return bool(self._sequences_by_owner)
 
     def __iter__(self) -> Iterator[StatefulSequence]:
-        return (sequence for line in self._sequences_by_owner.values() for sequence in line)
+        return (s for sequences in self._sequences_by_owner.values() for s in sequences)
 
     def count(self, owner: Hashable) -> int:
         """Return the number of an owner's waiting sequences."""
@@ -279,21 +278,21 @@ class Backlog:
 
     def pop(self) -> StatefulSequence:
         """Remove and return the next sequence; its owner's next turn comes after all others'."""
-        owner, line = next(iter(self._sequences_by_owner.items()))
-        sequence, _ = line.popitem(last=False)
+        owner, sequences = next(iter(self._sequences_by_owner.items()))
+        sequence, _ = sequences.popitem(last=False)
         self._sequences_by_owner.move_to_end(owner)
-        self._drop_empty(owner, line)
+        self._remove_owner_if_empty(owner)
         return sequence
 
     def discard(self, sequence: StatefulSequence) -> None:
         """Remove a sequence if it waits in the backlog."""
-        line = self._sequences_by_owner.get(sequence.owner)
-        if line is not None:
-            line.pop(sequence, None)
-            self._drop_empty(sequence.owner, line)
+        sequences = self._sequences_by_owner.get(sequence.owner)
+        if sequences is not None:
+            sequences.pop(sequence, None)
+            self._remove_owner_if_empty(sequence.owner)
 
-    def _drop_empty(self, owner: Hashable, line: OrderedDict[StatefulSequence, None]) -> None:
-        if not line:
+    def _remove_owner_if_empty(self, owner: Hashable) -> None:
+        if not self._sequences_by_owner[owner]:
             del self._sequences_by_owner[owner]
 
 
@@ -315,9 +314,9 @@ class Sequences:
         self._max_waiting = max_waiting
         self._single_request = single_request
         self._open_sequences: dict[int | str, StatefulSequence] = {}
-        # A heap of the free slots. It may contain stale slots of closed instances.
+        # A heap of the free slots. It may contain stale slots, those of closed instances.
         self._free_slots: list[tuple[int, tuple[int, int], InstanceSlots]] = []
-        self._stale_slots = 0
+        self._stale_count = 0
         self.backlog = Backlog()
         # Idle sequences in the order in which they became idle.
         self._idle_sequences: OrderedDict[StatefulSequence, int] = OrderedDict()
@@ -353,7 +352,7 @@ class Sequences:
             self._idle_sequences.pop(sequence, None)
             self._close(sequence)
             self._lost_ids[sequence.id] = None
-            if len(self._lost_ids) > _LOST_REMEMBERED:
+            if len(self._lost_ids) > _MAX_LOST_IDS:
                 self._lost_ids.popitem(last=False)
         return lost_sequences
 
@@ -366,12 +365,12 @@ class Sequences:
         if slots.is_closed:
             return
         slots.is_closed = True
-        self._stale_slots += slots.sequences.count(None)
-        # Rebuilding the heap is amortised by the entries that it drops.
-        if 2 * self._stale_slots > len(self._free_slots):
+        self._stale_count += slots.sequences.count(None)
+        # The heap is rebuilt rarely enough that the cost is amortised by the removed slots.
+        if 2 * self._stale_count > len(self._free_slots):
             self._free_slots = [entry for entry in self._free_slots if not entry[2].is_closed]
             heapq.heapify(self._free_slots)
-            self._stale_slots = 0
+            self._stale_count = 0
         unstarted = [s for s in slots.sequences if s is not None and not s.has_state]
         for sequence in sorted(unstarted, key=attrgetter("waiting.first.key"), reverse=True):
             slots.mark_not_ready(sequence)
@@ -397,7 +396,7 @@ class Sequences:
                 f"'{self._model}' must specify the START flag on the first request of the sequence"
             )
             if correlation_id in self._lost_ids:
-                text += "; the state of this one was lost when the model's worker died"
+                text += "; the state of this sequence was lost when the model's worker died"
             raise InvalidArgument(text)
         if self.backlog.count(owner) >= self._max_waiting:
             raise QueueFull(
@@ -415,9 +414,9 @@ class Sequences:
         restarts = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost_ids.pop(correlation_id, None)
-            source = (request.client, request.submit.source)
+            owner = (request.client, request.submit.source)
             sequence = self._open_sequences[correlation_id] = StatefulSequence(
-                correlation_id, source
+                correlation_id, owner
             )
             self.backlog.append(sequence)
         request.sequence = sequence
@@ -476,7 +475,7 @@ class Sequences:
         while self.backlog and self._free_slots:
             slot, _, slots = heapq.heappop(self._free_slots)
             if slots.is_closed:
-                self._stale_slots -= 1
+                self._stale_count -= 1
                 continue
             sequence = self.backlog.pop()
             sequence.instance_slots, sequence.slot = slots, slot

@@ -134,7 +134,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         data, plan = submit.data, self._plan(schema_properties.outputs)
         if len(data) != schema_properties.entry_count:
             raise MalformedMessage(
-                f"the schema requires {schema_properties.entry_count} data entries, got {len(data)}"
+                f"expected {schema_properties.entry_count} data entries, got {len(data)}"
             )
         inputs: list[tuple[str, Value]] = []
         for index, (name, kind, is_condition) in enumerate(schema_properties.inputs):
@@ -219,8 +219,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._requests.fail(request, "CANCELLED", "request cancelled", now_ns)
         self.step_runner.cancel(request)
 
-    def credit(self, request: EnsembleRequest, responses: int, now_ns: int) -> None:
-        self._requests.credit(request, responses)
+    def credit(self, request: EnsembleRequest, read_count: int, now_ns: int) -> None:
+        self._requests.credit(request, read_count)
 
     def release(self, client: Client[EnsembleRequest], message: Release) -> None:
         self._memory.lent.release(client.pid, message.memory, message.offsets)

@@ -295,18 +295,14 @@ class DeviceBlocks:
                 offset = segment.free_list.allocate(byte_size)
                 if offset is not None:
                     return Block(self.free, Range(segment.memory, offset, byte_size))
-        new_segment = self._grow(device, byte_size)
-        if new_segment is None:
-            return None
-        offset = new_segment.free_list.allocate(byte_size)
-        assert offset is not None
-        return Block(self.free, Range(new_segment.memory, offset, byte_size))
+        return self.allocate(device, byte_size) if self._grow(device, byte_size) else None
 
-    def _grow(self, device: int, byte_size: int) -> _Segment | None:
+    def _grow(self, device: int, byte_size: int) -> bool:
+        """Allocate a segment for a block of `byte_size`; return False if that is not possible."""
         capacity = sum(s.free_list.capacity for s in self._segments.values() if s.device == device)
         size = min(max(byte_size, _SEGMENT_SIZE), self._byte_size - capacity)
         if size < byte_size or device in self._full_devices:
-            return None
+            return False
         try:
             if self._cuda is None:
                 self._cuda = self._create_driver()
@@ -318,9 +314,9 @@ class DeviceBlocks:
                 device,
                 error.message,
             )
-            return None
+            return False
         self._segments[segment.memory.id] = segment
-        return segment
+        return True
 
     def free(self, memory_range: Range) -> None:
         """Free a block; called by `Block.release`."""

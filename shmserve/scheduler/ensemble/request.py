@@ -39,13 +39,13 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature, client_shape
 from shmserve.ipc.timers import Timers
-from shmserve.scheduler.batchers.dynamic import CloseReason
+from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
 from shmserve.scheduler.requests.queue import expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.request import (
     CACHED,
-    NOTHING,
+    EMPTY_RESPONSE,
     Client,
     Lookup,
     Timing,
@@ -193,9 +193,9 @@ class UnreadResponses:
         self._window.record_sent(byte_size)
         self._values.append(list(values))
 
-    def read(self, responses: int) -> None:
-        """Release the oldest `responses` responses, which the client has read."""
-        for _ in range(self._window.record_credit(responses)):
+    def read(self, read_count: int) -> None:
+        """Release the oldest `read_count` responses, which the client has read."""
+        for _ in range(self._window.record_credit(read_count)):
             _release(self._values.popleft())
 
     def close(self) -> None:
@@ -308,10 +308,10 @@ class EnsembleRequests:
             request.response_count += 1
             request.client.post(Responded(request.submit.id, "", "", schema, data, final=False))
 
-    def credit(self, request: EnsembleRequest, responses: int) -> None:
+    def credit(self, request: EnsembleRequest, read_count: int) -> None:
         """Release the responses of a stream that the client has read."""
         if request.unread is not None:
-            request.unread.read(responses)
+            request.unread.read(read_count)
         self.changed_requests[request] = None
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:
@@ -338,7 +338,7 @@ class EnsembleRequests:
         times_ns = (request.input_ns, request.infer_ns, request.output_ns)
         timing = Timing(request.enqueued_ns, *times_ns)
         self._statistics.count_execution(CloseReason.IDLE, request.rows, timing, now_ns)
-        packed_response = NOTHING
+        packed_response = EMPTY_RESPONSE
         if self._is_decoupled:
             self._count_response(request, b"", final=True, now_ns=now_ns)
         else:

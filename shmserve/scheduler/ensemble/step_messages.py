@@ -285,7 +285,7 @@ class StepMessages:
         packed_data = message.data
         if len(packed_data) != len(response.outputs):
             raise MalformedMessage(
-                f"the schema requires {len(response.outputs)} data entries, got {len(packed_data)}"
+                f"expected {len(response.outputs)} data entries, got {len(packed_data)}"
             )
         data = [entry if type(entry) is bytes else unpack_range(entry) for entry in packed_data]
         if request.state is not RUNNING or (step.has_outputs and not planned_step.decoupled):

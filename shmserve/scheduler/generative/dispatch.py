@@ -34,7 +34,8 @@ from shmserve.ipc.messages.unions import GenerationReport
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
-from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey, to_works
+from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey
+from shmserve.scheduler.instances.executions import to_works
 from shmserve.scheduler.instances.pool import LostWork, Slot
 from shmserve.scheduler.requests.request import (
     AT_WORK,
@@ -80,7 +81,7 @@ class AssignedRequest:
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        # Samples that are generated again may not have begun.
+        # A sample that is generated again may not have begun: its replayed tokens count then.
         open_tokens = self.replayed_tokens | self.open_sample_tokens
         samples = {s: (tokens, "") for s, tokens in open_tokens.items()} | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):
@@ -102,7 +103,7 @@ class AssignedRequest:
 
 @dataclass(eq=False)
 class GenerativeDispatcher(Dispatcher):
-    """The dispatcher that runs the engine of each instance step after step."""
+    """The dispatcher of a generative model, which runs the engine of each instance step by step."""
 
     _engine_settings: EngineSettings
     _counts: GenerationStats
@@ -282,7 +283,8 @@ class GenerativeDispatcher(Dispatcher):
         try:
             engine.finish_step(message)
         except ValueError as error:
-            logger.error("process %d returned an invalid result of a step: %s", slot.pid, error)
+            text = "worker process %d returned an invalid result of a step: %s"
+            logger.error(text, slot.pid, error)
             return False
         self._executions.step_done(slot, message, len(running_step.rows), now_ns)
         for sequence, row in running_step.rows.values():
@@ -344,17 +346,17 @@ class GenerativeDispatcher(Dispatcher):
     # --- exits
 
     def exclude_continuing(self, lost_work: LostWork) -> LostWork:
-        removed_requests: list[ScheduledRequest] = []
+        failed_requests: list[ScheduledRequest] = []
         for request in lost_work.open_requests:
             assigned = self._assigned_requests.get(request.key)
             request.worker_exits += 1
             has_failed = request.worker_exits >= _MAX_EXITS
             if assigned is None or request.state not in AT_WORK or has_failed:
-                removed_requests.append(request)
+                failed_requests.append(request)
             else:
                 assigned.slot = request.worker = None
                 self._unassigned_requests.append(assigned)
-        return LostWork(lost_work.executions, removed_requests)
+        return LostWork(lost_work.executions, failed_requests)
 
 
 def _request_count(slot: Slot) -> int:

@@ -62,16 +62,16 @@ class Engine(Generic[T]):
         self.host_pool = BlockPool(self.settings.swap_blocks)
         self._sequences: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
         self._beams: dict[int, Beams[T]] = {}  # beam searches by the key of their generation
-        self._acceptance: dict[int, Acceptance] = {}
+        self._acceptance: dict[int, Acceptance] = {}  # by the key of the generation
         self._new_sequences: list[NewSequence] = []
         self._ended: list[int] = []
         self._step_count = 0
         # The prefill of a prompt is split at multiples of the chunk if a step has space for a chunk
         # beside all decoding rows.
-        prefill_tokens = self.settings.max_tokens_per_batch - self.settings.max_batch_size
         limits = self.settings
+        prefill_tokens = limits.max_tokens_per_batch - limits.max_batch_size
         prefill_tokens = min(prefill_tokens, limits.prefill_chunk_size, limits.max_prefill_tokens)
-        self._cut_multiple = CHUNK if prefill_tokens >= CHUNK else 1
+        self._chunk_multiple = CHUNK if prefill_tokens >= CHUNK else 1
 
     # --- requests
 
@@ -128,7 +128,7 @@ class Engine(Generic[T]):
         self._acceptance.pop(generation.key, None)
 
     def stop_sequence(self, number: int) -> None:
-        """End a sequence whose text has ended, after the running step if that computes it."""
+        """End a sequence whose text has ended, after the running step if it has a row of it."""
         sequence = self._sequences.get(number)
         if sequence is None:
             return
@@ -185,9 +185,9 @@ class Engine(Generic[T]):
         running.sort(key=rank)
         decoding = [sequence for sequence in running if sequence.missing_tokens == 1]
         plan.decoding_count = max(len(decoding), 1)
-        # A token for each decoding sequence and a chunk for prompts are reserved.
+        # Drafts may use what a token for each decoding sequence and a prompt chunk leave free.
         has_prompts = len(decoding) < len(running) + len(waiting_sequences)
-        prompt_share = self._cut_multiple if has_prompts else 0
+        prompt_share = self._chunk_multiple if has_prompts else 0
         plan.draft_budget = plan.token_budget - len(decoding) - prompt_share
         self._add_rows(plan, decoding, running)
         self._add_rows(plan, [s for s in running if s.missing_tokens > 1], running)
@@ -243,7 +243,7 @@ class Engine(Generic[T]):
                 chunk = self.times.fitting_tokens(plan.load, sequence.computed_tokens, target_ms)
                 limit = min(limit, chunk if target else max(chunk, _DEFAULT_CHUNK))
             if limit < missing_tokens:
-                limit -= limit % self._cut_multiple
+                limit -= limit % self._chunk_multiple
             return max(min(missing_tokens, limit), 0), 0
         count = min(missing_tokens, plan.token_budget)
         draft_budget = min(plan.draft_budget, plan.token_budget - count)
@@ -433,7 +433,7 @@ class Engine(Generic[T]):
         results = {result.sequence: result for result in message.results}
         sampled = {number for number, (_, row) in running_step.rows.items() if row.samples}
         if results.keys() != sampled - {*message.skipped}:
-            raise ValueError("the results are not those of the step's rows")
+            raise ValueError("the results are for other sequences than the rows of the step")
         self.running_step = None
         running_step.observe(message, self.times, self.counts)
         for number in running_step.rows.keys() & message.skipped:
@@ -462,7 +462,7 @@ class Engine(Generic[T]):
     def _add_tokens(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
         tokens = result.tokens
         if not 1 <= len(tokens) <= row.draft_count + 1:
-            raise ValueError(f"{len(tokens)} tokens, expected 1 to {row.draft_count + 1}")
+            raise ValueError(f"expected 1 to {row.draft_count + 1} tokens, got {len(tokens)}")
         sequence.tokens.extend(tokens)
         sequence.computed_tokens += len(tokens) - 1
         self._seal(sequence)
@@ -520,7 +520,7 @@ class Engine(Generic[T]):
         remaining = [s for s in self._sequences.values() if s not in parents]
         free_rows = self._free_rows(remaining)
         for index, candidate in enumerate(beams.step()):
-            # Other sequences may have taken the rows of beams that were preempted as they waited.
+            # Beams that were preempted as they waited have lost their rows: a child may get none.
             child = self._add_child(candidate.parent, 0, candidate.token, index < free_rows)
             child.score = candidate.score
         # Parents are dropped after all children have begun, so that shared blocks stay referenced.

@@ -30,7 +30,7 @@ def block_key(previous_key: bytes, tokens: array[int]) -> bytes:
 
 
 class BlockPool:
-    """A KV pool of `count` blocks, numbered from 0: references, prefix cache, contiguous extents.
+    """The blocks of a KV cache: their references, the prefix cache, and contiguous free extents.
 
         free ── allocate ──> referenced ── release ──> cached, if its content has a key
           └───────────<── evicted, least recently used first ──┘
@@ -46,9 +46,9 @@ class BlockPool:
     def __init__(self, block_count: int) -> None:
         self.block_count = block_count
         self.references = [0] * block_count
-        # Free extents by their starts.
+        # The length of each free extent, by its first block.
         self._length_by_start: dict[int, int] = {0: block_count} if block_count else {}
-        # Free extents by their ends.
+        # The first block of each free extent, by its last block.
         self._start_by_end: dict[int, int] = {block_count - 1: 0} if block_count else {}
         self.free_count = block_count
         self._keys: dict[int, bytes] = {}
@@ -331,13 +331,12 @@ Rank = tuple[float, int, int]
 
 
 def ranking(settings: EngineSettings, now_ns: int) -> Callable[[Sequence[Any]], Rank]:
-    """Return the key by which the sequences of a step are sorted.
+    """Return the key function by which the sequences of a step are sorted.
 
     Ties are broken by arrival, then by number.
 
-    Sequences are served in this order and preempted in reverse order. The order is made once a
-    step, so that it is stable while it is used. A waiting request gains rank with time, so that
-    none waits forever.
+    Sequences are served in this order and preempted in reverse order. The order is fixed for one
+    step. A request that has waited longer ranks higher, so that no request waits forever.
     """
     score = _SCORES[settings.scheduling_policy]
     limit_s = settings.max_wait_time_ms / 1e3

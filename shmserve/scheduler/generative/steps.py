@@ -25,7 +25,7 @@ _RELATIVE_NOISE = 0.1  # standard deviation, as a share of a step's duration
 _INITIAL_WEIGHTS = (5.0, 1.0, 0.5, 10.0)
 _INITIAL_DEVIATIONS = (20.0, 5.0, 2.0, 100.0)
 _INITIAL_CERTAINTIES = tuple(spread**-2 for spread in _INITIAL_DEVIATIONS)
-_PAIRS_UNIT = 1e5  # the unit of `pairs` in the estimate of durations
+_PAIRS_UNIT = 1e5  # the unit of (query, key) pairs in the model of durations
 # Prompts are split at multiples of CHUNK, because other splits change the bits of the results.
 CHUNK = 16
 _AVERAGE_GAIN = 0.1
@@ -86,7 +86,7 @@ def _solve(equations: list[list[float]]) -> list[float]:
 
 @dataclass(slots=True, eq=False)
 class StepTimes:
-    """The model of the duration of a step and of a block copy, in ms."""
+    """The model of the durations of a step, of a block copy and of a draft token, in ms."""
 
     _weights: list[float] = field(default_factory=partial(list, _INITIAL_WEIGHTS))
     # The normal equations of the least squares fit to the observed steps.
@@ -134,8 +134,8 @@ class StepTimes:
         recompute_ms = tokens * self.prompt_token_ms + self._weights[3] * pairs / _PAIRS_UNIT
         return 2 * blocks * self.copy_ms < recompute_ms
 
-    def fitting_tokens(self, load: StepWork, start: int, target_ms: float) -> int:
-        """Return how many prompt tokens after the first `start` fit a step within the target.
+    def fitting_tokens(self, load: StepWork, computed_tokens: int, target_ms: float) -> int:
+        """Return how many prompt tokens after the computed ones fit a step within the target.
 
         The step also contains `load`. The result is a multiple of 16, and at least 16 if the step
         has no other prompt tokens.
@@ -143,7 +143,7 @@ class StepTimes:
         budget_ms = max(target_ms - self.expected_ms(load), 0.0)
         # Each token reads all tokens before it: n tokens take linear * n + square * n * n.
         square = self._weights[3] / _PAIRS_UNIT
-        linear = self.prompt_token_ms + square * start
+        linear = self.prompt_token_ms + square * computed_tokens
         count = int(2 * budget_ms / (linear + math.sqrt(linear * linear + 4 * square * budget_ms)))
         return max(count // CHUNK * CHUNK, 0 if load.prefilled_tokens else CHUNK)
 
@@ -199,12 +199,12 @@ class Acceptance:
 
 
 class RunningStep(NamedTuple):
-    """The running step.
+    """The step that a worker executes.
 
     Attributes:
-        step: Its number.
-        rows: Its sequences and rows, by the sequence's number.
-        load: Its work.
+        step: The number of the step.
+        rows: The sequences and their rows, by the sequence's number.
+        load: The work of the step.
         copies: The number of block copies.
         draft_count: The number of draft tokens.
     """
@@ -239,7 +239,7 @@ class RunningStep(NamedTuple):
 
 
 class StepPlan:
-    """A step while it is planned: its remaining budgets, and its rows so far."""
+    """A step that is being planned: its remaining budgets, and the rows added so far."""
 
     def __init__(self, number: int, settings: EngineSettings) -> None:
         self.message = Step(number, [])
@@ -255,7 +255,7 @@ class StepPlan:
     def add(self, sequence: Sequence[Any], count: int, drafts: int) -> None:
         """Add a row for the next `count` tokens of a sequence and its drafts.
 
-        Charge the budgets.
+        The tokens are subtracted from the budgets.
         """
         start, samples = sequence.computed_tokens, count == sequence.missing_tokens
         blocks = sequence.table[sequence.sent_blocks :]

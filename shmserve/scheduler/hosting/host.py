@@ -1,9 +1,9 @@
-"""The host of schedulers, a process, and the schedulers in it with their sockets.
+"""The process that hosts schedulers, and the schedulers in it with their sockets.
 
-The loop of `Host` waits, receives, ticks and sends for all of them; the supervisor opens and closes
-them.
+The loop of `Host` waits, receives, ticks and sends for all schedulers in the process. The
+supervisor opens and closes the schedulers.
 
-One model is one scheduler in a process of its own, except that the steps of an ensemble are
+Each model has a scheduler in a process of its own, except that the steps of an ensemble are
 scheduled in the ensemble's process: a message to a step is then a call
 (`ensemble/runner.py:InProcessLinks`).
 
@@ -12,8 +12,8 @@ scheduled in the ensemble's process: a message to a step is then a call
     local clients    programs outside the server       ─┘
     its own peers    workers, or the schedulers of steps ───────────> core
 
-The endpoints of a scheduler derive from its number. `KINDS` has the classes by kind: their core,
-their peers, and the messages that the supervisor may send.
+The endpoints of a scheduler derive from its number. `KINDS` has the class of each kind of
+scheduler. A class defines the core, its peers, and the messages that the supervisor may send.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ from shmserve.scheduler.settings import Settings
 logger = logging.getLogger(__name__)
 
 _LINGER_S = 0.3  # time for the delivery of the last responses
-# Maximum number of frames read before a drain, because a client may never stop sending.
+# The maximum number of times that sockets are read before a drain: a client may never stop sending.
 _MAX_READS = 1024
-# A sleeping thread wakes up late. Timers are set earlier by the measured delay, at most this.
-_MAX_LATE_NS = 60_000
+# A sleeping thread wakes up late, so timers are set earlier by the measured delay, up to this one.
+_MAX_WAKE_DELAY_NS = 60_000
 # A client's deadline may be any number; no timer is longer than this.
 _MAX_WAIT_NS = 3_600_000_000_000
 _NS_PER_MS = 1_000_000
@@ -122,7 +122,7 @@ class HostedScheduler(ABC):
     `live_requests` the number of requests. If it `has_stopped`, the host only closes it.
     """
 
-    allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send
+    control_messages: ClassVar[frozenset[type]]  # the messages that the supervisor may send
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class HostedScheduler(ABC):
         )
         if start.snapshot:
             self.front.restore(start.snapshot, start.worker_pids)
-        # The supervisor first: it reports exits and announces instances.
+        # The supervisor's messages come first, because they announce instances and report exits.
         self._handlers_by_fd: dict[int, ReadableHandler] = {
             self._control.fd: self._read_control,
             **peers,
@@ -184,8 +184,8 @@ class HostedScheduler(ABC):
                 self._local_clients.process_exited(message.process)
                 self._traces.process_exited(message.process)
             if type(message) is SetTracing:
-                self._traces.use(message)
-            elif type(message) in self.allowed:
+                self._traces.apply_settings(message)
+            elif type(message) in self.control_messages:
                 front.handle_control_message(message, now_ns)
             else:
                 front.count_unexpected()
@@ -274,7 +274,7 @@ class HostedScheduler(ABC):
 class BatchingScheduler(HostedScheduler):
     """The scheduler of a model that has instances; its peers are their workers."""
 
-    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
+    control_messages = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
 
     def _create_parts(self) -> SchedulerParts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
@@ -306,7 +306,7 @@ class EnsembleScheduler(HostedScheduler):
     Its peers are the schedulers of its steps, in this process or others.
     """
 
-    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
+    control_messages = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
 
     def _create_parts(self) -> SchedulerParts:
         start, control = self._start, self._control
@@ -319,16 +319,16 @@ class EnsembleScheduler(HostedScheduler):
             else:
                 self.front.count_unexpected()
 
-        def memory_dropped(memory_id: int) -> None:
+        def report_dropped(memory_id: int) -> None:
             control.post(MemoryDropped(memory_id))
 
         waiter, in_process_links = self._waiter, self._in_process_links
         links = StepLinks(
             waiter.watch, waiter.unwatch, in_process_links, identity, handle_step_message
         )
-        self._memory = EnsembleMemory(self._lent_memory, memory_dropped)
+        self._memory = EnsembleMemory(self._lent_memory, report_dropped)
         core = EnsembleCore(self._settings, start.config, links, control, self._memory, self._cache)
-        # Steps before clients: when a request ends, its steps are notified before its client.
+        # The steps come first: when a request ends, its steps are notified before its client.
         outboxes = (links, self._client_router, self._local_clients.link, control)
         return SchedulerParts(core, {}, outboxes)
 
@@ -375,7 +375,7 @@ class DescriptorWaiter:
         self.handlers: dict[int, ReadableHandler] = {}
         self._epoll = select.epoll()
         self._short_wait = PreciseWait(self._epoll.fileno())
-        self._mean_late_ns = 0
+        self._mean_wake_delay_ns = 0
         self._busy_poll = BusyPoll()
 
     def watch(self, fd: int, handler: ReadableHandler) -> None:
@@ -389,7 +389,7 @@ class DescriptorWaiter:
         self._epoll.unregister(fd)
 
     def wait(self, wake_ns: int, requests: int) -> ReadyEvents:
-        """Wait until about `wake_ns` for readable descriptors while `requests` are in flight.
+        """Wait until about `wake_ns` for readable descriptors; `requests` is the number in flight.
 
         Returns:
             The descriptors in order, with epoll(7)'s events; none after a timeout.
@@ -406,7 +406,7 @@ class DescriptorWaiter:
             else:
                 if left_ns > _MAX_WAIT_NS:
                     left_ns = _MAX_WAIT_NS
-                # The timeout is rounded down; the caller then waits for the rest.
+                # The timeout is rounded down to ms; the caller's next wait is precise.
                 ready_events = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
         self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
         if len(ready_events) > 1:
@@ -423,12 +423,12 @@ class DescriptorWaiter:
         return []
 
     def _wait_until(self, wake_ns: int) -> ReadyEvents:
-        aim_ns = wake_ns - self._mean_late_ns
+        aim_ns = wake_ns - self._mean_wake_delay_ns
         timeout_ns = max(0, aim_ns - time.monotonic_ns())
         readable = self._short_wait.wait(timeout_ns)
         if timeout_ns and not readable:
-            late_ns = min(max(0, time.monotonic_ns() - aim_ns), _MAX_LATE_NS)
-            self._mean_late_ns += (late_ns - self._mean_late_ns) // 8
+            delay_ns = min(max(0, time.monotonic_ns() - aim_ns), _MAX_WAKE_DELAY_NS)
+            self._mean_wake_delay_ns += (delay_ns - self._mean_wake_delay_ns) // 8
         return self._epoll.poll(0) if readable else []
 
 
@@ -452,7 +452,7 @@ class Host:
         wake_ns = NEVER
         try:
             while not self._is_stopped:
-                # A request of an ensemble is also a request of its step; it counts once.
+                # The maximum, because a request of an ensemble is also a request of its steps.
                 live = max([scheduler.live_requests for scheduler in schedulers], default=0)
                 for fd, _ in waiter.wait(wake_ns, live):
                     handler = waiter.handlers.get(fd)
@@ -506,7 +506,7 @@ class Host:
             if type(message) in _FROM_SUPERVISOR:
                 self._handle(message)
             else:
-                logger.warning("unexpected %s from the supervisor", type(message).__name__)
+                logger.warning("dropped an unexpected %s of the supervisor", type(message).__name__)
 
     def _handle(self, message: SupervisorToHost) -> None:
         match message:
@@ -527,7 +527,7 @@ class Host:
                 start, self._waiter, self._in_process_links, self._active_schedulers
             )
         except (ShmserveError, OSError) as error:
-            # No descriptor or memory is left; the other schedulers continue.
+            # The process has too few descriptors or too little memory. Other schedulers continue.
             reason = error.message if isinstance(error, ShmserveError) else str(error)
             logger.error("the scheduler of model '%s' cannot start: %s", start.config.name, reason)
             self._control.send(SchedulerClosed(start.number, reason))

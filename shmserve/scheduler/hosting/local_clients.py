@@ -34,7 +34,7 @@ from shmserve.ipc.transport.router import UntrustedRouter, leading_pid
 from shmserve.scheduler.requests.request import ControlLink
 
 _REMEMBERED_EXITS = 4096
-_MAX_MEMORIES = 4096
+_MAX_MEMORIES = 4096  # regions whose owner was verified
 # The longest plausible transit time of a request from a local client. A longer time would distort
 # the statistics of all clients.
 _MAX_TRANSIT_NS = 1_000_000_000
@@ -50,7 +50,7 @@ class LocalClientListener:
     def __init__(
         self, endpoint: str, capabilities: Capabilities, signature: Signature, limit_us: int = 0
     ) -> None:
-        self._exited_numbers: deque[int] = deque(maxlen=_REMEMBERED_EXITS)
+        self._exited_client_numbers: deque[int] = deque(maxlen=_REMEMBERED_EXITS)
         self.link = UntrustedRouter(endpoint, self._may_connect)
         self._capabilities = capabilities
         self._rules = LocalClientRules(capabilities, signature, limit_us)
@@ -80,14 +80,14 @@ class LocalClientListener:
 
     def _may_connect(self, peer: bytes) -> bool:
         number = self._capabilities.local_client(peer)
-        if not number or number in self._exited_numbers:
+        if not number or number in self._exited_client_numbers:
             return False
-        links = [peer for peer in self.link.peers() if _client_number(peer) == number]
-        return len(links) < MAX_LINKS
+        client_links = [peer for peer in self.link.peers() if _client_number(peer) == number]
+        return len(client_links) < MAX_LINKS
 
     def process_exited(self, client_number: int) -> None:
         """Remove the links of a local client that has exited."""
-        self._exited_numbers.append(client_number)
+        self._exited_client_numbers.append(client_number)
         for peer in self.link.peers():
             if _client_number(peer) == client_number:
                 self.link.disconnect(peer)
@@ -126,8 +126,8 @@ class LocalClientRules:
         size = len(submit.schema) + inline_size + len(submit.request_id)
         if size > MAX_REQUEST_BYTES:
             raise InvalidArgument(
-                f"a request of {size} bytes is larger than {MAX_REQUEST_BYTES}: large "
-                "tensors go through shared memory"
+                f"the request has {size} bytes, but at most {MAX_REQUEST_BYTES} are allowed: pass "
+                "large tensors in shared memory"
             )
         if submit.correlation_id < 0 or len(submit.correlation_text) > LONGEST_CORRELATION_ID:
             raise InvalidArgument(
@@ -170,7 +170,7 @@ class LocalClientRules:
         data = submit.data
         schema, fits_model = self._schemas[submit.schema]
         if len(data) != schema.data_count:
-            raise MalformedMessage(f"the schema needs {schema.data_count} data, got {len(data)}")
+            raise MalformedMessage(f"expected {schema.data_count} data entries, got {len(data)}")
         for tensor, tensor_data in zip(schema.inputs, data, strict=False):
             if type(tensor_data) is bytes:
                 size = len(tensor_data)
@@ -226,7 +226,7 @@ class LocalTraces:
 
     Attributes:
         is_active: Whether traces or slow requests are recorded.
-        measured_requests: The measured requests, by client and number.
+        measured_requests: The measured requests, and whether each is sampled, by client and number.
     """
 
     def __init__(self, model: str, version: str, control: ControlLink) -> None:
@@ -238,8 +238,8 @@ class LocalTraces:
         self.is_active = False
         self.measured_requests: dict[tuple[bytes, int], tuple[Submit, bool]] = {}
 
-    def use(self, message: SetTracing) -> None:
-        """Apply trace settings; equal settings continue the sampling."""
+    def apply_settings(self, message: SetTracing) -> None:
+        """Apply trace settings; settings that have not changed do not restart the sampling."""
         settings = message.settings
         trace_settings = TraceSettings(**settings.get(self._model, settings[""]))
         if trace_settings != self._sampler.settings:
@@ -254,8 +254,8 @@ class LocalTraces:
         if not is_sampled and not self._slow_ns:
             return submit
         if not submit.trace:
-            tensors = is_sampled and self._sampler.settings.with_tensors
-            submit = replace(submit, trace=TraceContext.new(is_sampled, tensors).message)
+            with_tensors = is_sampled and self._sampler.settings.with_tensors
+            submit = replace(submit, trace=TraceContext.new(is_sampled, with_tensors).message)
         self.measured_requests[peer, submit.id] = submit, is_sampled
         return submit
 
@@ -275,9 +275,9 @@ class LocalTraces:
         now_ns = time.monotonic_ns()
         if not (is_sampled or now_ns - submit.arrived_ns > self._slow_ns > 0):
             return
-        of_model = (self._model, self._version, submit.request_id)
+        ids = (self._model, self._version, submit.request_id)
         times = (submit.arrived_ns, now_ns)
-        self._control.post(RequestTraced(*of_model, submit.trace, is_sampled, *times, spans, error))
+        self._control.post(RequestTraced(*ids, submit.trace, is_sampled, *times, spans, error))
 
     def process_exited(self, client_number: int) -> None:
         """Report the measured requests of a local client that has exited."""

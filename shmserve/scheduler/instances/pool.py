@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import IllegalEvent
 from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
-from shmserve.scheduler.batchers.dynamic import CloseReason
+from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
 
 
@@ -101,7 +101,7 @@ class Slot:
     state: SlotState = SlotState.GONE
     peer: bytes = b""
     pid: int = 0
-    awaited_pid: int = 0  # the pid of the announced process
+    awaited_pid: int = 0  # the pid of the announced process; 0: unknown
     registration: Worker | None = None  # the last registration of a worker, until it is accepted
     worker: Worker | None = None  # the accepted worker: `peer` and `pid`
     is_retiring: bool = False
@@ -217,7 +217,7 @@ class Pool:
     exceeds its limit before `due_ns`.
     """
 
-    _limit_ns: int
+    _execution_limit_ns: int
     _tickets: InstanceTickets | None = None
     _max_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
@@ -232,7 +232,7 @@ class Pool:
     due_ns: int = NEVER
 
     def __post_init__(self) -> None:
-        # Returns the instance with this address, or None.
+        # Returns the instance with this address, or None; a method would cost one more call.
         self.find_by_peer: Callable[[bytes], Slot | None] = self._slots_by_peer.get
 
     # --- registration and exit --------------------------------------------------------------------
@@ -405,8 +405,8 @@ class Pool:
                 self._tickets.use(slot)
             slot.transition("assign")
         slot.executions.append(execution)
-        if self._limit_ns and self.due_ns == NEVER:
-            self.due_ns = execution.started_ns + self._limit_ns
+        if self._execution_limit_ns and self.due_ns == NEVER:
+            self.due_ns = execution.started_ns + self._execution_limit_ns
         worker, requests = slot.worker, slot.requests
         for request in execution.requests:
             execution.rows += request.rows
@@ -455,11 +455,11 @@ class Pool:
             slots: The instances that the request may run on; empty: all of them.
             any_suffices: Whether one occupied instance is enough to block the request.
         """
-        coming = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
+        usable = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
         occupied = [
             bool(slot.executions)
             and any((slot.pid, request.key) in callers for request in slot.executions[0].requests)
-            for slot in coming
+            for slot in usable
         ]
         return any(occupied) if any_suffices else bool(occupied) and all(occupied)
 
@@ -478,7 +478,7 @@ class Pool:
         }
 
     def ready(self) -> list[Slot]:
-        """Return the instances whose workers are connected, idle and busy ones."""
+        """Return the instances whose workers are connected."""
         return list(self._slots_by_peer.values())
 
     def find_by_pid(self, pid: int) -> Slot | None:
@@ -493,20 +493,20 @@ class Pool:
     # --- time and counts --------------------------------------------------------------------------
 
     def overdue_slots(self, now_ns: int) -> list[Slot]:
-        """Return the instances whose batch has run for the execution limit.
+        """Return the instances whose batch has exceeded the execution limit.
 
-        The caller must mark them as DOOMED: `due_ns` becomes the next time at which another one
-        exceeds the limit.
+        The caller must mark them as DOOMED. `due_ns` becomes the next time at which the batch of
+        another instance exceeds the limit.
         """
         overdue_slots: list[Slot] = []
         self.due_ns = NEVER
         for slot in self._slots_by_peer.values():
             if slot.state is SlotState.BUSY:
-                limit_ns = slot.executions[0].started_ns + self._limit_ns
-                if limit_ns <= now_ns:
+                end_ns = slot.executions[0].started_ns + self._execution_limit_ns
+                if end_ns <= now_ns:
                     overdue_slots.append(slot)
-                elif limit_ns < self.due_ns:
-                    self.due_ns = limit_ns
+                elif end_ns < self.due_ns:
+                    self.due_ns = end_ns
         return overdue_slots
 
     @property

@@ -24,13 +24,14 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.messages.supervision import KillInstance
 from shmserve.ipc.messages.unions import GenerationReport
 from shmserve.ipc.tensors.inference import runs_once
-from shmserve.scheduler.batchers.dynamic import Batcher
-from shmserve.scheduler.instances.dispatch import Dispatcher, Executions
+from shmserve.scheduler.batchers import Batcher
+from shmserve.scheduler.instances.dispatch import Dispatcher
+from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot, SlotState
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import (
     AT_WORK,
-    NOTHING,
+    EMPTY_RESPONSE,
     ControlLink,
     Event,
     ScheduledRequest,
@@ -122,8 +123,8 @@ class Results:
         if replies is None:
             self.unexpected_messages += 1
             logger.error(
-                "process %d returned replies that do not match its batch; the requests of the "
-                "batch fail",
+                "worker process %d returned replies that do not match its batch; all requests of "
+                "the batch fail",
                 slot.pid,
             )
             replies = [Reply(request.key, "INTERNAL", Internal().message) for request in requests]
@@ -277,7 +278,7 @@ class Results:
     def _fail_lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
         """Fail a request whose worker died; if it had ended before, only remove it."""
         if request.state in AT_WORK:
-            self._responses.finish(request, "INTERNAL", text, NOTHING, None, now_ns)
+            self._responses.finish(request, "INTERNAL", text, EMPTY_RESPONSE, None, now_ns)
         elif request.state is not State.DONE:
             self._responses.close(request, now_ns)
 
@@ -290,12 +291,13 @@ class Results:
         assert slot.execution is not None
         self._statistics.overruns += 1
         limit_s = self._settings.execution_limit_ns / 1e9
-        limit = f"exceeded the limit of {limit_s:g} seconds"
+        exceeded_text = f"exceeded the limit of {limit_s:g} seconds"
         requests = slot.execution.requests
         requests_text = f"{len(requests)} request{'s' * (len(requests) != 1)}"
-        self._kill_instance(slot, f"an execution of {requests_text} {limit}")
+        self._kill_instance(slot, f"an execution of {requests_text} {exceeded_text}")
         if len(requests) == 1 and requests[0].state in AT_WORK:
-            self._fail_early(requests[0], f"execution of the request {limit}", now_ns)
+            text = f"execution of the request {exceeded_text}"
+            self._fail_before_return(requests[0], text, now_ns)
 
     def _kill_untrusted(self, slot: Slot, now_ns: int) -> None:
         """Kill a worker that returned a batch that it was not given: its state is unknown."""
@@ -303,18 +305,18 @@ class Results:
             self._kill_instance(slot, "it returned a batch that was not sent to it")
             for request in slot.requests.values():
                 if request.state in AT_WORK:
-                    self._fail_early(request, Internal().message, now_ns)
+                    self._fail_before_return(request, Internal().message, now_ns)
 
     def _kill_instance(self, slot: Slot, reason: str) -> None:
         slot.transition("doom")
         self._control.post(KillInstance(slot.pid, reason))
 
-    def _fail_early(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
+    def _fail_before_return(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
         self._responses.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, is_early=True)
 
 
 def _unfinished_timing(execution: Execution | None, now_ns: int) -> Timing:
-    """Return the phases of an unfinished execution: all the time since its start is inference."""
+    """Return the phases of an unfinished execution; all its time so far counts as inference."""
     if execution is None:
         return Timing(now_ns, 0, 0, 0)
     began_ns = execution.started_ns

@@ -108,9 +108,9 @@ class PriorityQueue:
 
         A delayed request is queued before the delayed requests only.
         """
-        part = self._levels[request.level].requests_like(request)
-        part[request.key] = request
-        part.move_to_end(request.key, last=False)
+        requests = self._levels[request.level].requests_like(request)
+        requests[request.key] = request
+        requests.move_to_end(request.key, last=False)
         self.count += 1
 
     def delay(self, request: ScheduledRequest) -> None:
@@ -131,31 +131,31 @@ class PriorityQueue:
 
     def take(self, count: int) -> list[ScheduledRequest]:
         """Remove and return the first `count` requests."""
-        scheduled_requests: list[ScheduledRequest] = []
+        taken_requests: list[ScheduledRequest] = []
         self.count -= count
         while count:
-            number = self._order[0]
-            level = self._levels[number]
-            part = level.in_time or level.delayed_requests
-            size = len(part)
+            level_number = self._order[0]
+            level = self._levels[level_number]
+            requests = level.in_time or level.delayed_requests
+            size = len(requests)
             if size <= count:
                 count -= size
-                scheduled_requests += part.values()
-                part.clear()
+                taken_requests += requests.values()
+                requests.clear()
             else:
-                first_requests = list(islice(part.values(), count))
+                first_requests = list(islice(requests.values(), count))
                 count = 0
-                scheduled_requests += first_requests
+                taken_requests += first_requests
                 for request in first_requests:
-                    del part[request.key]
+                    del requests[request.key]
             if not (level.in_time or level.delayed_requests):
-                self._remove_empty_level(number)
-        return scheduled_requests
+                self._remove_empty_level(level_number)
+        return taken_requests
 
     def _remove_empty_level(self, level_number: int) -> None:
         """Remove an empty level.
 
-        The only level is kept, because the next request usually has it, too.
+        The only level is kept, because the next request usually has the same level.
         """
         if len(self._order) > 1:
             del self._levels[level_number]
@@ -165,8 +165,9 @@ class PriorityQueue:
 class RequestQueue:
     """The requests that wait for an instance, and the timers of all requests.
 
-    `retries`, by key, run alone; all other requests are `in_order`. While `in_order` contains fewer
-    than `min_bound` requests, no level can be full.
+    `retries`, by key, run alone; all other requests are `in_order`. `model_requests` are the
+    requests that executing models have sent; some may have left the queue. While `in_order`
+    contains fewer than `min_bound` requests, no level can be full.
     """
 
     def __init__(self, settings: Settings) -> None:

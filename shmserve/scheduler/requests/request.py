@@ -21,14 +21,14 @@ from shmserve.ipc.tensors.inference import Packed
 from shmserve.ipc.transport.router import leading_pid
 
 NEVER = timers.NEVER
-NOTHING: Packed = (b"", [])  # a response without schema and data
+EMPTY_RESPONSE: Packed = (b"", [])  # a response without schema and data
 NO_SUBMIT = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
 CACHED = "cached"  # `Timing.close_reason` of a request that was answered from the response cache
 
 R = TypeVar("R")
 
 
-class Peers(Protocol):
+class WorkerLinks(Protocol):
     """The link to workers."""
 
     @property
@@ -156,7 +156,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
 }
 
 
-# A worker has the request, and its client waits.
+# The states in which a worker has the request and its client waits for a response.
 AT_WORK = frozenset((State.EXECUTING, State.RESPONDING))
 
 
@@ -172,7 +172,7 @@ class Lookup(NamedTuple):
 
     Attributes:
         key: The request's key after a miss, else empty.
-        response: The cached response, or `NOTHING` after a miss.
+        response: The cached response, or `EMPTY_RESPONSE` after a miss.
         ns: The duration of the lookup.
         copies: The blocks that the response is read from, to be lent or cancelled.
     """
@@ -216,7 +216,7 @@ class ScheduledRequest:
         flush_by_ns: The time before which a batch should run rather than wait (`NEVER`: it may
             wait).
         level: The priority level; 1 is the highest.
-        is_delayed: Whether its timeout has moved it behind the others of its level.
+        is_delayed: Whether it was moved behind the others of its level because of its timeout.
         worker: The last worker.
         response_count: The number of responses that a decoupled model has sent.
         credited_responses: The number of responses that the client has read.

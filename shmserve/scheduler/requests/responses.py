@@ -32,16 +32,16 @@ from shmserve.scheduler.requests.request import (
     NO_SUBMIT,
     Event,
     Outcome,
-    Peers,
     ScheduledRequest,
     State,
     Timing,
+    WorkerLinks,
 )
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics import Reason, Statistics
 
-# Stale entries of the order are swept when they outnumber the live requests by this much.
-_MAX_STALE_ENTRIES = 1024
+# Ended requests are removed from the order of responses when there are about this many of them.
+_MAX_ENDED_IN_ORDER = 1024
 _UNDECIDED_STATES = AT_WORK | {State.QUEUED}
 _ORDERED_STATES = _UNDECIDED_STATES | {State.HELD}
 _NOT_EXECUTED = Timing(0, 0, 0, 0)
@@ -55,7 +55,7 @@ class Responses:
     requests.
     """
 
-    _workers: Peers
+    _workers: WorkerLinks
     _statistics: Statistics
     _preserves_order: bool
     cache: ResponseCache | None = None
@@ -169,7 +169,7 @@ class Responses:
 
         They would otherwise accumulate behind a live request that takes long.
         """
-        if len(self._ordered_requests) > 2 * self.live_requests + _MAX_STALE_ENTRIES:
+        if len(self._ordered_requests) > 2 * self.live_requests + _MAX_ENDED_IN_ORDER:
             self._ordered_requests = deque(
                 [r for r in self._ordered_requests if r.state in _ORDERED_STATES]
             )

@@ -68,7 +68,7 @@ def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
 
 
 def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
-    """Return WRONG if no server can use the run directory, and a warning if its disk is full."""
+    """Return WRONG if no server can use the run directory, and WARNING if its disk is full."""
     if facts.problem:
         return wrong(facts.problem, "correct this folder, or choose another --run-dir")
     if facts.server_pid:
@@ -92,8 +92,8 @@ def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
 class PortFacts(NamedTuple):
     """The addresses of a server's listeners: `free_endpoints` can be opened, the others not.
 
-    `refused` contains each address that cannot be opened, the error, and the pids of the processes
-    that use the port. `server_pid` is the pid of the server that uses the run directory, or 0.
+    `refused` contains (address, error, pids of the processes that use the port) of each address
+    that cannot be opened. `server_pid` is the server that uses the run directory, or 0.
     """
 
     free_endpoints: tuple[str, ...]
@@ -118,15 +118,15 @@ def gather_ports(config: ServerConfig) -> PortFacts:
 
 def judge_ports(ports: PortFacts) -> Verdict:
     """Return WRONG if a port cannot be opened, unless the running server uses this port."""
-    server = ports.server_pid
-    problems = [error for _, error, pids in ports.refused if not server or server not in pids]
+    pid = ports.server_pid
+    problems = [error for _, error, pids in ports.refused if not pid or pid not in pids]
     if problems:
         fix = "stop the process that listens there, or choose another port"
         return wrong("; ".join(problems), fix)
     in_use = [endpoint for endpoint, *_ in ports.refused]
-    states = {"free": ports.free_endpoints, f"in use by the running server (pid {server})": in_use}
-    parts = [f"{', '.join(endpoints)}: {state}" for state, endpoints in states.items() if endpoints]
-    return ok("; ".join(parts) or "all listeners are disabled")
+    states = {"free": ports.free_endpoints, f"in use by the running server (pid {pid})": in_use}
+    texts = [f"{', '.join(endpoints)}: {state}" for state, endpoints in states.items() if endpoints]
+    return ok("; ".join(texts) or "all listeners are disabled")
 
 
 def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
@@ -146,10 +146,10 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
 
     They must be readable, and only the owner may write to them, because models are code.
     """
-    for path, folders, world_writable in sorted(repositories, key=itemgetter(1)):
+    for path, folders, is_world_writable in sorted(repositories, key=itemgetter(1)):
         if folders < 0:
             return wrong(f"{path} cannot be read", f"chmod -R u=rX {shlex.quote(path)}")
-        if world_writable:
+        if is_world_writable:
             text = f"every user can write to {path}, and the code of its models runs as this user"
             return warning(text, f"chmod o-w {shlex.quote(path)}")
         if not folders:
@@ -191,10 +191,10 @@ def gather_peer(config: ServerConfig, pid: int) -> tuple[ServerFacts, PeerFacts]
         InvalidArgument: There is no such process, or this user may not inspect it.
     """
     run_dir = configured_run_directory(config)
-    server = server_pid(run_dir)
+    running_pid = server_pid(run_dir)
     devices = cuda_devices(config.visible_devices)
-    server_process = _gather_process(server or os.getpid(), run_dir)
-    facts = ServerFacts(server_process, bool(server), config.shm.group, devices)
+    server_process = _gather_process(running_pid or os.getpid(), run_dir)
+    facts = ServerFacts(server_process, bool(running_pid), config.shm.group, devices)
     return facts, _gather_process(pid, run_dir)
 
 
@@ -230,9 +230,9 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def judge_peer(server: ServerFacts, peer: PeerFacts) -> Iterator[tuple[str, Verdict]]:
-    """Yield the name and verdict of each check of a peer."""
-    own = server.process.identities
-    different_kinds = {name for name, identity in peer.identities.items() if identity != own[name]}
+    """Yield the name and verdict of each check that compares a peer with the server."""
+    server_identities = server.process.identities.items()
+    different_kinds = {name for name, _ in peer.identities.items() - server_identities}
     yield "peer's /dev/shm", _judge_peer_shm(different_kinds)
     yield "peer's user", _judge_peer_user(server, peer, different_kinds)
     yield "peer's run dir", _judge_peer_run_directory(server, different_kinds)
@@ -287,9 +287,9 @@ def _judge_peer_network(different_kinds: set[str]) -> Verdict:
 def _judge_peer_devices(server: ServerFacts, peer: PeerFacts, different_kinds: set[str]) -> Verdict:
     if not server.device_count:
         return ok("the server has no CUDA device")
-    if spaces := " and ".join(sorted(different_kinds & {"ipc", "pid"})):
+    if namespaces := " and ".join(sorted(different_kinds & {"ipc", "pid"})):
         fix = "run both with docker run --ipc=host --pid=host"
-        return warning(f"different {spaces} namespace, so CUDA handles cannot be opened", fix)
+        return warning(f"different {namespaces} namespace, so CUDA handles cannot be opened", fix)
     if peer.visible_devices != server.process.visible_devices:
         devices = server.process.visible_devices
         finding = f"its CUDA_VISIBLE_DEVICES is {peer.visible_devices}, the server's {devices}"
@@ -297,5 +297,5 @@ def _judge_peer_devices(server: ServerFacts, peer: PeerFacts, different_kinds: s
             "use the same value for both, or send the device's UUID with a handle, as "
             "shmserve.client does"
         )
-        return warning(f"{finding}: cuda:0 may be another device there", fix)
+        return warning(f"{finding}: cuda:0 may be a different device for each process", fix)
     return ok("same as the server's")

@@ -24,15 +24,15 @@ _FILE_LIMIT_FIX = (
     "set LimitNOFILE=65536 in the unit, or run ulimit -Hn 65536, or docker run "
     "--ulimit nofile=65536"
 )
-_MIN_TASKS = 1024  # a lower limit on processes and threads is reported
-_TASKS_PER_MODEL = 16  # two processes and their threads
+_MIN_TASKS = 1024  # a limit on processes and threads below this number is reported
+_TASKS_PER_MODEL = 16  # the two processes of a model, and their threads
 _SYSTEM_UIDS = range(1000)
 _DYNAMIC_UIDS = range(61184, 65520)  # the user ids of systemd's DynamicUser=
 _FAST_CLOCKS = ("", "tsc", "kvm-clock", "arch_sys_counter", "hyperv", "xen")
 _DAY_S = 86400
 _REPORTED_PACKAGES = ("aiohttp", "pyzmq", "torch", "numpy")
 _UNIT_FOLDER = Path("/etc/systemd/system")
-# The highest exposure of a unit that `systemd-analyze security` accepts, in tenths.
+# The highest exposure, in tenths, with which `systemd-analyze security` accepts a unit.
 _MAX_EXPOSURE = "15"
 _ANALYZE_TIMEOUT_S = 30
 
@@ -59,8 +59,8 @@ def judge_packages(versions: Versions) -> Verdict:
         return warning("shmserve is not installed", "pip install shmserve")
     old_packages = [
         name
-        for name, (present, minimum) in versions.items()
-        if _version_numbers(present) < _version_numbers(minimum)
+        for name, (installed, minimum) in versions.items()
+        if _version_numbers(installed) < _version_numbers(minimum)
     ]
     if old_packages:
         finding = ", ".join(f"{name} {versions[name][0] or 'is missing'}" for name in old_packages)
@@ -82,7 +82,7 @@ def gather_parser(_: ServerConfig) -> bool:
 
 
 def judge_parser(is_c_parser: bool) -> Verdict:
-    """Require the C parser: most request smuggling was found in its replacement in Python."""
+    """Require the C parser, because the parser in Python has often allowed request smuggling."""
     if is_c_parser:
         return ok("aiohttp's parser in C")
     fix = (
@@ -143,9 +143,9 @@ def judge_files(facts: tuple[int, int]) -> Verdict:
 
 def gather_tasks(_: ServerConfig) -> int:
     """Return the limit on processes and threads; -1 means unlimited."""
-    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     limit = cgroup_limit("pids", "pids.max", "pids.max")
-    return hard if limit is None else limit if hard < 0 else min(hard, limit)
+    return hard_limit if limit is None else limit if hard_limit < 0 else min(hard_limit, limit)
 
 
 def judge_tasks(limit: int) -> Verdict:
@@ -223,14 +223,14 @@ def judge_user(facts: tuple[int, bool]) -> Verdict:
 def gather_clock(_: ServerConfig) -> tuple[float, float, str]:
     """Return the time now, the time when shmserve was installed, and the kernel's clock source."""
     source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-    installed = Path(shmserve.__file__).stat().st_mtime
-    return time.time(), installed, source.read_text().strip() if source.is_file() else ""
+    installed_at = Path(shmserve.__file__).stat().st_mtime
+    return time.time(), installed_at, source.read_text().strip() if source.is_file() else ""
 
 
 def judge_clock(facts: tuple[float, float, str]) -> Verdict:
     """Require a plausible time and a fast clock, which each request reads about ten times."""
-    clock_time, installed, source = facts
-    if clock_time < installed - _DAY_S:
+    clock_time, installed_at, source = facts
+    if clock_time < installed_at - _DAY_S:
         text = "the time is before the installation of shmserve: certificates may not be valid yet"
         return warning(text, "timedatectl set-ntp true")
     if source not in _FAST_CLOCKS and not source.startswith("hyperv"):

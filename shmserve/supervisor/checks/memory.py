@@ -52,7 +52,7 @@ class ShmFolder(NamedTuple):
     mode: int = 0
     total_bytes: int = 0
     free_bytes: int = 0
-    writable: bool = False
+    is_writable: bool = False
 
 
 def gather_shm(config: ServerConfig) -> ShmFolder:
@@ -63,11 +63,11 @@ def gather_shm(config: ServerConfig) -> ShmFolder:
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     _, filesystem, options = max(mount[1:4] for mount in mounts if _SHM.is_relative_to(mount[1]))
     size, free = filesystem_space(_SHM)
-    writable = False
+    is_writable = False
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=_SHM):
-        writable = True
+        is_writable = True
     mode = _SHM.stat().st_mode & 0o7777
-    return ShmFolder(is_used, filesystem, options, mode, size, free, writable)
+    return ShmFolder(is_used, filesystem, options, mode, size, free, is_writable)
 
 
 def filesystem_space(folder: Path) -> tuple[int, int]:
@@ -83,7 +83,7 @@ def judge_shm(shm: ShmFolder) -> Verdict:
     if shm.filesystem != "tmpfs":
         finding = f"is on {shm.filesystem}, not on tmpfs" if shm.filesystem else "does not exist"
         return wrong(finding, _MOUNT_COMMAND)
-    if not shm.writable:
+    if not shm.is_writable:
         fix = f"chmod 1777 /dev/shm, or {_MOUNT_COMMAND}"
         return wrong("this user cannot create an object in it", fix)
     finding = f"{megabytes(shm.total_bytes)}, {megabytes(shm.free_bytes)} free"
@@ -106,16 +106,16 @@ class ShmObject(NamedTuple):
 
 def gather_objects(_: ServerConfig) -> list[ShmObject]:
     """Return the files in /dev/shm of 1 MiB and more that this user may delete, largest first."""
-    large, user = [], os.geteuid()
+    large_files, own_uid = [], os.geteuid()
     for entry in os.scandir(_SHM):
         with contextlib.suppress(OSError):
             status = entry.stat(follow_symlinks=False)
-            # The processes of other users, which may use their objects, cannot be inspected.
-            is_own = user in (0, status.st_uid)
-            if is_own and status.st_blocks * 512 >= _LARGE_OBJECT_BYTES:
-                large.append((entry.name, status.st_blocks * 512, status.st_uid))
-    used = _used_files() if large else set()
-    objects = (ShmObject(name, size, uid, f"{_SHM}/{name}" in used) for name, size, uid in large)
+            # Other users' files are skipped: their processes cannot be searched for a use.
+            is_deletable = own_uid in (0, status.st_uid)
+            if is_deletable and status.st_blocks * 512 >= _LARGE_OBJECT_BYTES:
+                large_files.append((entry.name, status.st_blocks * 512, status.st_uid))
+    used = _used_files() if large_files else set()
+    objects = (ShmObject(*fields, f"{_SHM}/{fields[0]}" in used) for fields in large_files)
     return sorted(objects, key=attrgetter("byte_size"), reverse=True)
 
 
@@ -134,7 +134,7 @@ def _used_files() -> set[str]:
 
 
 def judge_objects(objects: list[ShmObject]) -> Verdict:
-    """Warn about files in /dev/shm that no process uses: they occupy memory until deleted."""
+    """Warn about files in /dev/shm that no process uses, since they occupy memory."""
     unused = [shm_object for shm_object in objects if not shm_object.in_use]
     total = megabytes(sum(shm_object.byte_size for shm_object in unused or objects))
     if unused:
@@ -159,10 +159,10 @@ def judge_memory(facts: tuple[int, int, int]) -> Verdict:
     A page counts for the control group that touches it first, so pages of clients' regions may
     count for the server.
     """
-    host, limit, shm = facts
-    if limit < min(shm, host):
+    host_bytes, limit_bytes, shm_bytes = facts
+    if limit_bytes < min(shm_bytes, host_bytes):
         finding = (
-            f"the server's limit, {megabytes(limit)} (memory.max), is less than the size of "
+            f"the server's limit, {megabytes(limit_bytes)} (memory.max), is less than the size of "
             "/dev/shm; regions that the server touches first count, and the kernel may kill it"
         )
         fix = (
@@ -170,14 +170,14 @@ def judge_memory(facts: tuple[int, int, int]) -> Verdict:
             "they register it"
         )
         return warning(finding, fix)
-    source = "all of the host" if limit == host else "the limit memory.max"
-    return ok(f"{megabytes(limit)}, {source}")
+    source = "all of the host" if limit_bytes == host_bytes else "the limit memory.max"
+    return ok(f"{megabytes(limit_bytes)}, {source}")
 
 
 def gather_locked(config: ServerConfig) -> tuple[int, bool]:
     """Return the limit on locked bytes (-1: none), and whether there is a CUDA device."""
-    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return hard, cuda_devices(config.visible_devices) > 0
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return hard_limit, cuda_devices(config.visible_devices) > 0
 
 
 def judge_locked(facts: tuple[int, bool]) -> Verdict:
@@ -215,13 +215,13 @@ def gather_devices(config: ServerConfig) -> DeviceList:
     """Collect the facts about accelerators from files, without opening a device."""
     visible_devices, devices = config.visible_devices, accelerators()
     pattern = "nvidia[0-9]*" if devices.kind == "cuda" else "davinci[0-9]*"
-    nodes = map(str, Path("/dev").glob(pattern))
+    device_files = map(str, Path("/dev").glob(pattern))
     version = _DRIVER_FOLDER / "version"
     driver = re.search(r"\d+\.[\d.]+", version.read_text()) if version.is_file() else None
     visible_count = accelerators(visible=visible_devices).count
     return DeviceList(
         *(devices.kind, devices.count, visible_count, visible_devices),
-        inaccessible=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
+        inaccessible=tuple(file for file in device_files if not os.access(file, os.R_OK | os.W_OK)),
         driver=driver[0] if driver else "",
         gpus=tuple(sorted(map(_describe_gpu, _DRIVER_FOLDER.glob("gpus/*/information")))),
         mig_instances=len(list(_DRIVER_FOLDER.glob("capabilities/gpu*/mig/gi*"))),

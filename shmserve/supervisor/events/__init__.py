@@ -121,7 +121,7 @@ class EventPublisher:
     def __init__(self) -> None:
         self._subscriptions = Subscriptions()
         self._sequences: Counter[str] = Counter()
-        # By topic, so that frequent events of regions do not evict the other topics' events.
+        # One queue for each topic, so that frequent events do not evict the events of other topics.
         self._recent_events: dict[str, deque[tuple[int, Any]]] = {}
         self._socket: Xpub | None = None
 
@@ -142,7 +142,7 @@ class EventPublisher:
         except OSError as error:
             logger.error("the event socket cannot be opened: %s", error)
 
-    def is_followed(self, topic: str) -> bool:
+    def has_subscriber(self, topic: str) -> bool:
         """Return whether a topic has a subscriber."""
         return self._socket is not None and self._subscriptions.has_subscriber(topic)
 
@@ -152,7 +152,7 @@ class EventPublisher:
         if topic != COUNTERS:
             recent = self._recent_events.setdefault(topic, deque(maxlen=_MAX_RECENT))
             recent.append((time.time_ns(), event))
-        if self.is_followed(topic):
+        if self.has_subscriber(topic):
             self._sequences[topic] += 1
             self._send(topic, self._sequences[topic], (event,))
 
@@ -217,7 +217,7 @@ class EventFeed:
         if is_subscribed and prefix.startswith(RECENT):
             self._publisher.send_recent(prefix)
         if self._timer is None:
-            self._tick()
+            self._poll()
 
     def models_changed(self) -> None:
         """Publish the changes of models' states since the last call."""
@@ -234,11 +234,11 @@ class EventFeed:
         for region in self._list_regions():
             yield region.registration_event()
 
-    def _tick(self) -> None:
+    def _poll(self) -> None:
         self._timer = None
-        if self._publisher.is_followed(COUNTERS):
+        if self._publisher.has_subscriber(COUNTERS):
             self._request_counters()
-            self._timer = asyncio.get_running_loop().call_later(_COUNTERS_INTERVAL_S, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(_COUNTERS_INTERVAL_S, self._poll)
 
 
 def changes(before: States, after: States) -> Iterator[ModelChanged]:

@@ -36,15 +36,15 @@ def redirect_stderr(path: str) -> Iterator[None]:
         return
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     with convert_os_errors(f"--log-file: cannot write '{path}'", "not a path"):
-        file = os.open(path, flags, 0o640)
-    console = os.dup(2)
-    os.dup2(file, 2)
-    os.close(file)
+        log_fd = os.open(path, flags, 0o640)
+    console_fd = os.dup(2)
+    os.dup2(log_fd, 2)
+    os.close(log_fd)
     try:
         yield
     finally:
-        os.dup2(console, 2)
-        os.close(console)
+        os.dup2(console_fd, 2)
+        os.close(console_fd)
 
 
 def has_terminal() -> bool:
@@ -62,11 +62,11 @@ logger = logging.getLogger(__name__)
 class StartupReport:
     """A context manager that reports the progress of the loads at the start.
 
-    `_progress()` returns the progress by model. The functions in `_observers`, to which the report
-    adds one, are called when the progress may have changed.
+    `_read_progress()` returns the progress by model. The functions in `_observers` are called when
+    the progress may have changed; the report adds a function.
     """
 
-    _progress: Callable[[], dict[str, str]]
+    _read_progress: Callable[[], dict[str, str]]
     _observers: list[Callable[[], None]]
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class StartupReport:
 
     def _update(self) -> None:
         """Report the loads whose state has changed, and show the loads in progress."""
-        old_states, self._states = self._states, self._progress()
+        old_states, self._states = self._states, self._read_progress()
         for model, state in self._states.items():
             if old_states.get(model) != state:
                 self._report(model, state)
@@ -102,7 +102,7 @@ class StartupReport:
             logger.log(level, "model %s: %s (%.2f s)", model, state, time.monotonic() - started_at)
 
     def _write(self, line: str) -> None:
-        """Replace the last line of a terminal, which must not wrap a long line to the next one."""
+        """Replace the last line of a terminal. A long line is not wrapped, but cut off."""
         if self._is_terminal:
             sys.stderr.write(f"\r\x1b[K\x1b[?7l{line}\x1b[?7h" if line else "\r\x1b[K")
             sys.stderr.flush()
@@ -116,24 +116,24 @@ def model_table(index: Iterable[dict[str, Any]]) -> list[str]:
         first_line, *other_lines = textwrap.wrap(status, _STATUS_WIDTH) or ["-"]
         rows.append((model["name"], model.get("version", "-"), first_line))
         rows += [("", "", line) for line in other_lines]
-    flat = [[" ".join(cell.split()) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in flat) for i in range(3)]
-    rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
-    cells = ([f" {c:<{w}} " for c, w in zip(row, widths, strict=True)] for row in flat)
-    head, *lines = (f"|{'|'.join(row)}|" for row in cells)
-    return [rule, head, rule, *lines, rule]
+    clean_rows = [[" ".join(cell.split()) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in clean_rows) for i in range(3)]
+    separator = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
+    cells = ([f" {c:<{w}} " for c, w in zip(row, widths, strict=True)] for row in clean_rows)
+    header, *lines = (f"|{'|'.join(row)}|" for row in cells)
+    return [separator, header, separator, *lines, separator]
 
 
 def example_command(models: Iterable[ModelSpec], url: str, *, needs_token: bool) -> str:
     """Return a command for the shell that sends a request to one of the models, or ""."""
-    server = f"--url {url}{' --token-file FILE' if needs_token else ''}"
+    options = f"--url {url}{' --token-file FILE' if needs_token else ''}"
     candidates = [spec for spec in models if spec.input and spec.sequence_batching is None]
     for spec in candidates:
-        required = [tensor for tensor in spec.input if not tensor.optional] or list(spec.input[:1])
-        if sum(math.prod(map(abs, tensor.dims)) for tensor in required) <= _MAX_ELEMENTS:
-            inputs = " ".join(f"--input {shlex.quote(_example_input(item))}" for item in required)
-            return f"shmserve client infer {_operands(spec, f'{server} {inputs}')}"
-    return f"shmserve perf {_operands(candidates[0], server)}" if candidates else ""
+        tensors = [tensor for tensor in spec.input if not tensor.optional] or list(spec.input[:1])
+        if sum(math.prod(map(abs, tensor.dims)) for tensor in tensors) <= _MAX_ELEMENTS:
+            inputs = " ".join(f"--input {shlex.quote(_example_input(item))}" for item in tensors)
+            return f"shmserve client infer {_operands(spec, f'{options} {inputs}')}"
+    return f"shmserve perf {_operands(candidates[0], options)}" if candidates else ""
 
 
 def _operands(spec: ModelSpec, options: str) -> str:

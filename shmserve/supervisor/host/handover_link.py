@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _VERSION = 1
 _PATIENCE_S = 10.0  # short, because a running server responds at once
 _MAX_PACKET_BYTES = 64 * 1024
-_CLIENT_LISTENER = "door"
+_CLIENT_LISTENER = "door"  # the name of the listener for local clients in an offer
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +39,8 @@ class Offer:
     """The listening sockets that a running server passes to its successor.
 
     `link` is the connection between the two servers. `sockets` has the sockets by protocol, and
-    `shared` has those that the server itself has inherited. `client_listener` is the listener in
-    the run directory for local clients.
+    `shared` the sockets that the server itself has inherited. `client_listener` is the listener for
+    local clients, whose path is in the run directory.
     """
 
     link: socket.socket
@@ -72,11 +72,11 @@ class Offer:
             raise InvalidArgument(f"--take-over: {_describe_failure(run_dir, error)}") from None
         sockets: dict[str, list[socket.socket]] = {}
         shared = []
-        for (name, is_lent), fd in zip(response["sockets"], fds, strict=True):
+        for (name, is_shared), fd in zip(response["sockets"], fds, strict=True):
             sock = socket.socket(fileno=fd)
             sock.setblocking(False)
             sockets.setdefault(name, []).append(sock)
-            if is_lent:
+            if is_shared:
                 shared.append(sock)
         return cls(link, sockets, shared, *sockets.pop(_CLIENT_LISTENER))
 
@@ -97,7 +97,7 @@ class Offer:
 
 
 def refuse(link: socket.socket, reason: str) -> None:
-    """Refuse a successor; the reason continues "the server there cannot be taken over: "."""
+    """Refuse a successor. Its error is "the server of 'DIR' cannot be taken over: REASON"."""
     with link, contextlib.suppress(OSError):
         link.send(json.dumps({"refused": reason}).encode())
 
@@ -144,7 +144,7 @@ class HandoverLink:
         self._execute = execute
         self._loop = asyncio.get_running_loop()
         self._request_numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[None]] = {}
+        self._pending_requests: dict[int, asyncio.Future[None]] = {}
         self._requests: asyncio.Queue[tuple[int, str, str, list[int]]] = asyncio.Queue()
         self._execution_task = asyncio.ensure_future(self._execute_requests())
         self.end_future: asyncio.Future[None] = self._loop.create_future()
@@ -154,14 +154,14 @@ class HandoverLink:
         """Send a request; the future resolves when the other end has executed it or has exited."""
         completion: asyncio.Future[None] = self._loop.create_future()
         number = next(self._request_numbers)
-        self._pending[number] = completion
+        self._pending_requests[number] = completion
         self._send([number, verb, name], fds)
         return completion
 
     async def until_done(self) -> None:
         """Wait until the other end has executed all requests so far."""
-        if self._pending:
-            await asyncio.wait(self._pending.copy().values())
+        if self._pending_requests:
+            await asyncio.wait(self._pending_requests.copy().values())
 
     def _send(self, message: list[int | str], fds: Sequence[int] = ()) -> None:
         if not self.end_future.done():
@@ -169,7 +169,7 @@ class HandoverLink:
                 socket.send_fds(self._link, [json.dumps(message).encode()], fds)
                 return
             except OSError as error:  # the other server has ended, or does not read
-                logger.warning("the handover's other server is unreachable: %s", error.strerror)
+                logger.warning("the handover's other server cannot be reached: %s", error.strerror)
                 self._end()
         self._resolve_all()
 
@@ -182,7 +182,7 @@ class HandoverLink:
                 verb, name = map(str, request)
                 self._requests.put_nowait((number, verb, name, fds))
             else:
-                resolve_future(self._pending.pop(number, None), None)
+                resolve_future(self._pending_requests.pop(number, None), None)
         except BlockingIOError:
             return
         # The link has ended, or a message is invalid.
@@ -197,7 +197,7 @@ class HandoverLink:
             try:
                 await self._execute(verb, name, fds)
             except Exception:
-                logger.exception("the request '%s' of the other server failed", verb)
+                logger.exception("request '%s' of the handover's other server failed", verb)
             self._send([number])
 
     def _end(self) -> None:
@@ -208,9 +208,9 @@ class HandoverLink:
             self._resolve_all()
 
     def _resolve_all(self) -> None:
-        for completion in self._pending.values():
+        for completion in self._pending_requests.values():
             resolve_future(completion, None)
-        self._pending.clear()
+        self._pending_requests.clear()
 
     def close(self) -> None:
         """Close the connection."""

@@ -1,6 +1,6 @@
 """Listening sockets, which the supervisor binds and gateways inherit.
 
-The death of a gateway therefore refuses no connection.
+Therefore no connection is refused when a gateway dies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shmserve.errors import InvalidArgument, convert_os_errors
 from shmserve.ipc.transport.router import refuse_descriptors
 from shmserve.supervisor.host.handover_link import Offer
 
-# The errors that mean that this host does not support an address family (such as IPv6).
+# The errors of bind() on a host that does not support an address family, such as IPv6.
 _NO_SUCH_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -35,12 +35,12 @@ def resolve(address: str, port: int, flag: str, allows_remote: bool) -> list[Any
             false (neither tokens nor --insecure are set). The message names `flag`.
     """
     with convert_os_errors(f"{flag}: cannot resolve '{address}'", "it is not a host name"):
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    if not allows_remote and not all(is_loopback(str(address[0])) for *_, address in found):
+    if not allows_remote and not all(is_loopback(str(address[0])) for *_, address in addresses):
         raise _unguarded_error(flag, f"'{address}'")
-    return found
+    return addresses
 
 
 def _unguarded_error(flag: str, address: str) -> InvalidArgument:
@@ -132,11 +132,11 @@ def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
     try:
         if _is_abandoned(path):
             path.unlink()
-        mask = os.umask(0o177)
+        old_mask = os.umask(0o177)
         try:
             sock.bind(os.fspath(path))
         finally:
-            os.umask(mask)
+            os.umask(old_mask)
         if group != NO_GROUP:
             os.chown(path, -1, group)
             path.chmod(0o660)
@@ -222,14 +222,14 @@ class Listeners:
     @property
     def metrics_port(self) -> int:
         """Return the TCP port of metrics, or 0."""
-        tcp = (sock for sock in self.metrics if sock.family != socket.AF_UNIX)
-        return next((sock.getsockname()[1] for sock in tcp), 0)
+        tcp_sockets = (sock for sock in self.metrics if sock.family != socket.AF_UNIX)
+        return next((sock.getsockname()[1] for sock in tcp_sockets), 0)
 
     def urls(self) -> tuple[str, str]:
         """Return the URLs of HTTP and of metrics; "" without a listener."""
-        http = [_address(sock, "http://") for sock in self.http]
-        metrics = [_address(sock, "http://") for sock in self.metrics]
-        return (*http, "")[0], (*metrics, "")[0]
+        http_urls = [_address(sock, "http://") for sock in self.http]
+        metrics_urls = [_address(sock, "http://") for sock in self.metrics]
+        return (*http_urls, "")[0], (*metrics_urls, "")[0]
 
     def publish(self, file: Path, *, tls: bool) -> None:
         """Write the URLs of HTTP and gRPC to a file for programs on this host, if possible."""
@@ -240,9 +240,9 @@ class Listeners:
             file.write_text("".join(f"{url}\n" for url in urls))
 
 
-def _address(sock: socket.socket, url_prefix: str, unix: str = "unix:") -> str:
+def _address(sock: socket.socket, url_prefix: str, unix_prefix: str = "unix:") -> str:
     if sock.family == socket.AF_UNIX:
-        return f"{unix}{sock.getsockname()}"
+        return f"{unix_prefix}{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"{url_prefix}[{host}]:{port}" if ":" in host else f"{url_prefix}{host}:{port}"
 
@@ -252,23 +252,23 @@ _LISTEN_STATE = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 def port_users(port: int) -> list[tuple[int, str]]:
     """Return the visible processes (pid, name) that listen at a TCP port, by pid."""
-    sockets = set()
+    links = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
                 fields = line.split(None, 10)
                 if fields[3] == _LISTEN_STATE and int(fields[1].rpartition(":")[2], 16) == port:
-                    sockets.add(f"socket:[{fields[9]}]")
+                    links.add(f"socket:[{fields[9]}]")
     pids = sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
-    return [(pid, _process_name(pid)) for pid in pids if sockets and _has_socket(pid, sockets)]
+    return [(pid, _process_name(pid)) for pid in pids if links and _has_socket(pid, links)]
 
 
-def _has_socket(pid: int, sockets: set[str]) -> bool:
+def _has_socket(pid: int, socket_links: set[str]) -> bool:
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for fd in os.listdir(folder):
             with contextlib.suppress(OSError):
-                if os.readlink(f"{folder}/{fd}") in sockets:
+                if os.readlink(f"{folder}/{fd}") in socket_links:
                     return True
     return False
 

@@ -24,7 +24,7 @@ from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
-# The last process of a killed server clears the folder within milliseconds.
+# The last process of a killed server clears the folder and ends within milliseconds.
 _LOCK_TIMEOUT_S = 3.0
 _DEFAULT_FOLDER_TIMEOUT_S = 0.5  # short, because a second server can use another folder
 _REMEDY = "; stop that server, replace it with --take-over, or set another --run-dir"
@@ -61,9 +61,9 @@ class RunDirectory:
                 self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
         else:
             self.path = Path(os.path.abspath(folder))
-            creating = convert_os_errors(f"--run-dir: cannot make '{self.path}'")
-            # The type of an existing file is checked next.
-            with creating, contextlib.suppress(FileExistsError):
+            mkdir_errors = convert_os_errors(f"--run-dir: cannot make '{self.path}'")
+            # If the path exists and is not a folder, the next check reports it.
+            with mkdir_errors, contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         group_bits = 0o010 if group >= 0 else 0
         if reason := unsafe_reason(self.path, self.path.lstat(), group_bits):
@@ -120,8 +120,8 @@ class RunDirectory:
             time.sleep(_LOCK_PAUSE_S)
 
     def _lock_now(self) -> int:
-        # The last process of a killed server may have removed the lock, but not all files.
-        if self._is_foreign():
+        # This may be temporary, while the last process of a killed server deletes the files.
+        if self._has_foreign_files():
             raise InvalidArgument(
                 f"--run-dir: '{self.path}' contains files that do not belong to a "
                 "server; it must be empty, or the run directory of a killed server"
@@ -130,15 +130,15 @@ class RunDirectory:
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last process of a killed server may have removed the file before the lock.
+            # The last process of a killed server may have removed the file before it was locked.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
-                    self._mark(fd)
+                    self._write_lock_contents(fd)
                     return fd
         os.close(fd)
         raise InvalidArgument(f"--run-dir: '{self.path}' is in use by another server{_REMEDY}")
 
-    def _mark(self, fd: int) -> None:
+    def _write_lock_contents(self, fd: int) -> None:
         try:
             os.pwrite(fd, _LOCK_CONTENTS, 0)
         except OSError:  # the disk may be full
@@ -148,7 +148,7 @@ class RunDirectory:
                 self.path.rmdir()
             raise
 
-    def _is_foreign(self) -> bool:
+    def _has_foreign_files(self) -> bool:
         with contextlib.suppress(OSError):
             if not set(os.listdir(self.path)) - {"lock"}:
                 return False
@@ -210,7 +210,7 @@ def unsafe_reason(path: Path, status: os.stat_result, group_bits: int) -> str:
 
 @contextlib.contextmanager
 def exclusive(lock_fd: int) -> Iterator[None]:
-    """Exclude other processes with the inherited lock of a server, `lock_fd`, from this block."""
+    """Lock out other processes that have inherited `lock_fd`, a server's lock, during a block."""
     fcntl.lockf(lock_fd, fcntl.LOCK_EX)
     try:
         yield
@@ -229,7 +229,7 @@ def clear(path: Path, lock_fd: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(folder / "lock"), os.fstat(lock_fd)):
                 _delete_contents(folder)
-                # Last, since no server starts in a folder that has files and no lock.
+                # The lock is deleted last: no server starts in a folder with files and no lock.
                 if os.listdir(folder) == ["lock"]:
                     (folder / "lock").unlink()
                     folder.rmdir()

@@ -23,7 +23,7 @@ _FIRST_FD = 3  # SD_LISTEN_FDS_START, the first inherited descriptor
 # The allowed values of FileDescriptorName= of a socket.
 LISTENER_NAMES = ("http", "grpc", "metrics", "local")
 _STORED_PREFIX = "kept-"  # the prefix of the names of stored descriptors
-# Seconds by which each message to the manager extends its timeout for the start or the end.
+# Seconds by which each message extends the service manager's timeout for the start or the end.
 _TIMEOUT_EXTENSION_S = 60
 _SIGN_OF_LIFE_INTERVAL_S = 10.0
 _FLUSH_TIMEOUT_S = 5.0  # the longest wait of a registration for a manager that hangs
@@ -33,8 +33,8 @@ _MAX_NAMED_MODELS = 5  # maximum number of models that the status line names for
 class ServiceManager:
     """The service manager at `address`, a path or "@" with an abstract name; None: no manager.
 
-    The manager requires a sign of life every `watchdog_s` seconds (0: none). Messages that its
-    socket cannot hold (about ten) are queued. Otherwise a lost message with a descriptor would be
+    The manager requires a sign of life every `watchdog_s` seconds (0: none). Its socket holds about
+    ten messages. Further messages are queued, because the descriptors of a lost message would be
     missing after the next restart.
     """
 
@@ -53,7 +53,7 @@ class ServiceManager:
             try:
                 self._socket.connect(socket_address)
             except OSError as error:
-                logger.warning("the service manager is not notified: %s", error.strerror)
+                logger.warning("the service manager cannot be notified: %s", error.strerror)
                 self.close()
 
     @property
@@ -65,8 +65,8 @@ class ServiceManager:
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
         """Return the service manager that the environment names, and remove its variables."""
         variables = {name: environment.pop(f"WATCHDOG_{name}", "") for name in ("PID", "USEC")}
-        required = variables["USEC"].isdecimal() and variables["PID"] in ("", str(os.getpid()))
-        watchdog_s = int(variables["USEC"]) / 1e6 if required else 0.0
+        has_watchdog = variables["USEC"].isdecimal() and variables["PID"] in ("", str(os.getpid()))
+        watchdog_s = int(variables["USEC"]) / 1e6 if has_watchdog else 0.0
         return cls(environment.pop("NOTIFY_SOCKET", None), watchdog_s)
 
     def notify_ready(self, state: str) -> None:
@@ -94,7 +94,7 @@ class ServiceManager:
             self._state = state
             self._notify(f"STATUS={state}")
 
-    async def keep_waiting(self) -> None:
+    async def extend_timeout(self) -> None:
         """Extend the timeout of a long start or end until the task is cancelled."""
         while self._socket is not None:
             self._notify_unless_queued(f"EXTEND_TIMEOUT_USEC={_TIMEOUT_EXTENSION_S * 1_000_000}")
@@ -171,9 +171,9 @@ def progress_line(progress: Mapping[str, str]) -> str:
     states = [state.partition(":")[0] for state in progress.values()]
     line = f"{states.count('ready')}/{len(progress)} models ready"
     for state in ("loading", "failed"):
-        names = [model for model, reached in zip(progress, states, strict=True) if reached == state]
-        unnamed = len(names) - _MAX_NAMED_MODELS
-        remainder = f" and {unnamed} more" if unnamed > 0 else ""
+        names = [model for model, found in zip(progress, states, strict=True) if found == state]
+        unnamed_count = len(names) - _MAX_NAMED_MODELS
+        remainder = f" and {unnamed_count} more" if unnamed_count > 0 else ""
         if names:
             line += f"; {state} {', '.join(names[:_MAX_NAMED_MODELS])}{remainder}"
     return line
@@ -217,12 +217,12 @@ def take_inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict
 def _listening_socket(fd: int, name: str) -> socket.socket:
     try:
         sock = socket.socket(fileno=fd)
-        listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         kind = socket.SOCK_SEQPACKET if name == "local" else socket.SOCK_STREAM
-        listens = listens and sock.type == kind
+        is_listening = is_listening and sock.type == kind
     except OSError:
-        listens = 0
-    if not listens:
+        is_listening = 0
+    if not is_listening:
         raise InvalidArgument(f"LISTEN_FDS: descriptor {fd} ('{name}') is not a listening socket")
     sock.setblocking(False)
     return sock

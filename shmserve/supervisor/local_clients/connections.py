@@ -46,7 +46,7 @@ _CREDENTIALS_BYTES = 12  # size of struct ucred
 _NO_LINGER = struct.pack("ii", 0, 0)  # a struct linger, with which close() does not block
 
 _MAX_CLIENTS = 1024
-# When more clients have not sent Hello, the oldest of them is disconnected.
+# Maximum clients that have not sent Hello. A further client disconnects the oldest of them.
 _MAX_CLIENTS_BEFORE_HELLO = 256
 _BACKLOG = 128
 _MAX_ACCEPTED_AT_ONCE = 64  # connections that are accepted before open ones are read
@@ -55,13 +55,13 @@ _PACKET_OVERHEAD_BYTES = 32  # bytes of a socket's buffer that a packet cannot u
 
 
 def receive(link: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive a packet and its descriptors; b"" at the end, or if the packet is too large.
+    """Receive a packet and its descriptors; b"" at the connection's end, or if it is too large.
 
     Raises:
         OSError: Nothing can be received.
     """
     packet = _receive_packet(link, _MAX_PACKET_BYTES)
-    if not packet.complete or len(packet.fds) > _MAX_ACCEPTED_DESCRIPTORS:
+    if not packet.is_complete or len(packet.fds) > _MAX_ACCEPTED_DESCRIPTORS:
         close_all(packet.fds)
         return b"", []
     return packet.data, packet.fds
@@ -70,7 +70,7 @@ def receive(link: socket.socket) -> tuple[bytes, list[int]]:
 class _Packet(NamedTuple):
     data: bytes
     fds: list[int]
-    complete: bool
+    is_complete: bool
     has_content: bool  # whether the packet has data or ancillary data
 
 
@@ -82,20 +82,20 @@ def _receive_packet(link: socket.socket, size: int) -> _Packet:
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    complete = not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-    return _Packet(data, list(fds), complete, bool(data or ancillary))
+    is_complete = not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+    return _Packet(data, list(fds), is_complete, bool(data or ancillary))
 
 
 def close_all(fds: Iterable[int]) -> None:
     """Close received descriptors."""
-    slow = []
+    slow_fds = []
     for fd in fds:
         if is_memory(fd):
             os.close(fd)
         else:
-            slow.append(fd)
-    if slow:
-        _run_in_thread(partial(_close_slow, slow))
+            slow_fds.append(fd)
+    if slow_fds:
+        _run_in_thread(partial(_close_slow, slow_fds))
 
 
 def is_memory(fd: int) -> bool:
@@ -112,7 +112,7 @@ def disconnect(link: socket.socket) -> None:
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
     with contextlib.suppress(OSError):
-        # Credentials distinguish an empty message from the end of the connection.
+        # Only a message has credentials, which distinguish an empty one from the connection's end.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         while (packet := _receive_packet(link, 1)).has_content:
             close_all(packet.fds)
@@ -166,12 +166,12 @@ class LocalClientConnections:
         group: int,
         on_message: Callable[[LocalClient, Any, list[int]], None],
         on_disconnect: Callable[[int], None],
-        shared: Iterable[socket.socket],
+        shared_listeners: Iterable[socket.socket],
         predecessor_listener: socket.socket | None,
     ) -> None:
         """Open the listener for programs of this user, and of a group if there is one.
 
-        Clients wait at the `shared` listeners and at `predecessor_listener` until `accept`.
+        Clients wait at `shared_listeners` and at `predecessor_listener` until `accept`.
 
         Raises:
             Unavailable: The run directory has no space for the listener.
@@ -190,9 +190,9 @@ class LocalClientConnections:
         if group != NO_GROUP:
             admit_group(path.parent, group)
         self._client_listener = Listener(predecessor_listener or _open_listener(path, group))
-        buffer = self._client_listener.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        self.largest_packet = buffer - _PACKET_OVERHEAD_BYTES
-        self._shared_listeners = list(map(Listener, shared))
+        buffer_bytes = self._client_listener.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        self.largest_packet = buffer_bytes - _PACKET_OVERHEAD_BYTES
+        self._shared_listeners = list(map(Listener, shared_listeners))
         self._own_listeners = [] if predecessor_listener else [self._client_listener]
         self._predecessor_listeners = [self._client_listener] if predecessor_listener else []
         self._start_accepting(self._own_listeners)
@@ -213,7 +213,7 @@ class LocalClientConnections:
     def accept(self) -> None:
         """Accept the clients that wait at shared listeners."""
         for listener in self._predecessor_listeners:
-            # Peers read the credentials of the process that called listen last.
+            # Peers read the credentials of the process that called listen last, so call it again.
             listener.sock.listen(_BACKLOG)
         self._start_accepting([*self._predecessor_listeners, *self._shared_listeners])
         self._own_listeners += self._predecessor_listeners
@@ -221,7 +221,7 @@ class LocalClientConnections:
 
     @property
     def client_listener(self) -> socket.socket:
-        """Return the listener at the path in the run directory; `shared_sockets` has others."""
+        """Return the listener whose path is in the run directory."""
         return self._client_listener.sock
 
     def shared_sockets(self) -> list[socket.socket]:
@@ -235,9 +235,9 @@ class LocalClientConnections:
 
     def close_shared(self) -> bool:
         """Close the listeners that another server uses, too; return whether there are any."""
-        shared, self._shared_listeners = self._shared_listeners, []
-        self._close_listeners(shared)
-        return bool(shared)
+        shared_listeners, self._shared_listeners = self._shared_listeners, []
+        self._close_listeners(shared_listeners)
+        return bool(shared_listeners)
 
     def _close_listeners(self, listeners: list[Listener]) -> None:
         for listener in listeners:
@@ -283,20 +283,20 @@ class LocalClientConnections:
         if client.pidfd >= 0:
             self._loop.remove_reader(client.pidfd)
             os.close(client.pidfd)
-        # This link is closed before the schedulers close theirs. The client thus detects that the
-        # server has disconnected it.
+        # This link is closed before the schedulers close theirs, so that the client detects that
+        # the server, not a scheduler, has disconnected it.
         disconnect(client.link)
         if client.is_welcomed:
             self._on_disconnect(client.number)
 
     def close(self) -> None:
         """Disconnect all clients and close the listeners."""
-        own, predecessor = self._own_listeners, self._predecessor_listeners
-        self._close_listeners([*own, *predecessor, *self._shared_listeners])
+        own_listeners, predecessor = self._own_listeners, self._predecessor_listeners
+        self._close_listeners([*own_listeners, *predecessor, *self._shared_listeners])
         for client in list(self._clients.values()):
             self.disconnect(client)
 
-    # --- out
+    # --- sent packets
 
     def send(self, client: LocalClient, data: bytes) -> None:
         """Send a packet now or when the client reads; disconnect it if too many are unread."""
@@ -322,7 +322,7 @@ class LocalClientConnections:
             client.unsent.popleft()
         self._loop.remove_writer(client.link.fileno())
 
-    # --- in
+    # --- received packets
 
     def _read(self, client: LocalClient) -> None:
         try:

@@ -99,7 +99,7 @@ class LocalMemory:
             yield region.listing(0)
 
     def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
-        """Register the memory of a client, whose only descriptor is in `fds`.
+        """Register a client's memory, whose descriptor must be the only element of `fds`.
 
         The server then owns the descriptor and empties `fds`, unless the registration fails.
 
@@ -170,9 +170,9 @@ class LocalMemory:
         """Release the regions that were truncated, since a worker died of a missing page."""
         for region in self.all():
             if not region.owner.copied and region.has_shrunk():
-                blamed = region.report_truncation()
-                self._publish_event(blamed)
-                self.release(region.lease_holder, region.memory_id, blamed.reason)
+                event = region.report_truncation()
+                self._publish_event(event)
+                self.release(region.lease_holder, region.memory_id, event.reason)
 
     def close(self) -> None:
         """Close every region."""
@@ -199,8 +199,8 @@ def check_memory(fd: int, byte_size: int, is_trusted: bool = True) -> SharedObje
         raise InvalidArgument("a memfd that can be sealed must have the seal F_SEAL_SHRINK")
     shared = describe_object(fd)
     status = os.fstat(fd)
-    page = os.fstatvfs(fd).f_bsize
-    if page != mmap.PAGESIZE and (not is_trusted or byte_size % page):
+    page_bytes = os.fstatvfs(fd).f_bsize
+    if page_bytes != mmap.PAGESIZE and (not is_trusted or byte_size % page_bytes):
         raise InvalidArgument(
             "shared memory on huge pages is accepted only from the server's user or root, and only "
             "if 'byte_size' is a multiple of the size of a huge page"
@@ -217,7 +217,7 @@ def check_memory(fd: int, byte_size: int, is_trusted: bool = True) -> SharedObje
     return shared
 
 
-_ACK_TIMEOUT_S = 1.0  # the longest time for which a stopped local client delays a reload
+_ACK_TIMEOUT_S = 1.0  # the longest time for which a local client that hangs delays a reload
 # The fields of a model's configuration and of its tensors that local clients need.
 _MODEL_FIELDS = ("name", "backend", "max_batch_size", "input", "output", "model_transaction_policy")
 _TENSOR_FIELDS = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
@@ -254,7 +254,7 @@ class LocalClientServer:
         self._snapshot = snapshot
         self._on_disconnect = on_disconnect
         self._load_on_demand = load_on_demand
-        self._checks: set[asyncio.Task[None]] = set()
+        self._response_tasks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self.connections = LocalClientConnections(
             run_dir, group, self._on_message, self._on_disconnected, shared, predecessor_listener
@@ -357,7 +357,7 @@ class LocalClientServer:
             if client.number in self.connections:
                 self.connections.send(client, frames.pack([response]))
 
-        in_background(respond(), self._checks)
+        in_background(respond(), self._response_tasks)
 
     async def _share_device(self, client: LocalClient, offer: ShareDeviceMemory) -> dict[str, Any]:
         memory = await self._memory.share_device(client, offer)
@@ -375,8 +375,8 @@ def _convert_for_clients(message: Any) -> Any:
                 fields["ensemble_scheduling"] = {}
             for key in ("input", "output"):
                 fields[key] = [_tensor_fields(tensor) for tensor in source.get(key, ())]
-            brief, local_clients = ModelSpec.of(fields), endpoints.for_local_clients(endpoint)
-            return replace(message, config=brief, metadata={}, endpoint=local_clients)
+            client_config, convert = ModelSpec.of(fields), endpoints.for_local_clients
+            return replace(message, config=client_config, metadata={}, endpoint=convert(endpoint))
         case m.SchedulerLost(endpoint, successor):
             convert = endpoints.for_local_clients
             return m.SchedulerLost(convert(endpoint), convert(successor))

@@ -55,12 +55,12 @@ _IDLE_S = 20.0  # the time without long waits before a removal
 _BUSY_WINDOW_S = 0.5  # the window of the mean number of busy instances
 _REMOVAL_PAUSE_S = 2.0  # the shortest time between a change and a removal
 _TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
-# The idle time doubles if an instance is added again within this multiple of it after a removal.
+# If an instance is added within this multiple of the idle time after a removal, the time doubles.
 _SOON_FACTOR = 3.0
 _MAX_IDLE_S = 320.0
 _MIN_SHARE = 0.25  # a p99 of the wait below this share of the target is never too long
 
-# The host's capacity.
+# The parameters for measurements of the host's capacity.
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PRIVATE_KIB = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
 _MIN_FREE_MEMORY = 0.05  # the fraction of the host's memory that must stay available
@@ -99,7 +99,7 @@ class Autoscaler:
             await asyncio.sleep(SAMPLE_EVERY_S)
             try:
                 self.sample()
-            except Exception:  # such as a file of the host that cannot be opened
+            except Exception:  # for example, a file in /proc cannot be opened
                 logger.exception("the load of models could not be measured")
 
     def sample(self) -> None:
@@ -143,15 +143,15 @@ class Autoscaler:
         if now_s < state.next_change_s:
             return
         count = change.instance_count
-        missing = state.capacity.missing_resources(count) if count > before else ""
-        if missing:
+        missing_text = state.capacity.missing_resources(count) if count > before else ""
+        if missing_text:
             state.next_change_s = now_s + _RETRY_S
             logger.warning(
                 "model '%s' keeps %d instances although %s: %s",
                 version.spec.name,
                 before,
                 change.reason,
-                missing,
+                missing_text,
             )
             return
         state.is_changing = True
@@ -257,7 +257,7 @@ class ScalingPolicy:
         minimum: The minimum number of instances.
         maximum: The maximum number of instances.
         target_s: The latency target, which includes the execution; 0 for none.
-        delay_s: The allowed mean wait if there is no target; at least one execution is allowed.
+        delay_s: The allowed mean wait without a target, but at least the mean execution time.
     """
 
     minimum: int
@@ -329,8 +329,8 @@ class ScalingPolicy:
     def _max_mean_wait_s(self) -> float:
         """Return the allowed mean wait in seconds: from `target_s`, or else from `delay_s`."""
         if self.target_s:
-            left_s = max(self.target_s - self._mean_execution_s, _MIN_SHARE * self.target_s)
-            return left_s / _P99_RATIO
+            max_wait_s = max(self.target_s - self._mean_execution_s, _MIN_SHARE * self.target_s)
+            return max_wait_s / _P99_RATIO
         return max(self.delay_s, self._mean_execution_s)
 
     def _long_wait_text(self, load: LoadSample) -> str:
@@ -354,8 +354,8 @@ class ScalingPolicy:
 
     def _catches_up(self, load: LoadSample) -> bool:
         """Check whether the queue shrinks so fast that it is empty within `_CATCH_UP_S` seconds."""
-        earlier = self._loads[-min(4, len(self._loads))]
-        elapsed_s, dequeued = load.at_s - earlier.at_s, earlier.queued_count - load.queued_count
+        first = self._loads[-min(4, len(self._loads))]
+        elapsed_s, dequeued = load.at_s - first.at_s, first.queued_count - load.queued_count
         return dequeued > 0 and load.queued_count / dequeued * elapsed_s < _CATCH_UP_S
 
     def _remove_idle(self, load: LoadSample, count: int) -> Change | None:
@@ -372,9 +372,9 @@ class ScalingPolicy:
     def _max_mean_busy(self) -> float:
         """Return the highest mean number of busy instances in any half second of the samples."""
         size = round(_BUSY_WINDOW_S / SAMPLE_EVERY_S)
-        busy = [load.busy_count for load in self._loads]
-        ends = range(size, len(busy) + 1, size)  # the ends of the windows
-        return max((fmean(busy[end - size : end]) for end in ends), default=math.inf)
+        busy_counts = [load.busy_count for load in self._loads]
+        ends = range(size, len(busy_counts) + 1, size)  # the ends of the windows
+        return max((fmean(busy_counts[end - size : end]) for end in ends), default=math.inf)
 
 
 def _ms(seconds: float) -> str:
@@ -442,8 +442,8 @@ class HostCapacity:
         self._processor_times, self._last_execution_s = processor_times, execution_s
         if self._executed_s > _MEASURE_EVERY_S:
             # Workers that compete for processors use less of them, so high values fade slowly.
-            used = self._used_s / self._executed_s
-            self._busy_processors = max(used, _DECAY * self._busy_processors)
+            used_processors = self._used_s / self._executed_s
+            self._busy_processors = max(used_processors, _DECAY * self._busy_processors)
             self._used_s = self._executed_s = 0.0
 
     def missing_resources(self, count: int) -> str:

@@ -103,7 +103,7 @@ class Instances:
     failure: str = field(init=False, default="")
     defers_attach: bool = field(init=False, default=False)
     _warned_topics: set[str] = field(init=False, default_factory=set)
-    _abandoned_for: str = field(init=False, default="")  # why the last instance was abandoned
+    _abandon_reason: str = field(init=False, default="")  # why the last instance was abandoned
     _instances: list[Instance] = field(init=False)
     # The number of instances of the version that this version replaces.
     _replaced_count: int = field(init=False, default=0)
@@ -181,7 +181,7 @@ class Instances:
         """Return whether the model implements a readiness check."""
         return any(instance.checks_ready for instance in self._instances)
 
-    # --- start
+    # --- loads
 
     async def complete_config(self) -> None:
         """Complete the configuration with the first instance, and reserve resources for all."""
@@ -227,10 +227,10 @@ class Instances:
         self._send(instance, m.LoadInstance(config, endpoint))
         message = await self._receive_in_time(instance, m.InstanceLoaded)
         instance.mark_loaded(message.checks_ready, message.device_byte_size)
-        current = self._scheduler.instances_endpoint
+        current_endpoint = self._scheduler.instances_endpoint
         # The scheduler may have been replaced while the model loaded.
-        if current != endpoint and not self.defers_attach:
-            self._send(instance, m.Attach(current))
+        if current_endpoint != endpoint and not self.defers_attach:
+            self._send(instance, m.Attach(current_endpoint))
         self._on_change()
 
     async def _spawn(self, instance: Instance, config: ModelSpec, instance_count: int) -> None:
@@ -295,16 +295,16 @@ class Instances:
         child = instance.child
         problem = f"the process of instance '{instance.name}' ended while loading"
         assert child is not None
-        receiving = asyncio.ensure_future(instance.inbox.get())
+        next_message = asyncio.ensure_future(instance.inbox.get())
         try:
-            await wait_any(receiving, child.exited)
+            await wait_any(next_message, child.exited)
         finally:
-            receiving.cancel()
-        if not receiving.done() and instance.inbox.empty():
+            next_message.cancel()
+        if not next_message.done() and instance.inbox.empty():
             self._check_needed(instance)
             raise Unavailable(f"{problem} ({child.reason})")
-        # A worker that has ended may have sent the reason before.
-        message = receiving.result() if receiving.done() else instance.inbox.get_nowait()
+        # If the worker has ended, its last message may contain the reason.
+        message = next_message.result() if next_message.done() else instance.inbox.get_nowait()
         if isinstance(message, m.LoadFailed):
             error = from_code(message.code, message.message)
             if message.frames:
@@ -336,10 +336,10 @@ class Instances:
     # --- changes of the number of instances
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
-        """Return the changes to the instances of `config`, the final configuration of `spec`."""
+        """Return the update to the instances of `config`, which is `spec`'s final configuration."""
         config_differs, scaled_config = config != self.config, config
         if bounds_of(config) is not None and not config_differs:
-            # An unchanged model keeps its scale.
+            # A load without changes keeps the current number of instances.
             scaled_config = with_instance_count(config, self.count)
         changes = find_changes(self._instances, scaled_config, self.count)
         return InstanceUpdate(spec, config, config_differs, *changes)
@@ -425,7 +425,7 @@ class Instances:
                 patience_s,
             )
 
-    # --- schedulers
+    # --- changes of schedulers
 
     def notify_new_scheduler(self, worker_pids: list[int]) -> None:
         """Notify a new scheduler of its instances, and of the exits since it was started.
@@ -437,7 +437,7 @@ class Instances:
             self._scheduler.send(ProcessExited(pid, ""))
         for instance in self._instances:
             if instance.state is InstanceState.RETIRING:
-                # Clients have resubmitted its requests to the new scheduler.
+                # Clients have resubmitted the instance's requests to the new scheduler.
                 self._context.background(self._end(instance))
             elif instance.state is InstanceState.FAILED:
                 self._send_instance_gone(instance)
@@ -452,7 +452,7 @@ class Instances:
             if instance.state is InstanceState.READY:
                 self._send(instance, attach)
 
-    # --- exits
+    # --- exits of processes
 
     def kill_overdue(self, pid: int, reason: str) -> None:
         """Kill an instance that exceeded its time limit, unless its process has been replaced."""
@@ -531,9 +531,9 @@ class Instances:
                 self._abandon(instance, error.message)
                 return
             pid = instance.child.pid if instance.child is not None else 0
-            down_s = time.monotonic() - exited_at
+            downtime_s = time.monotonic() - exited_at
             logger.info(
-                "%s runs again: pid %d, %.1f s after its exit", exited_child.title, pid, down_s
+                "%s runs again: pid %d, %.1f s after its exit", exited_child.title, pid, downtime_s
             )
             return
 
@@ -561,7 +561,7 @@ class Instances:
         instance.transition("abandon")
         logger.error("instance '%s' is not restarted: %s", instance.name, reason)
         self._send_instance_gone(instance)
-        self._abandoned_for = reason
+        self._abandon_reason = reason
         self._store_failure()
         self._on_change()
 
@@ -569,14 +569,14 @@ class Instances:
         """Store the failure if no instance serves or will serve; return whether there is one."""
         states = self.states()
         if InstanceState.FAILED in states and _DOWN_STATES.issuperset(states):
-            self.failure = self._abandoned_for
+            self.failure = self._abandon_reason
         return bool(self.failure)
 
     def _send_instance_gone(self, instance: Instance) -> None:
         reason = f"model '{self._spec.name}' failed: its instances are not restarted"
         self._scheduler.send(m.InstanceGone(instance.index, reason))
 
-    # --- end
+    # --- the version's end
 
     async def stop(self) -> None:
         """Finalize the model in every process that has loaded it, and wait for all exits."""

@@ -103,28 +103,28 @@ class InstanceState(StrEnum):
     STOPPED = "stopped"
 
 
-_STOP = {"stop": InstanceState.STOPPED}
-_FAIL = {"exited": InstanceState.WAITING, "load_failed": InstanceState.WAITING, **_STOP}
+_ON_STOP = {"stop": InstanceState.STOPPED}
+_ON_FAILURE = {"exited": InstanceState.WAITING, "load_failed": InstanceState.WAITING, **_ON_STOP}
 TRANSITIONS: Mapping[InstanceState, Mapping[str, InstanceState]] = {
-    InstanceState.STARTING: {"started": InstanceState.LOADING, **_FAIL},
-    InstanceState.LOADING: {"loaded": InstanceState.READY, **_FAIL},
+    InstanceState.STARTING: {"started": InstanceState.LOADING, **_ON_FAILURE},
+    InstanceState.LOADING: {"loaded": InstanceState.READY, **_ON_FAILURE},
     InstanceState.READY: {
         "retire": InstanceState.RETIRING,
         "exited": InstanceState.WAITING,
-        **_STOP,
+        **_ON_STOP,
     },
-    InstanceState.RETIRING: {"exited": InstanceState.STOPPED, **_STOP},
+    InstanceState.RETIRING: {"exited": InstanceState.STOPPED, **_ON_STOP},
     InstanceState.WAITING: {
         "restart": InstanceState.STARTING,
         "abandon": InstanceState.FAILED,
         "load_failed": InstanceState.WAITING,  # reported after the exit of the process
-        **_STOP,
+        **_ON_STOP,
     },
-    InstanceState.FAILED: _STOP,
+    InstanceState.FAILED: _ON_STOP,
     InstanceState.STOPPED: {
         "exited": InstanceState.STOPPED,
         "load_failed": InstanceState.STOPPED,
-        **_STOP,
+        **_ON_STOP,
     },
 }
 
@@ -301,7 +301,7 @@ def find_changes(
     return added, removed
 
 
-# --- hangs
+# --- loads that hang
 
 
 async def stacks_of(instance: Instance) -> str:

@@ -1,6 +1,7 @@
 """The lifecycle of models: a state machine that executes the orders of each model in turn (pure).
 
 The state machine decides; `LifecycleActions` executes the decisions and reports back by events.
+`Order` changes the state of a model: `start`, `offer`, then `take_over`, or `drop` if a load fails.
 
 load:    read -> the step models are loaded -> versions that differ start, or instances are added ->
          published -> every client has acknowledged them as ready -> they serve, old versions
@@ -39,8 +40,8 @@ from shmserve.supervisor.models.scheduler_process import Group
 
 logger = logging.getLogger(__name__)
 
-# Phases that only an event or a later order of the model ends. They are skipped, because most
-# orders of a start are in such a phase.
+# Phases that only an event or a later order of the model ends. Orders in these phases are skipped,
+# because most orders are in such a phase while a server starts.
 _EVENT_PHASES = (OrderPhase.READING, OrderPhase.STARTING, OrderPhase.MOVING)
 
 
@@ -72,12 +73,12 @@ class Lifecycle:
             OrderPhase.DROPPING: self._finish_once_acknowledged,
         }
 
-    # --- orders
+    # --- creation of orders
 
     def expect(self, steps: Mapping[str, list[str]]) -> None:
         """Register the models that are loaded at the start, with the steps of each.
 
-        The steps determine the process of each model's scheduler.
+        The steps determine which schedulers share a process.
         """
         for name, step_models in steps.items():
             model = self._registry.model(name)
@@ -93,7 +94,7 @@ class Lifecycle:
         self._run()
 
     def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> Order:
-        """Order a model to be loaded or reloaded.
+        """Order a model to be loaded or reloaded, and return the order.
 
         Args:
             name: The model.
@@ -138,7 +139,7 @@ class Lifecycle:
         return self._add_unless_repeated(Order(model, OrderKind.LOAD, source, cause))
 
     def _add_unless_repeated(self, order: Order) -> Order:
-        """Add an order, or return the model's last order if that has the same effect."""
+        """Add an order, or return the model's last order if it has the same effect."""
         last_order = order.model.orders[-1] if order.model.orders else None
         if last_order is None or not last_order.is_repeated_by(order):
             return self._add(order)
@@ -157,6 +158,14 @@ class Lifecycle:
         orders_by_model: dict[ModelEntry, Order | None],
         on_demand: bool = False,
     ) -> Order:
+        """Order the ensembles that need a model, and then the model, to be unloaded.
+
+        Args:
+            model: The model.
+            orders_by_model: The unloads that were ordered for the same reason; None for a model
+                whose ensembles are visited. The order of this model is added.
+            on_demand: Whether the next request loads the model again.
+        """
         cause = Cause.STEP if orders_by_model else Cause.CALLER
         orders_by_model[model] = None
         model.on_demand = on_demand
@@ -187,163 +196,12 @@ class Lifecycle:
             if name in self._registry.models:
                 self._add_unless_repeated(Order(self._registry.models[name], OrderKind.MOVE))
 
-    # --- events
-
-    def load_planned(self, order: Order, plan: LoadPlan) -> None:
-        """Handle the plan of a load whose folder and configuration were read."""
-        if order.phase is not OrderPhase.READING:  # the order was cancelled in the meantime
-            return
-        model = order.model
-        model.fingerprint = order.fingerprint = plan.fingerprint
-        order.specs = plan.specs
-        if plan.error is not None:
-            # Errors of sent configurations and of names without a folder are not stored: clients
-            # may have mistyped them.
-            is_stored = plan.is_known or model.has_failed or model.on_demand
-            if is_stored and not model.serving and order.source == FOLDER:
-                outcome = DUPLICATE if plan.is_ambiguous else LoadOutcome(plan.error.message)
-                model.outcomes = {"": outcome}
-            self._finish(order, plan.error)
-        else:
-            names = (step.name for spec in plan.specs for step in spec.steps)
-            order.step_models = list(dict.fromkeys(names))
-            cycle = self._registry.find_cycle(model.name, order.step_models, plan.steps)
-            if cycle:
-                text = f"circular dependency between ensembles: {cycle[0]} -> ... -> "
-                text += f"{' -> '.join(cycle[-2:])} ({' -> '.join(cycle)})\n"
-                self._fail(order, InvalidArgument(f"load failed for model '{model.name}': {text}"))
-            else:
-                order.phase = OrderPhase.WAITING
-                self._load_steps(order)
-        self._publish(model)
-        self._run()
-
-    def _load_steps(self, order: Order) -> None:
-        """Order loads of an ensemble's step models that do not serve."""
-        for name in order.step_models:
-            step = self._registry.model(name)
-            last_order = step.last_order
-            if (
-                last_order is not None
-                and last_order.kind is OrderKind.UNLOAD
-                and last_order.number > order.number
-            ):
-                if {*last_order.prerequisites} & {*order.model.orders}:
-                    continue  # the unload of the step waits for this ensemble
-                self._cancel(order)
-                return
-            load = last_order if last_order is not None and last_order.may_succeed else None
-            if load is None and (not step.serving or last_order is not None):
-                step.is_step_only = True
-                step.on_demand |= order.model.on_demand
-                load = self._load(step, FOLDER, Cause.ENSEMBLE)
-            if load is not None:
-                order.prerequisites.append(load)
-
-    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
-        """Handle the configuration that the first worker of a version has completed.
-
-        An ensemble has no worker: its configuration is completed with the models that serve.
-
-        Args:
-            spec: The version that is loaded, or that a serving version may be updated to.
-            reported_properties: The properties that the model has reported.
-
-        Returns:
-            The final configuration.
-
-        Raises:
-            InvalidArgument: The configuration is invalid.
-        """
-        if not spec.steps:
-            return self._actions.finalise_config(spec, reported_properties)
-        find_published = self._registry.find_published
-        models = [find_published(*step) for step in spec.steps]
-        has_any_version = [find_published(step.name, "") is not None for step in spec.steps]
-        configs = [None if model is None else model.config for model in models]
-        reported = {"steps": configs, "has_any_version": has_any_version}
-        return self._actions.finalise_config(spec, reported)
-
-    def version_started(self, version: ModelVersion, error: BaseException | None) -> None:
-        """Handle a version that has started, or that has failed and ended."""
-        model = self._registry.model(version.spec.name)
-        order = model.orders[0] if model.orders else None
-        if order is None or model.incoming.get(version.spec.version) is not version:
-            return  # the order was cancelled in the meantime
-        order.starting_versions.discard(version.spec.version)
-        if error is not None:
-            order.failures[version.spec.version] = error
-        self._offer_once_started(order)
-
-    def updates_finished(self, order: Order, errors: Mapping[str, BaseException]) -> None:
-        """Handle the end of the changes of instances that an order has started in serving versions.
-
-        Args:
-            order: The order.
-            errors: The errors of the failed changes, by version.
-        """
-        order.starting_versions.discard(UPDATES)
-        order.failures |= errors
-        self._offer_once_started(order)
-
-    def _offer_once_started(self, order: Order) -> None:
-        if order.phase is OrderPhase.STARTING and not order.starting_versions:
-            if order.failures:
-                self._fail(order, order.log_failures())
-            else:
-                order.offer()
-                self._publish(order.model)
-        self._run()
-
-    def move_finished(self, order: Order) -> None:
-        """Handle the end of a move, whether or not the schedulers have moved."""
-        self._finish(order)
-        self._run()
-
-    def version_ended(self, version: ModelVersion) -> None:
-        """Handle a version whose processes have all ended."""
-        model, number = self._registry.model(version.spec.name), version.spec.version
-        if version in model.dropping:
-            model.dropping.remove(version)
-        elif version in model.retiring:
-            logger.info("successfully unloaded '%s' version %s", model.name, number)
-            self._actions.forward(version, model.serving.get(number))
-            model.retiring.remove(version)
-        model.draining.discard(version)
-        self._actions.discard([version.spec])
-        for order in self._open_orders:
-            order.awaited_ends.discard(version)
-        self._publish(model)
-        self._run()
-
-    def ends_awaited(self, order: Order) -> None:
-        """End an order's wait for removed instances, and for versions with long requests."""
-        order.awaited_ends = {e for e in order.awaited_ends if not isinstance(e, str) and e.drained}
-        self._run()
-
-    def version_changed(self, version: ModelVersion) -> None:
-        """Handle a change of a version's readiness, endpoint or failure."""
-        model = self._registry.models.get(version.spec.name)
-        if model is not None and model.published.get(version.spec.version) is version:
-            self._publish(model)
-        if model is not None:
-            self._run()
-
-    def publication_acknowledged(self) -> None:
-        """Continue the orders that wait for clients to acknowledge a publication."""
-        self._run()
-
-    def publish(self, model: ModelEntry) -> None:
-        """Publish the changes of a model to the clients, and continue the orders."""
-        self._publish(model)
-        self._run()
-
-    # --- execution
+    # --- execution of orders
 
     def _run(self) -> None:
         """Advance all orders as far as possible.
 
-        Changes that happen during the call are included.
+        A nested call returns at once; the outer call then handles the changes.
         """
         self._has_changed = True
         if self._is_running:
@@ -391,6 +249,8 @@ class Lifecycle:
         step = self._phase_steps.get(order.phase)
         return step is not None and step(order)
 
+    # --- the phases of an order; QUEUED and READING
+
     def _begin(self, order: Order) -> bool:
         model = order.model
         if order.kind is OrderKind.LOAD:
@@ -402,6 +262,59 @@ class Lifecycle:
             order.phase = OrderPhase.MOVING
             self._actions.move(order, self._group(model.name))
         return True
+
+    def load_planned(self, order: Order, plan: LoadPlan) -> None:
+        """Handle the plan of a load whose folder and configuration were read."""
+        if order.phase is not OrderPhase.READING:  # the order was cancelled in the meantime
+            return
+        model = order.model
+        model.fingerprint = order.fingerprint = plan.fingerprint
+        order.specs = plan.specs
+        if plan.error is not None:
+            # Errors of sent configurations and of names without a folder are not stored, because
+            # clients may have mistyped the configuration or the name.
+            is_stored = plan.is_known or model.has_failed or model.on_demand
+            if is_stored and not model.serving and order.source == FOLDER:
+                outcome = DUPLICATE if plan.is_ambiguous else LoadOutcome(plan.error.message)
+                model.outcomes = {"": outcome}
+            self._finish(order, plan.error)
+        else:
+            names = (step.name for spec in plan.specs for step in spec.steps)
+            order.step_models = list(dict.fromkeys(names))
+            cycle = self._registry.find_cycle(model.name, order.step_models, plan.steps)
+            if cycle:
+                text = f"circular dependency between ensembles: {cycle[0]} -> ... -> "
+                text += f"{' -> '.join(cycle[-2:])} ({' -> '.join(cycle)})\n"
+                self._fail(order, InvalidArgument(f"load failed for model '{model.name}': {text}"))
+            else:
+                order.phase = OrderPhase.WAITING
+                self._load_steps(order)
+        self._publish(model)
+        self._run()
+
+    def _load_steps(self, order: Order) -> None:
+        """Order loads of an ensemble's step models that do not serve."""
+        for name in order.step_models:
+            step = self._registry.model(name)
+            last_order = step.last_order
+            if (
+                last_order is not None
+                and last_order.kind is OrderKind.UNLOAD
+                and last_order.number > order.number
+            ):
+                if {*last_order.prerequisites} & {*order.model.orders}:
+                    continue  # the unload of the step waits for this ensemble
+                self._cancel(order)
+                return
+            load = last_order if last_order is not None and last_order.may_succeed else None
+            if load is None and (not step.serving or last_order is not None):
+                step.is_step_only = True
+                step.on_demand |= order.model.on_demand
+                load = self._load(step, FOLDER, Cause.ENSEMBLE)
+            if load is not None:
+                order.prerequisites.append(load)
+
+    # --- phase WAITING
 
     def _advance_waiting(self, order: Order) -> bool:
         if not all(prerequisite.is_finished for prerequisite in order.prerequisites):
@@ -422,7 +335,7 @@ class Lifecycle:
     def _withdraw(self, order: Order) -> None:
         model = order.model
         withdrawn, model.serving = model.serving, {}
-        error = order.failures.get("")  # set if the reload of an ensemble failed; logged there
+        error = order.failures.get("")  # the logged error of a reload that this unload follows
         outcome = LoadOutcome(str(error).rstrip(), is_logged=True) if error else UNLOADED
         model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, outcome)
         model.fingerprint, model.last_load = "", None
@@ -431,6 +344,65 @@ class Lifecycle:
         if withdrawn:
             self._actions.await_ends(order)
         order.phase = OrderPhase.PUBLISHING
+
+    # --- phase STARTING
+
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
+        """Handle the configuration that the first worker of a version has completed.
+
+        An ensemble has no worker: its configuration is completed with the models that serve.
+
+        Args:
+            spec: The version that is loaded, or that a serving version may be updated to.
+            reported_properties: The properties that the model has reported.
+
+        Returns:
+            The final configuration.
+
+        Raises:
+            InvalidArgument: The configuration is invalid.
+        """
+        if not spec.steps:
+            return self._actions.finalise_config(spec, reported_properties)
+        find_published = self._registry.find_published
+        models = [find_published(*step) for step in spec.steps]
+        has_any_version = [find_published(step.name, "") is not None for step in spec.steps]
+        configs = [None if model is None else model.config for model in models]
+        reported = {"steps": configs, "has_any_version": has_any_version}
+        return self._actions.finalise_config(spec, reported)
+
+    def version_started(self, version: ModelVersion, error: BaseException | None) -> None:
+        """Handle a version that has started, or that has failed and ended."""
+        model = self._registry.model(version.spec.name)
+        order = model.orders[0] if model.orders else None
+        if order is None or model.incoming.get(version.spec.version) is not version:
+            return  # the order was cancelled in the meantime
+        order.starting_versions.discard(version.spec.version)
+        if error is not None:
+            order.failures[version.spec.version] = error
+        self._offer_once_started(order)
+
+    def updates_finished(self, order: Order, errors: Mapping[str, BaseException]) -> None:
+        """Handle the end of an order's changes to the instances of serving versions.
+
+        Args:
+            order: The order.
+            errors: The errors of the failed changes, by version.
+        """
+        order.starting_versions.discard(UPDATES)
+        order.failures |= errors
+        self._offer_once_started(order)
+
+    def _offer_once_started(self, order: Order) -> None:
+        if order.phase is OrderPhase.STARTING and not order.starting_versions:
+            if order.failures:
+                self._fail(order, order.log_failures())
+            else:
+                order.offer()
+                self._publish(order.model)
+        self._run()
+
+    # --- phase OFFERED
 
     def _take_over(self, order: Order) -> bool:
         incoming = order.model.incoming.values()
@@ -447,7 +419,7 @@ class Lifecycle:
         return True
 
     def _load_users(self, order: Order, config_changed: bool) -> None:
-        """Reload the ensembles that lacked a model or use another immutable configuration of it.
+        """Reload ensembles that lacked the order's model, or use an old configuration of it.
 
         Loads that have not read the model's configuration yet are not changed. No ensemble is
         reloaded if the model is to be unloaded.
@@ -464,8 +436,8 @@ class Lifecycle:
                     load.is_outdated |= not load.is_planning and name in load.step_models
             is_unloaded = user.on_demand and not (user.serving or loads)
             steps = [self._registry.models.get(step) for step in user.needed_steps]
-            # An operator has unloaded another step: only a load of that step or of the user
-            # loads it again.
+            # If an operator has unloaded another step's model, the ensemble is reloaded only by a
+            # load of that model or of the ensemble itself.
             is_unloaded |= any(step and step.name != name and step.is_unloaded for step in steps)
             is_needed = name in user.needed_steps and not is_unloaded
             if not is_needed or any(load.is_planning for load in loads):
@@ -474,12 +446,19 @@ class Lifecycle:
                 source = loads[0].source if loads else user.source
                 order.follow_ups.append(self._load(user, source, Cause.STEP))
 
+    # --- phases PUBLISHING, DROPPING, MOVING and FINISHED
+
     def _finish_once_acknowledged(self, order: Order) -> bool:
         model = order.model
         if model.dropping or order.starting_versions or not self._actions.is_published(model):
             return False
         self._finish(order, order.error)
         return True
+
+    def move_finished(self, order: Order) -> None:
+        """Handle the end of a move, whether or not the schedulers have moved."""
+        self._finish(order)
+        self._run()
 
     def _finish(self, order: Order, error: ShmserveError | None = None) -> None:
         if order.is_finished:
@@ -489,7 +468,7 @@ class Lifecycle:
         if error is not None and model.is_expected and not statuses(model):
             model.outcomes[""] = LoadOutcome(error.message)  # no repository has the model
         if error is not None and Cause.STEP in order.causes and order.kind is OrderKind.LOAD:
-            logger.error("ensemble '%s': %s", model.name, error.message)
+            logger.error("ensemble '%s' could not be reloaded: %s", model.name, error.message)
             if model.serving:  # otherwise the reason of the failure stays visible
                 unload = self._unload(model, {model: None}, model.on_demand)
                 unload.failures[""] = error
@@ -515,7 +494,7 @@ class Lifecycle:
         self._fail(order, InvalidArgument(text), is_cancelled=True)
 
     def _fail(self, order: Order, error: ShmserveError, is_cancelled: bool = False) -> None:
-        """End the versions that an order has started; the serving versions continue."""
+        """Let an order fail: end the versions that it has started. Serving versions continue."""
         model, phase = order.model, order.phase
         if phase in (OrderPhase.PUBLISHING, OrderPhase.DROPPING, OrderPhase.FINISHED):
             return
@@ -534,7 +513,15 @@ class Lifecycle:
         order.drop(self._actions, is_cancelled)
         self._publish(model)
 
-    # --- the end of versions
+    # --- changes of versions, and their ends
+
+    def version_changed(self, version: ModelVersion) -> None:
+        """Handle a change of a version's readiness, endpoint or failure."""
+        model = self._registry.models.get(version.spec.name)
+        if model is not None and model.published.get(version.spec.version) is version:
+            self._publish(model)
+        if model is not None:
+            self._run()
 
     def _retire(self, model: ModelEntry) -> None:
         """Drain versions that every client has replaced and that no ensemble needs."""
@@ -545,6 +532,38 @@ class Lifecycle:
             if model.serving or not self._registry.users_to_end(version):
                 model.draining.add(version)
                 self._actions.retire(version)
+
+    def version_ended(self, version: ModelVersion) -> None:
+        """Handle a version whose processes have all ended."""
+        model, number = self._registry.model(version.spec.name), version.spec.version
+        if version in model.dropping:
+            model.dropping.remove(version)
+        elif version in model.retiring:
+            logger.info("successfully unloaded '%s' version %s", model.name, number)
+            self._actions.forward(version, model.serving.get(number))
+            model.retiring.remove(version)
+        model.draining.discard(version)
+        self._actions.discard([version.spec])
+        for order in self._open_orders:
+            order.awaited_ends.discard(version)
+        self._publish(model)
+        self._run()
+
+    def ends_awaited(self, order: Order) -> None:
+        """End an order's wait for removed instances, and for versions with long requests."""
+        order.awaited_ends = {e for e in order.awaited_ends if not isinstance(e, str) and e.drained}
+        self._run()
+
+    # --- publications
+
+    def publication_acknowledged(self) -> None:
+        """Continue the orders that wait for clients to acknowledge a publication."""
+        self._run()
+
+    def publish(self, model: ModelEntry) -> None:
+        """Publish the changes of a model to the clients, and continue the orders."""
+        self._publish(model)
+        self._run()
 
     def _publish(self, model: ModelEntry) -> None:
         self._changed_models.add(model.name)

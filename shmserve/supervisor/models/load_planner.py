@@ -58,16 +58,16 @@ class LoadPlanner:
         self._overrides_dir = run_dir / "overrides"
         self._environments_dir = endpoints.environments(run_dir)
         self._accelerators = accelerators
-        self._inline: dict[str, ModelFolder] = {}
+        self._file_models: dict[str, ModelFolder] = {}
         for spec in config.model_files:
             folder = repository.inline_model(spec, run_dir / "models", config.class_settings)
-            if folder.name in self._inline:
+            if folder.name in self._file_models:
                 raise InvalidArgument(f"'{spec}': a model '{folder.name}' already exists")
-            self._inline[folder.name] = folder
+            self._file_models[folder.name] = folder
 
     def scan(self) -> dict[str, ModelFolder]:
         """Return the models of the repositories by name."""
-        return {**repository.scan(*self._roots()), **self._inline}
+        return {**repository.scan(*self._roots()), **self._file_models}
 
     def fingerprint(self, name: str) -> str:
         """Return a text that changes with any file of a model; "" if there is no such model."""
@@ -78,13 +78,13 @@ class LoadPlanner:
         return repository.fingerprint(folder) if folder is not None else ""
 
     def count(self, name: str) -> int:
-        """Return the number of repositories with a model; a model in several ones is not loaded."""
+        """Return the number of repositories that contain a model."""
         roots = self._config.model_repositories
-        return 1 if name in self._inline else sum(os.path.isdir(root / name) for root in roots)
+        return 1 if name in self._file_models else sum(os.path.isdir(root / name) for root in roots)
 
     def _find(self, name: str) -> ModelFolder | None:
         roots, config_name = self._roots()
-        return self._inline.get(name) or repository.find(roots, name, config_name)
+        return self._file_models.get(name) or repository.find(roots, name, config_name)
 
     def _roots(self) -> tuple[tuple[Path, ...], str]:
         return self._config.model_repositories, self._config.model_config_name
@@ -101,9 +101,9 @@ class LoadPlanner:
             ShmserveError: The model cannot be loaded; the text is Triton's.
         """
         try:
-            folder = self._folder(name, override, files)
+            folder = self._open_folder(name, override, files)
         except ShmserveError as error:
-            raise _not_polled(name, error) from None
+            raise _poll_error(name, error) from None
         try:
             return self._plan_versions(folder, override)
         except BaseException:
@@ -118,7 +118,7 @@ class LoadPlanner:
             for tensor in model_config.merge_duplicates(written_config):
                 logger.warning("model %s: %s is defined twice with equal values", name, tensor)
             config = self._with_defaults(written_config, folder)
-            # Without its backend, a model cannot be loaded, whatever else its configuration says.
+            # If the backend is unknown, no other error of the configuration is reported.
             fault = model_config.unknown_backend(config)
             if not fault:
                 repository.check_agents(folder, config)
@@ -135,7 +135,7 @@ class LoadPlanner:
             hint = "; ".join(filter(None, hints))
             if hint:
                 error = InvalidArgument(f"{error.message} ({hint})")
-            raise _not_polled(name, error) from None
+            raise _poll_error(name, error) from None
         hint = repository.layout_hint(folder)
         if hint:
             logger.warning("model %s: %s", name, hint)
@@ -167,7 +167,7 @@ class LoadPlanner:
         ]
 
     def discard(self, spec: VersionSpec) -> None:
-        """Remove the folder of a load request's files, which no process uses any more."""
+        """Remove the folder of a version that has ended, if it has files of a load request."""
         self._remove(spec.model_dir)
 
     def has_environments(self) -> bool:
@@ -186,7 +186,7 @@ class LoadPlanner:
         if folder.is_relative_to(self._overrides_dir):
             shutil.rmtree(folder.parent, ignore_errors=True)
 
-    def _folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
+    def _open_folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
         if files:
             if not override:
                 raise InvalidArgument("override files are given without a 'config' override")
@@ -203,12 +203,12 @@ class LoadPlanner:
         return folder
 
     def _with_defaults(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
-        """Return the configuration with the defaults that files and host determine."""
+        """Return the configuration with defaults, which depend on the model's files and host."""
         repository.check_files(folder)
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(written, folder.name, files)
-        is_undecided = config.backend == "python" and not (written.backend or written.platform)
-        if is_undecided or config.backend == "native":
+        is_guessed = config.backend == "python" and not (written.backend or written.platform)
+        if is_guessed or config.backend == "native":
             _select_class(config, folder)
         if self._config.on_cpu:
             for group in config.instance_group:
@@ -230,9 +230,9 @@ class LoadPlanner:
 
         Args:
             spec: The version, from `plan`.
-            reported_properties: The properties that the model reported. An ensemble's are
+            reported_properties: The properties that the model reported. For an ensemble, they are
                 {"steps": the configuration of each step's model or None, "has_any_version":
-                whether any version of each model serves}.
+                whether any version of each step's model serves}.
 
         Raises:
             InvalidArgument: The configuration is invalid.
@@ -242,23 +242,23 @@ class LoadPlanner:
         if spec.steps:
             return self._complete_ensemble(config, folder, source, reported_properties)
         count = self._accelerators.count
-        merged = config
+        final = config
         if config.backend == "native":
             source = replace(source, python_class_source=_class_source(config, folder))
         if self._config.auto_complete or config.backend == "native":
-            merged = model_config.merge_autocomplete(config, reported_properties, source)
-        merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
-        self._validate(merged, folder, source, is_complete=True)
-        for text in model_config.warnings_of(written_config, merged):
+            final = model_config.merge_autocomplete(config, reported_properties, source)
+        final = model_config.normalise(final, folder.name, count, self._config.model_defaults)
+        self._validate(final, folder, source, is_complete=True)
+        for text in model_config.warnings_of(written_config, final):
             logger.warning("model %s: %s", folder.name, text)
-        ignored = model_config.ignored_fields(merged)
+        ignored = model_config.ignored_fields(final)
         if ignored:
             logger.info(
                 "model %s: these settings are accepted and have no effect: %s",
                 folder.name,
                 ", ".join(ignored),
             )
-        return ModelSpec.of(model_config.to_dict(merged))
+        return ModelSpec.of(model_config.to_dict(final))
 
     def _complete_ensemble(
         self, config: ModelConfig, folder: ModelFolder, source: Source, reported: dict[str, Any]
@@ -285,7 +285,7 @@ class LoadPlanner:
         return [] if model is None else steps_of(ModelSpec.of(model_config.to_dict(model[1])))
 
     def _find_with_defaults(self, name: str) -> tuple[ModelFolder, ModelConfig] | None:
-        """Return the folder of a model and its configuration with defaults; None if unusable.
+        """Return a model's folder and its configuration with defaults; None without a folder.
 
         Raises:
             ShmserveError: The configuration cannot be read.
@@ -296,7 +296,7 @@ class LoadPlanner:
         return folder, self._with_defaults(repository.read_config(folder)[0], folder)
 
     def aliases(self, name: str) -> list[str] | None:
-        """Return the aliases of a text-generating model, from its files; None for others.
+        """Return the aliases of a text-generating model, from its files; None for another model.
 
         The result is None for unreadable models, too: their load reports the error.
         """
@@ -375,7 +375,7 @@ def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:
         config.parameters[ENVIRONMENT].string_value = value
 
 
-def _not_polled(name: str, error: ShmserveError) -> Internal:
+def _poll_error(name: str, error: ShmserveError) -> Internal:
     text = f"failed to load '{name}', failed to poll from model repository: {error.message}"
     return Internal(text)
 
@@ -386,10 +386,10 @@ def _format_unavailable(versions: list[int], problem: str) -> str:
 
 
 def materialise_override(root: Path, name: str, override: str, files: Mapping[str, bytes]) -> Path:
-    """Write the folder of a load request.
+    """Write the configuration and the files of a load request to a new model folder.
 
     Args:
-        root: A folder of the server.
+        root: The folder in which the new folder is created.
         name: The model.
         override: The configuration, which becomes config.pbtxt.
         files: The contents by path, such as "1/model.py". Paths are relative to the model's folder
@@ -407,14 +407,14 @@ def materialise_override(root: Path, name: str, override: str, files: Mapping[st
     contents = dict(files)
     contents[CONFIG_FILE] = text_format.MessageToString(config).encode()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    unique = Path(tempfile.mkdtemp(prefix="override-", dir=root))
+    unique_folder = Path(tempfile.mkdtemp(prefix="override-", dir=root))
     try:
         for relative, content in contents.items():
-            _write(unique / name, relative, content)
+            _write(unique_folder / name, relative, content)
     except BaseException:
-        shutil.rmtree(unique, ignore_errors=True)
+        shutil.rmtree(unique_folder, ignore_errors=True)
         raise
-    return unique / name
+    return unique_folder / name
 
 
 def _write(root: Path, relative: str, content: bytes) -> None:

@@ -63,7 +63,7 @@ class Audience(Protocol):
     """The receivers of publications: the clients that submit requests."""
 
     def announce(self, message: Publication) -> int:
-        """Send a publication; return its number, which the clients acknowledge."""
+        """Send a publication, and return the number that the clients acknowledge."""
 
     def is_acknowledged(self, number: int) -> bool:
         """Check whether each connected client has acknowledged the publication with this number."""
@@ -184,8 +184,8 @@ class LifecycleExecutor(LifecycleActions):
         self._hosts = SchedulerHosts(self.context)
         shares_hosts = self.context.config.ensemble_scheduling == "hosted"
         self.lifecycle = Lifecycle(self.registry, self, shares_hosts)
-        parts = (self.context, self.registry, self.lifecycle, self.wait_for, self._observers)
-        self.on_demand = OnDemand(*parts)
+        arguments = (self.context, self.registry, self.lifecycle, self.wait_for, self._observers)
+        self.on_demand = OnDemand(*arguments)
         self._follow_acknowledgements()
 
     async def wait_for(self, order: Order) -> None:
@@ -204,8 +204,8 @@ class LifecycleExecutor(LifecycleActions):
             event.set()
 
     def report_change(self) -> None:
-        for notify in self._observers:
-            notify()
+        for observer in self._observers:
+            observer()
 
     # --- publications
 
@@ -285,8 +285,8 @@ class LifecycleExecutor(LifecycleActions):
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         find, lifecycle = self.registry.find_published, self.lifecycle
-        events = lifecycle.version_changed, lifecycle.finalise_config
-        return ModelVersion(self.context, spec, group, self._hosts, find, *events)
+        callbacks = lifecycle.version_changed, lifecycle.finalise_config
+        return ModelVersion(self.context, spec, group, self._hosts, find, *callbacks)
 
     def start(self, version: ModelVersion) -> None:
         self._start_tasks[version] = self.context.background(self._start(version))
@@ -359,7 +359,7 @@ def _plan_error(name: str, error: Exception) -> ShmserveError:
     if isinstance(error, ShmserveError):
         return error
     if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # the sent files are written there
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # --run-dir is where sent files are written
             return Unavailable(f"the model's files do not fit into --run-dir: {error.strerror}")
         path = Path(error.filename or f"{name}/files")
         return InvalidArgument(f"'{path.parent.name}/{path.name}': {error.strerror}")
@@ -376,7 +376,7 @@ class ModelManager:
         self._wait_for, self.on_demand = executor.wait_for, executor.on_demand
 
     async def start(self) -> bool:
-        """Load the models that the control mode selects, and publish those on demand.
+        """Load the models that the control mode selects, and publish the on-demand models.
 
         Returns:
             Whether every model could be loaded.
@@ -396,7 +396,7 @@ class ModelManager:
             names = names if config.model_control_mode == "explicit" else []
             self._lifecycle.offer_on_demand(folders.keys() - set(names))
         self._lifecycle.expect(await asyncio.to_thread(self._steps, names))
-        # All orders are given before any is waited for: ensembles wait for their steps.
+        # All orders are created before any is awaited, since ensembles wait for their steps.
         orders = [self._lifecycle.load(name) for name in names]
         await asyncio.gather(*map(self._wait_for, orders), return_exceptions=True)
         return all(order.error is None for order in orders)
@@ -411,7 +411,7 @@ class ModelManager:
         steps = self._planner.steps
         return {name: list(dict.fromkeys(step.name for step in steps(name))) for name in names}
 
-    # --- requests
+    # --- requests of gateways and models
 
     async def handle(self, pid: int, request: ModelRequest) -> dict[str, Any] | None:
         """Handle a request of a gateway or a model; return the payload of the response."""
@@ -448,7 +448,7 @@ class ModelManager:
 
         Args:
             name: The model.
-            with_dependents: Whether to unload the models that were loaded only for this ensemble.
+            with_dependents: Whether to unload the models that were loaded only as its steps.
         """
         self._require_explicit()
         if is_traversal(name):
@@ -469,7 +469,7 @@ class ModelManager:
 
     async def index(self, ready_only: bool) -> list[dict[str, Any]]:
         """Return the repository index: the models of the repositories and the loaded models."""
-        # In a thread: a file system that does not respond must not block the process table.
+        # The scan runs in a thread, since a file system that hangs must not block the supervisor.
         return self._registry.index(await asyncio.to_thread(self._planner.scan), ready_only)
 
     async def list_generative_aliases(self) -> dict[str, list[str]]:
@@ -477,8 +477,8 @@ class ModelManager:
         models = self._registry.models.values()
         unloaded = [model.name for model in models if model.on_demand and not model.serving]
         find = self._planner.aliases
-        names = await asyncio.to_thread(lambda: {name: find(name) for name in unloaded})
-        return {name: aliases for name, aliases in names.items() if aliases is not None}
+        found = await asyncio.to_thread(lambda: [(name, find(name)) for name in unloaded])
+        return {name: aliases for name, aliases in found if aliases is not None}
 
     # --- load and unload
 
@@ -508,7 +508,7 @@ class ModelManager:
         """
         await self._wait_for(self._lifecycle.unload(name))
 
-    # --- end
+    # --- the server's end
 
     async def finish_sequences(self) -> None:
         """Reject new sequences and wait until the open sequences have ended."""

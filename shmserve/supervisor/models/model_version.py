@@ -31,9 +31,8 @@ from shmserve.supervisor.processes.children import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
-# Consecutive failed starts of a scheduler: the number after which a load fails, and the number
-# after which requests that wait for a successor are rejected (some seconds).
-_MAX_FAILED_STARTS = 5
+_MAX_FAILED_STARTS = 5  # consecutive failed starts of a scheduler after which a load fails
+# Consecutive failed starts, which take some seconds, after which waiting requests fail.
 _MAX_AWAITED_STARTS = 10
 _CLIENT_ROLES = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
 _MAX_INCOMPLETE = 3  # incomplete files that the error of a load names
@@ -84,8 +83,8 @@ class ModelVersion:
         self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self.scheduler = VersionScheduler(context, hosts, spec, group, lifetime, self._on_message)
-        parts = (context, spec, self.scheduler, lifetime, self.report_change, finalise_config)
-        self.instances = EnsembleInstances(*parts, find=find) if spec.steps else Instances(*parts)
+        common = (context, spec, self.scheduler, lifetime, self.report_change, finalise_config)
+        self.instances = EnsembleInstances(*common, find=find) if spec.steps else Instances(*common)
         self._backoff = RestartBackoff()
         self._failed_starts = 0
         self._supervision: asyncio.Task[None] | None = None
@@ -132,7 +131,7 @@ class ModelVersion:
             await self._state_changed.wait()
 
     def pids(self) -> list[int]:
-        """Return the running processes; the scheduler's may also run for other models."""
+        """Return the running processes; the scheduler's process may also host other schedulers."""
         scheduler_pids = [self.scheduler.current.child.pid] if self.scheduler.serves else []
         return [*self.instances.pids(), *scheduler_pids]
 
@@ -219,8 +218,8 @@ class ModelVersion:
         """
         config = self.config
         is_stateful = config.sequence_batching is not None or config.decoupled
-        is_fixed = is_stateful or self.scheduler.is_limited(config)
-        if self.ready and not is_fixed and self.scheduler.must_move(group):
+        is_immovable = is_stateful or self.scheduler.is_limited(config)
+        if self.ready and not is_immovable and self.scheduler.must_move(group):
             logger.info("model '%s' is moved to the process of %s", self.spec.name, group.title)
             await self._move(group, publish)
 
@@ -265,10 +264,13 @@ class ModelVersion:
             self._supervision = self._context.background(self._supervise())
 
     def pass_counters_to(self, successor: ModelVersion | None) -> None:
-        """Make this version's counters (also of its drain) the base of a successor's counters."""
+        """Let a successor's counters include this version's, which may change until it has ended.
+
+        With None, no successor includes them.
+        """
         self.scheduler.counters.pass_to(None if successor is None else successor.scheduler.counters)
 
-    # --- schedulers
+    # --- replacement of schedulers
 
     async def _start_scheduler(self, is_first: bool = False) -> None:
         worker_pids = self.instances.pids()
@@ -315,8 +317,8 @@ class ModelVersion:
         self._broadcast_lost(lost_endpoint, "", "caller", LOCAL_CLIENT)
 
     def _broadcast_lost(self, endpoint: str, successor: str, *roles: str) -> None:
-        # Messages to the successor are flushed first: local clients have sockets of their own and
-        # resubmit at once.
+        # The messages to the successor are flushed first, since local clients, which use other
+        # sockets, resubmit at once.
         self._context.control.flush()
         self._context.broadcast(SchedulerLost(endpoint, successor), *roles)
 
@@ -332,9 +334,9 @@ class ModelVersion:
             case MemoryDropped():  # an ensemble's memory, which its steps' workers unmap
                 self._context.broadcast(message, "worker")
             case _:
-                logger.warning("unexpected %s from a scheduler", type(message).__name__)
+                logger.warning("unexpected message from a scheduler: %s", type(message).__name__)
 
-    # --- end
+    # --- the version's end
 
     async def finish_sequences(self) -> None:
         """Reject new sequences and wait until the open sequences have ended."""

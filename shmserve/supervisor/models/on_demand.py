@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAIT_S = 1e6  # a longer time limit counts as no limit
 _CHECK_EVERY_S = 1.0
-_REPORT_TIMEOUT_S = 1.0  # a scheduler that sends no report counts as busy
-# The time limit of an unload, since the requests in flight may call the model that is to be loaded.
+_REPORT_TIMEOUT_S = 1.0  # a scheduler that sends no report within this time counts as busy
+# A load waits at most this long for unloads, whose requests in flight may call the loading model.
 _UNLOAD_TIMEOUT_S = 2.0
 _MEASURE_EVERY_S = 10.0
 
@@ -101,14 +101,14 @@ class MemoryUse:
         now = time.monotonic()
         loaded = [v for model in models.values() for v in model.versions if v.has_loaded]
         measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded}
-        outdated = {
+        outdated_versions = {
             v for v in loaded if measures_again and now - measured_at[v] >= _MEASURE_EVERY_S
         }
-        to_measure = outdated | {v for v in loaded if v.spec.name not in self._last_sizes}
+        to_measure = outdated_versions | {v for v in loaded if v.spec.name not in self._last_sizes}
         if not to_measure:
             return
         pids = {version: version.pids() for version in loaded}
-        sharers = Counter(pid for version in loaded for pid in pids[version])
+        sharer_counts = Counter(pid for version in loaded for pid in pids[version])
         measured_pids = {pid for version in to_measure for pid in pids[version]}
         sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured_pids})
         self._measured_at = measured_at | dict.fromkeys(to_measure, now)
@@ -116,7 +116,7 @@ class MemoryUse:
         self._last_sizes = {n: size for n, size in self._last_sizes.items() if n in models}
         for version in to_measure:
             # The memory of a process that hosts several schedulers is divided among their models.
-            host_size = sum(sizes[pid] // sharers[pid] for pid in pids[version])
+            host_size = sum(sizes[pid] // sharer_counts[pid] for pid in pids[version])
             size = host_size + version.instances.device_byte_size
             self._sizes[version] = self._last_sizes[version.spec.name] = size
 
@@ -149,7 +149,7 @@ class OnDemand:
         _registry: The models.
         _lifecycle: Receives the orders.
         _wait_for: Waits until an order is answered.
-        observers: Called when the status of a model may have changed; the loader adds one.
+        observers: Called when the status of a model may have changed; `OnDemand` adds a callback.
     """
 
     _context: SupervisorContext
@@ -160,7 +160,7 @@ class OnDemand:
 
     def __post_init__(self, observers: list[Callable[[], None]]) -> None:
         self._loads: dict[str, asyncio.Future[ShmserveError | None]] = {}
-        # The backoff of failed loads by model, and the time of the next retry.
+        # By model whose load has failed: the backoff, and the time of the next retry.
         self._failures: dict[str, tuple[RestartBackoff, float]] = {}
         self._unload_lock = asyncio.Lock()
         self._memory = MemoryUse()
@@ -171,7 +171,7 @@ class OnDemand:
     # --- loading
 
     async def load(self, name: str, timeout_s: float) -> None:
-        """Load a model that is on demand; return at once for any other model.
+        """Load a model that is loaded on demand; return at once for any other model.
 
         Concurrent callers wait for the same load.
 
@@ -211,7 +211,7 @@ class OnDemand:
             models = self._registry.models
             self._failures = {n: entry for n, entry in self._failures.items() if n in models}
             self._failures[name] = backoff, time.monotonic() + backoff.pause_s(0)
-            if isinstance(error, InvalidArgument):  # the inference request is valid
+            if isinstance(error, InvalidArgument):  # the model is invalid, not the request
                 outcome = Unavailable(error.message)
             elif isinstance(error, ShmserveError):
                 outcome = error
@@ -231,12 +231,12 @@ class OnDemand:
                 if self._context.config.max_models_byte_size:
                     await self._memory.measure(self._registry.models, measures_again=True)
                 await self.free_memory()
-            except Exception:  # such as a thread that cannot be started
+            except Exception:  # for example, no thread can be started
                 logger.exception("the memory of models could not be freed")
             await asyncio.sleep(_CHECK_EVERY_S)
 
     async def free_memory(self) -> None:
-        """Unload the models that are due, and wait for their processes (`_UNLOAD_TIMEOUT_S`)."""
+        """Unload the models that are due, and wait until their processes end, with a time limit."""
         async with self._unload_lock:
             names = await self._due_names()
             unloading = {v for name in names for v in self._registry.models[name].versions}
@@ -276,11 +276,11 @@ class OnDemand:
     def _resident(self, model: ModelEntry, users: frozenset[str]) -> Resident:
         usages = [self._usage(version) for version in model.serving.values()]
         used_ns = max((usage.used_ns for usage in usages), default=0)
-        stays = model.orders or model.retiring or model.name in self._loads or not model.on_demand
-        stays = bool(stays) or any(usage.is_busy for usage in usages)
+        is_busy = any(usage.is_busy for usage in usages) or model.name in self._loads
+        must_stay = is_busy or bool(model.orders or model.retiring) or not model.on_demand
         idle_limit_ns = int(1e9 * min(map(self._idle_limit_s, model.serving.values()), default=0.0))
         size = self._memory.byte_size(model)
-        return Resident(model.name, size, used_ns, stays, idle_limit_ns, users)
+        return Resident(model.name, size, used_ns, must_stay, idle_limit_ns, users)
 
     def _idle_limit_s(self, version: ModelVersion) -> float:
         limit_s = parse_idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))
@@ -299,19 +299,19 @@ class OnDemand:
         if reports:
             await asyncio.wait(reports, timeout=_REPORT_TIMEOUT_S)
         self._usages = {
-            version: _updated(self._usage(version), report.result() if report.done() else None)
+            version: _new_usage(self._usage(version), report.result() if report.done() else None)
             for version, report in zip(versions, reports, strict=True)
         }
 
 
-def _updated(usage: _Usage, report: Mapping[str, Any] | None) -> _Usage:
+def _new_usage(usage: _Usage, report: Mapping[str, Any] | None) -> _Usage:
     if report is None:
         return usage._replace(is_busy=True)
     response_count, executed_ns = report["success"] + report["fail"], report["last_ns"]
     used_ns = usage.used_ns
     if executed_ns > usage.executed_ns:
         used_ns = max(used_ns, executed_ns)
-    elif response_count != usage.response_count:  # cached responses and errors count as use, too
+    elif response_count != usage.response_count:  # a cached response or an error is a use, too
         used_ns = time.monotonic_ns()
     is_busy = bool(report["live"] or report["open_sequences"])
     return _Usage(response_count, executed_ns, used_ns, is_busy)

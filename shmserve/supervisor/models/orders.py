@@ -24,11 +24,11 @@ from shmserve.supervisor.models.scheduler_process import Group
 
 logger = logging.getLogger(__name__)
 
-UPDATES = "updates"  # an entry of `Order.starting_versions` that stands for the updates
+UPDATES = "updates"  # the element of `Order.starting_versions` that stands for `Order.updates`
 
 
 class LoadSource(NamedTuple):
-    """The configuration and the files of a load request; both empty for the model's folder."""
+    """The configuration and the files of a load request; both are empty to load the folder."""
 
     config: str
     files: dict[str, bytes]
@@ -46,12 +46,12 @@ class OrderKind(Enum):
 
 
 class Cause(Flag):
-    """The reasons why an order exists; one that serves several purposes has several causes."""
+    """The reasons for an order; an order that serves several purposes has several causes."""
 
     CALLER = auto()  # a request, an operator or the poller needs the model
     PIN = auto()  # as CALLER, and the model stays loaded, even if it was loaded on demand before
     ENSEMBLE = auto()  # an ensemble needs the model for a step
-    STEP = auto()  # the model of a step of this ensemble has changed or is unloaded
+    STEP = auto()  # the model is an ensemble, and a step's model has changed or is unloaded
 
 
 class OrderPhase(Enum):
@@ -93,7 +93,7 @@ class LoadPlan(NamedTuple):
 class LoadOutcome(NamedTuple):
     """The reason why a version does not serve: its load failed, or it was unloaded.
 
-    With `is_logged`, the log has the reason.
+    `is_logged` is whether the reason is already in the log.
     """
 
     reason: str
@@ -102,7 +102,7 @@ class LoadOutcome(NamedTuple):
 
 
 UNLOADED = LoadOutcome("unloaded", is_failure=False)
-# This fault belongs to the repositories, not to a load.
+# If several repositories have a model, no load has failed, and the server may still be ready.
 DUPLICATE = LoadOutcome(DUPLICATE_MODEL, is_failure=False)
 
 
@@ -170,11 +170,12 @@ _order_numbers = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """An order about one model. The orders of a model are executed in the order of arrival.
+    """An order to load, unload or move a model. The orders of a model are executed in turn.
 
     Attributes:
         prerequisites: Orders that must be completed before this order continues.
         follow_ups: Orders whose results are part of the response to this order.
+        updates: The changes of the instances of versions that continue to serve.
         starting_versions: The versions that have not started yet. `UPDATES` stands for updates.
         is_outdated: Whether the immutable configuration of a step's model has changed since the
             order was planned.
@@ -204,7 +205,7 @@ class Order:
     def hangs(self) -> bool:
         """Return whether the load takes long, or waits for such a load or for an unload.
 
-        An unload that this load waits for may itself wait for this load.
+        Waiting for an unload counts, since that unload may itself wait for this load.
         """
         if self.phase not in (OrderPhase.WAITING, OrderPhase.STARTING):
             return False
@@ -213,8 +214,8 @@ class Order:
             order = unvisited.pop()
             if order.kind is OrderKind.UNLOAD or order._starts_slowly:
                 return True
-            queue = list(order.model.orders)
-            earlier = queue[: queue.index(order)] if order in queue else []
+            model_orders = list(order.model.orders)
+            earlier = model_orders[: model_orders.index(order)] if order in model_orders else []
             unvisited += {*order.prerequisites, *earlier} - awaited
             awaited.update(unvisited)
         return False
@@ -241,7 +242,7 @@ class Order:
 
     @property
     def is_planning(self) -> bool:
-        """Return whether the order has used only its own model's files, and no step's model."""
+        """Return whether the order has started no version, and used no step's model."""
         return self.phase in (OrderPhase.QUEUED, OrderPhase.READING, OrderPhase.WAITING)
 
     # --- the steps of a load
@@ -280,7 +281,7 @@ class Order:
         """Store the failures of offered versions that cannot become ready.
 
         Returns:
-            Whether there are any.
+            Whether the order has failures.
         """
         for number, version in self.model.incoming.items():
             if not version.ready and version.fatal_problem:
@@ -329,7 +330,7 @@ class Order:
             else:
                 model.dropping.append(version)
                 actions.kill(version)
-        # The actions report the end of an update even if the update is reverted.
+        # The order still waits for its updates, whose end is reported even if they are reverted.
         self.starting_versions &= {UPDATES}
         for number, update in self.updates.items():
             model.serving[number].instances.retire(update.added)
@@ -352,7 +353,7 @@ class Order:
         graph_problem = next((e for e in errors if isinstance(e, GraphProblem)), None)
         if graph_problem is not None:
             return LoggedFailure(f"load failed for model '{name}': {graph_problem.message}\n")
-        lines = (f"version {n} is at UNAVAILABLE state: {why};\n" for n, why in reasons.items())
+        lines = (f"version {n} is at UNAVAILABLE state: {text};\n" for n, text in reasons.items())
         return LoggedFailure(f"load failed for model '{name}': {''.join(lines)}")
 
 
@@ -373,8 +374,8 @@ class ModelEntry:
         serving: The versions that serve, by number.
         incoming: The versions of the load in progress, which serve after they are offered.
         dropping: The versions of a failed load that have not ended.
-        retiring: The versions that finish their requests.
-        draining: The versions of `retiring` that drain.
+        retiring: The versions that no longer serve and have not ended.
+        draining: The versions of `retiring` whose drain has begun.
         outcomes: The reasons why versions do not serve, by number.
         last_load: The fingerprint and the sent configuration of the last load.
         source: The source of the last load of an ensemble.

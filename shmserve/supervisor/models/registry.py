@@ -66,8 +66,8 @@ class ModelRegistry:
     def failures(self) -> LoadsFailed:
         """Return the versions that should serve and do not, and the number of failed loads."""
         summaries = sorted(self._summaries.items())
-        pairs = [[name, version] for name, s in summaries for version in sorted(s.problems)]
-        return LoadsFailed(pairs, self.failed_loads)
+        failed = [[name, version] for name, s in summaries for version in sorted(s.problems)]
+        return LoadsFailed(failed, self.failed_loads)
 
     # --- versions
 
@@ -184,7 +184,7 @@ class ModelRegistry:
 
         Args:
             name: The model.
-            steps: The models that it would need.
+            steps: The models that the model's steps would run.
             unloaded_steps: The steps of models that are not loaded, according to their folders.
         """
         acyclic = set[str]()  # ensembles that were visited, since many may use the same one
@@ -220,7 +220,7 @@ class ModelRegistry:
         title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
         return Group(title, frozenset(names))
 
-    # --- statuses
+    # --- the repository index and the statuses
 
     def index(self, folders: Mapping[str, ModelFolder], ready_only: bool) -> list[dict[str, Any]]:
         """Return the repository index.
@@ -233,8 +233,8 @@ class ModelRegistry:
         names = sorted(
             {*folders, *(name for name, versions in statuses_by_model.items() if versions)}
         )
-        parts = (index_rows(n, statuses_by_model.get(n), folders.get(n), ready_only) for n in names)
-        return [row for rows in parts for row in rows]
+        lists = (index_rows(n, statuses_by_model.get(n), folders.get(n), ready_only) for n in names)
+        return [row for rows in lists for row in rows]
 
     def states(self) -> dict[tuple[str, str], Status]:
         """Return the status of each version, by name and version."""
@@ -288,10 +288,10 @@ class ModelSummary(NamedTuple):
 
     Attributes:
         states: The status of each version.
-        is_ready: Whether every version that should serve is ready; models on demand always are.
-        problems: The reasons why versions do not serve that should, by version number.
-        progress: The progress of a load at the start: "loading", "ready", or "failed" with the
-            unlogged reason; empty if the model is not loaded at the start.
+        is_ready: Whether every version that should serve is ready; true for models on demand.
+        problems: The reason why a version does not serve, by version number, without unloads.
+        progress: The progress of a load at the server's start: "loading", "ready", or "failed" with
+            reasons that were not logged; empty if the model is not loaded at the start.
     """
 
     states: dict[str, Status]
@@ -319,8 +319,8 @@ class ModelSummary(NamedTuple):
 
 def _failure_text(model: ModelEntry, problems: Mapping[str, str]) -> str:
     logged = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
-    shown = ((number, reason) for number, reason in problems.items() if number not in logged)
-    reasons = [f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in shown]
+    unlogged = ((number, reason) for number, reason in problems.items() if number not in logged)
+    reasons = [f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in unlogged]
     return f"failed: {'; '.join(reasons)}" if reasons else "failed"
 
 
@@ -390,7 +390,7 @@ def _row(name: str, version: str, status: Status) -> dict[str, Any]:
 
 
 class _Check(NamedTuple):
-    """A check in flight; its outcome is None if the worker has ended."""
+    """A readiness check in flight; its outcome is None if the worker has ended."""
 
     number: int
     outcome: asyncio.Future[bool | None]
@@ -404,7 +404,7 @@ class ReadinessCheck:
     """
 
     def __init__(self, send: Callable[[int, Any], None]) -> None:
-        """Create a check; `send(pid, message)` sends a message to a worker."""
+        """Create an object without checks; `send(pid, message)` sends a message to a worker."""
         self._send = send
         self._check_numbers = itertools.count(1)
         self._in_flight: dict[int, _Check] = {}
@@ -448,7 +448,7 @@ class ReadinessCheck:
             check.outcome.set_result(message.ready)
 
     def process_exited(self, pid: int) -> None:
-        """End the check of a process that has ended."""
+        """Complete the readiness check of a worker that has ended."""
         check = self._in_flight.pop(pid, None)
         if check is not None:
             check.outcome.set_result(None)

@@ -4,8 +4,8 @@
     REPOSITORY/NAME/configs/X.pbtxt  used instead if --model-config-name=X is given
     REPOSITORY/NAME/VERSION/...      VERSION is a positive 64-bit integer without leading zeros
 
-This module loads no model. All of these folders and files may be links that lead anywhere: whoever
-may write the repository may run code in the server's workers.
+This module loads no model. Links to any folder or file are followed, since a user who can write to
+the repository can run code in the server's workers anyway.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MAX_VERSION = 2**63 - 1
 _LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
 _PLACEHOLDER = re.compile(r"\$\{\w+\}|(?<=: )\{\{[^{}\n]+\}\}")
 _INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
-# The part of a line up to its comment, whose text is the rest of the line.
+# A line with a comment; the group is the line's start up to and including "#".
 _COMMENT = re.compile(rb"""^((?:[^"'#\n]|"[^"\n]*"|'[^'\n]*')*#).*$""", re.MULTILINE)
 _MISNAMED_CONFIG = re.compile(r"config\.(pb|txt|prototxt).*", re.IGNORECASE)
 _IGNORED_PREFIXES = (".", "__", "lost+found")  # prefixes of folders that are not models
@@ -122,7 +122,7 @@ def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, Model
             if folder is not None:
                 folders[folder.name] = folder
         for path in filter(_is_dangling, repository.iterdir()):
-            warn_once(logger, "model repository: '%s' is skipped, " + _DANGLING, str(path))
+            warn_once(logger, f"model repository: '%s' is skipped: it is {_DANGLING}", str(path))
     return dict(sorted(folders.items()))
 
 
@@ -139,9 +139,9 @@ def find(repositories: Sequence[Path], name: str, config_name: str = "") -> Mode
 def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, Source]:
     """Return the written configuration of a folder, and its source for error messages.
 
-    Only the name is filled in. Without a configuration file the result is empty, or for an
-    `inline_model` the native backend with the class. A name other than the folder's is added to the
-    problems of the source.
+    Of the defaults, only the name is set. Without a configuration file the result is empty, or for
+    an `inline_model` the native backend with the class. If the file has another name than the
+    folder, the source's problems contain this mistake.
 
     Args:
         folder: The model.
@@ -239,13 +239,13 @@ def incomplete_files(model_dir: Path, versions: Iterable[int | str]) -> list[str
 
 
 def check_files(folder: ModelFolder) -> None:
-    """Check that the files to open are no pipes, whose opening waits for a writer, or devices.
+    """Check that no file that the server opens is a pipe, whose open waits for a writer.
 
     Raises:
-        InvalidArgument: A file of the model or of its newest version is neither file nor folder.
+        InvalidArgument: A file of the model or of its newest version is a pipe, socket or device.
     """
     for path in _model_paths(folder.path, (*folder.versions[-1:], *_SHARED_FOLDERS)):
-        # Unlike those of Path, these functions return False for files in an unreadable folder.
+        # For a file in an unreadable folder, these functions return False; Path's raise an error.
         is_opened = _OPENED_SUFFIX.fullmatch(path.suffix) and os.path.exists(path)
         if is_opened and not (os.path.isfile(path) or os.path.isdir(path)):
             name = path.relative_to(folder.path)
@@ -308,7 +308,7 @@ def ignored_folders(folder: ModelFolder) -> dict[str, str]:
 
 
 def missing_version_text(folder: ModelFolder) -> str:
-    """Return the error text for a model without a version to load; it names misnamed versions."""
+    """Return the error text for a model without a version to load."""
     if folder.versions:
         hint = f"it excludes version {', '.join(map(str, folder.versions))}"
     else:
@@ -329,21 +329,22 @@ def lacks_version(reason: str) -> bool:
 
 def fingerprint(folder: ModelFolder) -> str:
     """Return a digest of a model's files (names, sizes, times, inodes) and of its `problem`."""
-    return _digest(folder.problem.encode(), _all_lines(folder))
+    return _digest(folder.problem.encode(), _model_file_lines(folder))
 
 
 def version_fingerprint(folder: ModelFolder, version: int) -> str:
     """Return a digest of the files that a version may use, without the configuration."""
     other_versions = {str(other) for other in folder.versions if other != version}
     excluded = {os.fsencode(name) for name in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
-    lines = [ln for ln in _all_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded]
+    lines = [ln for ln in _model_file_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded]
     return _digest(b"", lines)
 
 
-def _all_lines(folder: ModelFolder) -> list[bytes]:
+def _model_file_lines(folder: ModelFolder) -> list[bytes]:
     if folder.class_file is None:
         return list(_file_lines(folder.path))
-    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}  # with its modules
+    # The class may import other modules in the folder of its file.
+    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}
     return [_file_line(file.name, file) for file in files]
 
 
@@ -356,8 +357,8 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
 
     A class is a model of the native backend without a configuration file. The model is named after
     the class in lower case, or after the file if the class is called `Model`. A checkpoint is named
-    after its folder, or after the link to it. The folder NAME/1 in `base_dir` becomes a link
-    to the model's folder.
+    after its folder, or after the link to it. NAME/1 in `base_dir` becomes a link to the folder of
+    the file or the checkpoint.
 
     Args:
         spec: The class or the folder.
@@ -418,14 +419,14 @@ def _is_dangling(path: Path) -> bool:
 
 def _read_folder(path: Path, config_name: str) -> ModelFolder | None:
     """Return the model in a folder; None if the folder has no model's name or contents."""
-    # Bytes of a name that are not UTF-8 cannot be sent.
+    # Messages can contain only UTF-8, so other bytes of the name are replaced.
     name = os.fsencode(path.name).decode(errors="replace")
     config_path = path / CONFIG_FILE
     try:
         versions = _read_versions(path)
-        named_path = path / _NAMED_CONFIGS / f"{config_name}.pbtxt"
-        if config_name and _is_file(named_path):
-            config_path = named_path
+        named_config_path = path / _NAMED_CONFIGS / f"{config_name}.pbtxt"
+        if config_name and _is_file(named_config_path):
+            config_path = named_config_path
         has_config = _is_file(config_path)
     except OSError as error:
         reason = error.strerror or "cannot be read"
@@ -474,7 +475,7 @@ def _inline_config(folder: ModelFolder) -> ModelConfig:
 
 
 def _file_lines(root: Path) -> Iterator[bytes]:
-    """Yield a line for each file below `root`; follow links, but visit each folder once."""
+    """Yield the `_file_line` of each file below `root`; follow links, but visit a folder once."""
     visited: set[tuple[int, int]] = set()
     unvisited = [("", root)]
     while unvisited:

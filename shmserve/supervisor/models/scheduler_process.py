@@ -62,7 +62,7 @@ class SchedulerHandle:
 
 
 class _SchedulerHost:
-    """A host process, its schedulers by number, and the `names` of models that may share it."""
+    """A host process, its schedulers by number, and the `names` of the models that may share it."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
@@ -185,7 +185,7 @@ class CarriedCounters:
         self._update_successor()
 
     def pass_to(self, successor: CarriedCounters | None) -> None:
-        """Make these counters, also the counts of a drain, the base of a successor's counters."""
+        """Let a successor's counters include these, which may still change; None: no successor."""
         self._successor = successor
         self._update_successor()
 
@@ -207,7 +207,7 @@ class CarriedCounters:
             self._send(m.BaseCounters(self._base_counters))
 
     def _update_successor(self) -> None:
-        # This scheduler may have ended while an earlier scheduler, which is draining, still counts.
+        # This is called even after this scheduler's end, while an earlier scheduler still drains.
         if self._successor is None:
             return
         base = self._base_counters
@@ -239,15 +239,15 @@ class VersionScheduler:
     _on_message: Callable[[Any], None]
 
     def __post_init__(self) -> None:
-        # The number of the serving scheduler, or of the first one.
+        # The number of the serving scheduler, or before that, of the first scheduler.
         self.number = next(self._context.scheduler_ids)
         self._latest: SchedulerHandle | None = None  # the scheduler that was started last
         self._current: SchedulerHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = loop.create_future()
+        self._ready_future: asyncio.Future[None] = loop.create_future()
         self._drain_future: asyncio.Future[None] = loop.create_future()
         self.counters = CarriedCounters(self.send)
-        self._publish_counters = False
+        self._publishes_counters = False
         self._snapshot: asyncio.Future[dict[str, Any]] | None = None
         self._is_rate_limited = False
 
@@ -290,13 +290,13 @@ class VersionScheduler:
         """
         context = self._context
         number = self.number if is_first else next(context.scheduler_ids)
-        ready_future = self._ready = asyncio.get_running_loop().create_future()
+        ready_future = self._ready_future = asyncio.get_running_loop().create_future()
         start = self._start_record(number, config, worker_pids)
         on_message = partial(self._on_scheduler_message, self.counters)
         handle = self._latest = await self.hosts.open(self._group, start, on_message)
         if self._is_rate_limited:
             context.tickets.bind(handle.address, id(self))
-        # A scheduler receives no message before it is ready.
+        # Messages to the scheduler would be lost before it is ready.
         await wait_any(ready_future, handle.close_future, handle.child.exited)
         if self._lifetime.is_stopping:
             await self.stop()
@@ -351,14 +351,14 @@ class VersionScheduler:
     def _on_scheduler_message(self, counters: CarriedCounters, message: Any) -> None:
         match message:
             case m.SchedulerReady():
-                resolve_future(self._ready, None)
+                resolve_future(self._ready_future, None)
             case m.Drained():
                 resolve_future(self._drain_future, None)
             case m.StatisticsSnapshot(statistics, metrics):
                 counters.update(statistics, metrics)
                 resolve_future(self._snapshot, statistics)
-                if self._publish_counters:
-                    self._publish_counters = False
+                if self._publishes_counters:
+                    self._publishes_counters = False
                     event = counters_event(self._spec.name, self._spec.version, statistics)
                     self._context.events.publish(event)
             case _:
@@ -371,7 +371,7 @@ class VersionScheduler:
 
     def publish_counters(self) -> None:
         """Request the counters and publish them as an event."""
-        self._publish_counters = True
+        self._publishes_counters = True
         self.send(m.SnapshotStatistics())
 
     def snapshot(self) -> asyncio.Future[dict[str, Any]]:
@@ -426,7 +426,7 @@ class VersionScheduler:
     def is_limited(self, config: ModelSpec) -> bool:
         """Check whether the rate limiter applies to a configuration."""
         needs = (group.rate_limiter.needs_resources for group in config.instance_group)
-        return self._context.tickets.on and any(needs)
+        return self._context.tickets.is_enabled and any(needs)
 
     def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:
         """Register the resources that instances need with the rate limiter, if it applies.

@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 # A child that stays stopped for longer is killed, and its owner handles that like any exit.
 STOPPED_LIMIT_S = 0.4
-# Peers identify a process by its pid, which the kernel reuses. A new process must not have a pid
-# whose exit a peer still stores. The factor covers exits that are reported late (`Supervisor`).
+# The number of recent pids that no new process may have, since peers identify processes by pid, and
+# store recent exits. The factor 2 covers exits that the supervisor reports late.
 _RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
 # Seconds before another look at a process that has no command line, since it starts a program.
 _EXEC_S = 0.01
@@ -85,7 +85,7 @@ class Child:
         return killed and self.kill_reason in ("", _OUT_OF_MEMORY)
 
     async def until_exit(self) -> str:
-        """Wait until the process exits, and return the kind of its exit."""
+        """Wait until the process exits, and return its exit status or signal as a text."""
         return await asyncio.shield(self.exited)
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
@@ -108,12 +108,12 @@ class ProcessTable:
         self._children: dict[int, Child] = {}
         self._early_exits: dict[int, str] = {}
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
-        self._spawning = 0
+        self._spawn_count = 0
         self._oom_kills = oom_kills()
         self._child_exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # A shell may have started processes before it executed this program in its place.
-        self._inherited = set(processes.children(os.getpid()))
+        self._inherited_pids = set(processes.children(os.getpid()))
         processes.adopt_orphans()
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
@@ -127,7 +127,7 @@ class ProcessTable:
         self._children[pid] = child
         self._on_start(child)
         if pid in self._early_exits:
-            # Deferred, so that the caller receives the child before its exit.
+            # The exit is handled later, so that the caller receives the child before.
             self._loop.call_soon(self._on_child_exit, pid, self._early_exits.pop(pid))
         return child
 
@@ -137,12 +137,12 @@ class ProcessTable:
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
-        """Mark that a process is being started; unknown children are not killed meanwhile."""
-        self._spawning += 1
+        """Mark that a process is being started; meanwhile, unknown children are not killed."""
+        self._spawn_count += 1
         try:
             yield
         finally:
-            self._spawning -= 1
+            self._spawn_count -= 1
             self._kill_strays()
 
     async def wait_for_trackers(self, timeout_s: float) -> None:
@@ -152,14 +152,14 @@ class ProcessTable:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._strays():
+                while self._stray_pids():
                     self._child_exited.clear()
                     await self._child_exited.wait()
 
     def _reap(self) -> None:
         self._child_exited.set()
         known_kills = self._oom_kills
-        with contextlib.suppress(OSError):  # without a free descriptor, children are reaped, too
+        with contextlib.suppress(OSError):  # no descriptor is free, but children must be reaped
             self._oom_kills = oom_kills()
         while True:
             try:
@@ -178,17 +178,17 @@ class ProcessTable:
             elif child is not None and info.si_code == os.CLD_STOPPED:
                 self._on_stopped(child)
             elif child is not None and info.si_code == os.CLD_CONTINUED:
-                self._on_continued(child)
+                self._cancel_stop_timer(child)
         self._kill_strays()
 
     def _on_child_exit(self, pid: int, reason: str) -> None:
         child = self._children.pop(pid, None)
         if child is None:
-            self._inherited.discard(pid)
-            if self._spawning:
+            self._inherited_pids.discard(pid)
+            if self._spawn_count:
                 self._early_exits[pid] = reason
             return
-        self._on_continued(child)
+        self._cancel_stop_timer(child)
         self._reserved_pids.append(pid)
         logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
         child.exited.set_result(reason)  # calls its waiters in the loop's next turn
@@ -203,19 +203,19 @@ class ProcessTable:
             child.title,
             STOPPED_LIMIT_S,
         )
-        self._on_continued(child)
+        self._cancel_stop_timer(child)
         child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, self._kill_stopped, child)
 
     @staticmethod
-    def _on_continued(child: Child) -> None:
+    def _cancel_stop_timer(child: Child) -> None:
         if child.stop_timer is not None:
             child.stop_timer.cancel()
             child.stop_timer = None
 
     def _kill_stopped(self, child: Child) -> None:
         timer = child.stop_timer
-        # If this loop was itself stopped, the child may have continued since; its status is read
-        # first.
+        # If this process was stopped, too, the child may have continued in the meantime, which
+        # its unread status shows.
         self._reap()
         if child.stop_timer is timer:
             child.kill_reason = f"it was stopped for {STOPPED_LIMIT_S} s"
@@ -223,28 +223,28 @@ class ProcessTable:
 
     def _kill_strays(self) -> None:
         """Kill the adopted descendants of dead workers, which their models had started."""
-        if self._spawning:
+        if self._spawn_count:
             return
         self._early_exits.clear()
-        for pid in self._strays():
-            # The pid may be the intermediate process of a dead zygote, which is the parent of a
-            # child.
+        for pid in self._stray_pids():
+            # A stray may be the intermediate process of a dead zygote. Its child is in the table,
+            # and must not be killed.
             if not processes.kill_tree(pid, excluded_pids=self._children):
                 self._loop.call_later(_EXEC_S, self._kill_strays)
 
-    def _strays(self) -> list[int]:
-        known_pids = self._children.keys() | self._inherited
+    def _stray_pids(self) -> list[int]:
+        known_pids = self._children.keys() | self._inherited_pids
         return [pid for pid in processes.children(os.getpid()) if pid not in known_pids]
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop handling exits of children."""
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
 
 # Pauses before a start after the n-th exit in a row.
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0  # a process that lives longer resets the number of exits
-_MAX_EXITS_AFTER_WORK = 4  # useful work lowers the number of consecutive exits to this
+_MAX_EXITS_AFTER_WORK = 4  # useful work lowers the number of consecutive exits to this maximum
 
 
 @dataclass(slots=True)
@@ -332,7 +332,7 @@ class Zygote:
     continue to run.
     """
 
-    _table: ProcessTable
+    _process_table: ProcessTable
     _run_dir: RunDirectory
     _title: str
     _modules: Sequence[str]
@@ -341,10 +341,10 @@ class Zygote:
     def __post_init__(self) -> None:
         self._fork_numbers = itertools.count(1)
         self._pending_forks: dict[int, asyncio.Future[int]] = {}
-        self._slots = asyncio.Semaphore(_MAX_REQUESTS)
+        self._request_slots = asyncio.Semaphore(_MAX_REQUESTS)
         self._serving_zygote: _ZygoteProcess | None = None
         self._spare: _ZygoteProcess | None = None
-        self._backoff = RestartBackoff()  # the backoff of spares
+        self._backoff = RestartBackoff()  # determines the pauses before spares are restarted
         self._forking_spare: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -367,7 +367,7 @@ class Zygote:
                     raise
         except OSError as error:
             raise _start_failure(error.errno) from None
-        self._serve(_ZygoteProcess(self._table.adopt(pid, self._title), own_end))
+        self._serve(_ZygoteProcess(self._process_table.adopt(pid, self._title), own_end))
 
     def _serve(self, process: _ZygoteProcess) -> None:
         """Send all further requests to this process, which is the zygote or its former spare."""
@@ -377,18 +377,18 @@ class Zygote:
 
     def _spawn_process(self, child_end: socket.socket) -> int:
         root = str(Path(shmserve.__file__).resolve().parent.parent)
-        boot = (
+        boot_code = (
             f"import sys; sys.path.append({root!r}); "
             "from shmserve.supervisor.processes.zygote import main; sys.exit(main(sys.argv[1:]))"
         )
         os.set_inheritable(child_end.fileno(), True)
         os.set_inheritable(self._run_dir.lock_fd, True)
         try:
-            # -P: modules are not imported from the current folder, which may contain `workers`.
+            # -P prevents imports from the current folder, which may contain a module `workers`.
             return os.posix_spawn(
                 sys.executable,
                 [
-                    *(sys.executable, "-P", "-c", boot),
+                    *(sys.executable, "-P", "-c", boot_code),
                     *(str(child_end.fileno()), str(self._run_dir.lock_fd), str(os.getpid())),
                     *(str(self._run_dir.path), self._title),
                     *self._modules,
@@ -396,7 +396,7 @@ class Zygote:
                 self._environment,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
                 setpgroup=0,  # a signal to the server's group must not prevent the zygote's cleanup
-                # Blocked until the zygote ignores them, because the supervisor stops it.
+                # Blocked until the zygote ignores these signals: only the supervisor ends it.
                 setsigmask=[signal.SIGINT, signal.SIGTERM],
             )
         finally:
@@ -448,7 +448,7 @@ class Zygote:
         self._pending_forks.clear()
         if self._failed_starts == _MAX_FAILED_STARTS:  # the installation is probably broken
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
-            self._ready.exception()  # avoids asyncio's warning if nothing waits
+            self._ready.exception()  # asyncio would warn of an exception that nothing reads
         elif spare is None:
             self._loop.call_later(_RESTART_PAUSE_S, self._restart)
 
@@ -463,8 +463,8 @@ class Zygote:
 
     def _fork_spare(self) -> None:
         is_forking = self._forking_spare is not None and not self._forking_spare.done()
-        broken = self._ready.done() and self._ready.exception() is not None
-        if not (self._is_stopping or self._spare or is_forking or broken):
+        is_broken = self._ready.done() and self._ready.exception() is not None
+        if not (self._is_stopping or self._spare or is_forking or is_broken):
             self._forking_spare = self._loop.create_task(self._start_spare())
 
     async def _start_spare(self) -> None:
@@ -490,7 +490,7 @@ class Zygote:
                 pause_s = self._backoff.pause_s(time.monotonic() - spare.started_at)
                 self._loop.call_later(pause_s, self._fork_spare)
 
-    # --- requests
+    # --- requests to fork
 
     def _restart(self) -> None:
         if self._is_stopping:
@@ -520,20 +520,20 @@ class Zygote:
             await asyncio.shield(self._ready)
             assert self._serving_zygote is not None
             zygote = self._serving_zygote.child
-            with self._table.spawning():
+            with self._process_table.spawning():
                 pid = await self._fork(entry, start, fds)
-                if pid and not self._table.is_reserved(pid):
-                    return self._table.adopt(pid, title)
+                if pid and not self._process_table.is_reserved(pid):
+                    return self._process_table.adopt(pid, title)
             if pid:
                 _kill(pid)
                 continue
             await zygote.until_exit()
-            await asyncio.sleep(0)  # yields to the loop, so that `_on_exit` runs first
+            await asyncio.sleep(0)  # let the event loop call `_on_exit` first
         raise Unavailable("the server is stopping")
 
     async def _fork(self, entry: str, start: bytes, fds: Sequence[int]) -> int:
         """Fork a process; return its pid, or 0 if the zygote has exited."""
-        async with self._slots:
+        async with self._request_slots:
             number = next(self._fork_numbers)
             waiter: asyncio.Future[int] = self._loop.create_future()
             self._pending_forks[number] = waiter
@@ -587,26 +587,26 @@ def worker_preloads(
     models = [model for root in repositories for model in root.glob("*/")]
     patterns = (*_TORCH_FILES, "*/*.onnx") if has_devices else _TORCH_FILES
     is_empty = may_add_models and bool(repositories) and not models
-    unknown = is_empty or any(file.is_dir() for file in files)
+    may_need_torch = is_empty or any(file.is_dir() for file in files)
     sources = {source for file in files for source in _imported_files(file)}
-    is_used = unknown or any(map(_imports_torch, sources))
-    if not is_used and not any(_uses_torch(model, patterns) for model in models):
+    needs_torch = may_need_torch or any(map(_imports_torch, sources))
+    if not needs_torch and not any(_uses_torch(model, patterns) for model in models):
         return [_WORKER_MODULE]
     modules = [
         module
         for pattern, module in _PRELOADS_BY_PATTERN.items()
-        if any(_contains(root, [pattern]) for root in repositories)
+        if any(_contains_file(root, [pattern]) for root in repositories)
     ]
     return [*_TORCH_PRELOADS, _WORKER_MODULE, *modules]
 
 
 def _uses_torch(model: Path, patterns: Sequence[str]) -> bool:
     with contextlib.suppress(OSError):
-        return _contains(model, patterns) or any(map(_imports_torch, model.rglob("*.py")))
+        return _contains_file(model, patterns) or any(map(_imports_torch, model.rglob("*.py")))
     return False
 
 
-def _contains(folder: Path, patterns: Sequence[str]) -> bool:
+def _contains_file(folder: Path, patterns: Sequence[str]) -> bool:
     with contextlib.suppress(OSError):  # such as a stale mount; the load reports the error
         return any(any(folder.glob(pattern)) for pattern in patterns)
     return False
@@ -636,7 +636,7 @@ def _imported_packages(source: Path) -> Iterator[str]:
     """Yield the packages that a Python file imports anywhere, except relative imports."""
     try:
         with warnings.catch_warnings(action="ignore"):  # loading the file repeats the warnings
-            # The open of a pipe would wait for a writer.
+            # Only files are read, since the open of a pipe would wait for a writer.
             tree = ast.parse(source.read_bytes() if source.is_file() else b"")
     # Loading the model reports the error.
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):

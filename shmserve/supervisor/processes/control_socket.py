@@ -79,7 +79,7 @@ class Acknowledgements:
     def __init__(self) -> None:
         self._message_numbers = itertools.count(1)
         self._missing_peers: dict[int, set[Hashable]] = {}
-        self._complete = asyncio.Event()
+        self._change_acknowledged = asyncio.Event()
 
     def begin(self, peers: Iterable[Hashable]) -> int:
         """Register a change that is sent to these peers, and return its number."""
@@ -94,7 +94,7 @@ class Acknowledgements:
         missing_peers = self._missing_peers.get(number, set())
         missing_peers.discard(peer)
         if not missing_peers and self._missing_peers.pop(number, None) is not None:
-            self._complete.set()
+            self._change_acknowledged.set()
 
     def remove_peer(self, peer: Hashable) -> None:
         """Stop waiting for the acknowledgements of a peer that has exited."""
@@ -110,9 +110,9 @@ class Acknowledgements:
         return number not in self._missing_peers
 
     async def until_next_complete(self) -> None:
-        """Wait until another change is acknowledged by all peers."""
-        self._complete.clear()
-        await self._complete.wait()
+        """Wait until all peers have acknowledged a further change."""
+        self._change_acknowledged.clear()
+        await self._change_acknowledged.wait()
 
     async def until_acknowledged(self, number: int) -> None:
         """Wait until every live peer has acknowledged a change."""
@@ -129,9 +129,10 @@ class _Peer:
 class ControlSocket:
     """The supervisor's socket for messages with its processes, in the event loop.
 
-    The identity of a process is "role.....pid", that of a scheduler "role.number.pid". The role of
-    a registered address decides which messages it may send, since a model's code can connect, too.
-    A process may send messages shortly before it is registered; these wait in a short queue.
+    The routing identity of a process starts with its role and ends with its pid; that of a
+    scheduler is "role.number.pid". The role of a registered address decides which messages it may
+    send, since a model's code can connect, too. Messages that a process sends shortly before its
+    registration are queued.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -157,10 +158,10 @@ class ControlSocket:
             handler: Receives the messages that `serve` routes to no other handler.
         """
         self._peers[address] = _Peer(role, handler)
-        early_messages = [item for item in self._early_messages if item[0] == address]
-        for item in early_messages:
-            self._early_messages.remove(item)
-            self._handle_registered(*item)
+        early_messages = [queued for queued in self._early_messages if queued[0] == address]
+        for queued in early_messages:
+            self._early_messages.remove(queued)
+            self._handle_registered(*queued)
 
     def add_caller(self, address: Address) -> None:
         """Grant a worker that calls models the role "caller", which receives changes of models."""
@@ -200,10 +201,10 @@ class ControlSocket:
 
     def _addresses(self, *roles: str) -> list[Address]:
         callers: set[Address] = self._callers if "caller" in roles else set()
-        connected = ((a, peer) for a, peer in self._peers.items() if a in self._identities)
-        return [a for a, peer in connected if peer.role in roles or a in callers]
+        connected = (item for item in self._peers.items() if item[0] in self._identities)
+        return [address for address, peer in connected if peer.role in roles or address in callers]
 
-    # --- in
+    # --- received messages
 
     def receive_all(self) -> None:
         """Handle the received messages, in at most `_MAX_READS` reads."""
@@ -227,7 +228,7 @@ class ControlSocket:
         self._identities[address] = identity
         try:
             if type(message) not in _MAY_SEND[peer.role]:
-                logger.warning("a %s sent an unexpected %s", peer.role, type(message).__name__)
+                logger.warning("unexpected message of a %s: %s", peer.role, type(message).__name__)
             elif isinstance(message, Acknowledged):
                 self.acknowledgements.record_acknowledged(address, message.number)
             elif (service := self._services.get(type(message))) is not None:
@@ -235,12 +236,12 @@ class ControlSocket:
             else:
                 peer.handler(message)
         except Exception:
-            logger.exception("the message %s could not be handled", type(message).__name__)
+            logger.exception("a message of type %s could not be handled", type(message).__name__)
 
-    # --- out
+    # --- sent messages
 
     def send(self, address: Address, message: Any) -> None:
-        """Queue a message for an address; the messages of a loop's turn are sent in one frame.
+        """Queue a message; all messages of one turn of the event loop are sent in one frame.
 
         The message is dropped if nothing was received from the address.
         """
@@ -344,8 +345,8 @@ class TraceControl:
         """
         if changes:
             previous_changes = self._changes.get(model)
-            merged_changes = (previous_changes or {}) | changes
-            self._changes[model] = {k: v for k, v in merged_changes.items() if v is not None}
+            merged = ((previous_changes or {}) | changes).items()
+            self._changes[model] = {name: value for name, value in merged if value is not None}
             if problem := self._settings_of(model).problem:
                 self._changes[model] = previous_changes or {}
                 raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")

@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     zygote_pid = os.getpid()
 
     def supervisor_ended() -> None:
-        # The lock protects another zygote that is clearing the directory from being killed.
+        # With the lock, no zygote kills another zygote that is clearing the directory.
         with contextlib.suppress(OSError), exclusive(lock_fd):
             # The first zygote reports the death and removes the directory.
             if os.getppid() != supervisor_pid and run_dir.exists():
@@ -163,7 +163,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
                 return socket.socket(fileno=fds[1])
             os._exit(_run(entry, start, fds[1:]))
         status = os.waitstatus_to_exitcode(os.waitpid(intermediate_pid, 0)[1])
-        # The intermediate process may have been killed before its report.
+        # An intermediate process that was killed has reported nothing; EAGAIN stands for this.
         failure = status if status >= 0 else errno.EAGAIN
     for fd in fds[1:]:
         os.close(fd)
@@ -185,8 +185,8 @@ def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
         os.close(write_end)
         os._exit(0 if os.read(read_end, 1) else errno.EAGAIN)
     os.setpgid(0, 0)  # a model may signal its group
-    # The new process reports its own pid. If the zygote dies, the intermediate process is killed,
-    # and a process that has been reported must continue to run.
+    # The new process, not its parent, reports the pid: when the zygote dies, the intermediate
+    # process is killed, but a process whose pid was reported must continue to run.
     try:
         link.send(msgpack.packb([number, os.getpid()]))
     except OSError:
@@ -214,7 +214,7 @@ def _become_child_of(supervisor_pid: int, intermediate_pid: int) -> None:
 
 
 def _reseed() -> None:
-    # Forked twins would draw the same random numbers.
+    # Otherwise all forked processes would draw the same random numbers.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

@@ -39,6 +39,7 @@ MEMFD_KEY = "memfd"  # the key of a local client's memory in listings
 logger = logging.getLogger(__name__)
 
 _CHECK_TIMEOUT_S = 2.0
+# The workers that have not responded, and the result.
 _OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
@@ -48,9 +49,9 @@ class RegionQuota:
     def __init__(self, policy: ShmPolicy, has_cuda: bool = False) -> None:
         self.policy = policy
         self._has_cuda = has_cuda
-        self._pinned = 0
-        self._regions: Counter[int] = Counter()  # number of regions by user id
-        self._bytes: Counter[int] = Counter()  # bytes of regions by user id
+        self._pinned_bytes = 0
+        self._regions_by_uid: Counter[int] = Counter()  # number of regions by user id
+        self._bytes_by_uid: Counter[int] = Counter()  # bytes of regions by user id
         # Number of regions by (device, inode) of their object.
         self._regions_by_file: Counter[tuple[int, int]] = Counter()
         # Key and allocated bytes of objects by (device, inode).
@@ -64,32 +65,32 @@ class RegionQuota:
         """
         policy = self.policy
         for count, limit, flag in (
-            (self._regions[uid], policy.max_regions_per_uid, "--shm-max-regions-per-uid"),
-            (self._regions.total(), policy.max_regions, "--shm-max-regions"),
+            (self._regions_by_uid[uid], policy.max_regions_per_uid, "--shm-max-regions-per-uid"),
+            (self._regions_by_uid.total(), policy.max_regions, "--shm-max-regions"),
         ):
             if count >= limit:
                 text = f"at most {limit} shared memory regions can be registered ({flag})"
                 raise InvalidArgument(text)
         for used_amount, limit, flag in (
-            (self._bytes[uid], policy.max_byte_size_per_uid, "--shm-max-byte-size-per-uid"),
-            (self._bytes.total(), policy.max_byte_size, "--shm-max-byte-size"),
+            (self._bytes_by_uid[uid], policy.max_byte_size_per_uid, "--shm-max-byte-size-per-uid"),
+            (self._bytes_by_uid.total(), policy.max_byte_size, "--shm-max-byte-size"),
         ):
             if byte_size > limit - used_amount:
                 raise InvalidArgument(
                     f"a region of {byte_size} bytes is too large: {used_amount} of the {limit} "
                     f"bytes that can be registered are in use ({flag})"
                 )
-        self._regions[uid] += 1
-        self._bytes[uid] += byte_size
+        self._regions_by_uid[uid] += 1
+        self._bytes_by_uid[uid] += byte_size
         if file is not None:
             self._regions_by_file[file] += 1
 
     def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
         """Remove a region from the count."""
-        self._regions[uid] -= 1
-        self._bytes[uid] -= byte_size
-        if not self._regions[uid]:
-            del self._regions[uid], self._bytes[uid]
+        self._regions_by_uid[uid] -= 1
+        self._bytes_by_uid[uid] -= byte_size
+        if not self._regions_by_uid[uid]:
+            del self._regions_by_uid[uid], self._bytes_by_uid[uid]
         if file is not None:
             self._regions_by_file[file] -= 1
             if not self._regions_by_file[file]:
@@ -150,16 +151,16 @@ class RegionQuota:
             text = "memory that other processes may truncate is neither mapped nor pinned"
             raise InvalidArgument(text)
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned:
+        if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned_bytes:
             raise InvalidArgument(
-                f"{byte_size} bytes cannot be pinned: {self._pinned} of the {limit} bytes that a "
-                "process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
+                f"{byte_size} bytes cannot be pinned: {self._pinned_bytes} of the {limit} bytes "
+                "that a process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
             )
-        self._pinned += byte_size
+        self._pinned_bytes += byte_size
 
     def unpin(self, byte_size: int) -> None:
         """Remove pinned bytes from the count."""
-        self._pinned -= byte_size
+        self._pinned_bytes -= byte_size
 
 
 @dataclass(eq=False)
@@ -173,7 +174,7 @@ class HandleCheck:
     _open_checks: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
 
     async def check(self, memory: Memory) -> None:
-        """Have the workers on the device of `memory` open it; without a free worker, do nothing.
+        """Check device memory: the device's workers open it. Without a free worker, do nothing.
 
         Raises:
             InvalidArgument: A worker cannot open the memory.
@@ -184,20 +185,20 @@ class HandleCheck:
         if handle.device >= self.device_count:
             text = f"{CUDA_INVALID} (the server has {self.device_count} CUDA devices)"
             raise InvalidArgument(text)
-        workers = list(self._find_workers(handle.device))
-        if not workers:
+        worker_pids = list(self._find_workers(handle.device))
+        if not worker_pids:
             return
         number = next(self._check_numbers)
         future: asyncio.Future[MemoryChecked] = asyncio.get_running_loop().create_future()
-        self._open_checks[number] = workers, future
+        self._open_checks[number] = worker_pids, future
         size = memory.byte_size
-        for pid in workers:
+        for pid in worker_pids:
             self._send(pid, CheckMemory(number, handle.raw, handle.device, handle.uuid, size))
         try:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 response = await future
         except TimeoutError:
-            logger.info("no worker is free to check a CUDA handle: its first request checks it")
+            logger.info("a CUDA handle is checked by its first request: no worker is free now")
             return
         finally:
             del self._open_checks[number]
@@ -211,11 +212,11 @@ class HandleCheck:
 
         The first response of a worker that can use the device counts, or else the last response.
         """
-        workers, future = self._open_checks.get(message.id, ([], None))
-        if future is None or pid not in workers or future.done():
+        worker_pids, future = self._open_checks.get(message.id, ([], None))
+        if future is None or pid not in worker_pids or future.done():
             return
-        workers.remove(pid)
-        if message.code != Unavailable.code or not workers:
+        worker_pids.remove(pid)
+        if message.code != Unavailable.code or not worker_pids:
             future.set_result(message)
 
 
@@ -233,7 +234,7 @@ class RegionOpener:
 
     def set_limits(self, policy: ShmPolicy) -> None:
         """Change the limits for later regions."""
-        # A server without a free descriptor could start no process.
+        # Regions must leave free descriptors, which the server needs to start processes.
         max_regions = min(policy.max_regions, fd_limits.regions_share(fd_limits.limit()))
         self._quota.policy = replace(policy, max_regions=max_regions)
 
@@ -245,11 +246,11 @@ class RegionOpener:
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(os.close, shared.fd)
             owner = self._owner(peer, key, shared)
-            number = secrets.randbits(62)
-            region = OpenRegion(name, key, number, shared, offset, byte_size, owner, pinned=pin)
+            memory_id = secrets.randbits(62)
+            region = OpenRegion(name, key, memory_id, shared, offset, byte_size, owner, pinned=pin)
             self._admit(region, shared)
-            cleanup.callback(self._release, region)
-            await self._reserve(region, shared)
+            cleanup.callback(self._release_quota, region)
+            await self._reserve_pages(region, shared)
             region.blocks = os.fstat(shared.fd).st_blocks
             cleanup.pop_all()
         return region
@@ -277,13 +278,13 @@ class RegionOpener:
                 self._quota.release(region.owner.uid, region.byte_size, file)
                 raise
 
-    def _release(self, region: OpenRegion) -> None:
+    def _release_quota(self, region: OpenRegion) -> None:
         if region.pinned:
             self._quota.unpin(region.offset + region.byte_size)
         file = None if region.shared is None else region.shared.file
         self._quota.release(region.owner.uid, region.byte_size, file)
 
-    async def _reserve(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
+    async def _reserve_pages(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
         charged = posix_shm.unallocated_bytes(shared, region.byte_size)
         self._quota.charge(region.key, shared.file, charged)
         allocated = 0
@@ -310,7 +311,7 @@ class RegionOpener:
 
         `on_exporter_exit(region)` is called when the process `exporter_pid` exits (0: unknown).
         """
-        # Every owner of a handle may use the memory, and no one can truncate it.
+        # Any process with the handle may use the memory, and device memory cannot be truncated.
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         region = OpenRegion(name, "", memory_id, None, offset, byte_size, owner, cuda=handle)
         self._reserve_quota(region)
@@ -359,7 +360,7 @@ class RegionOpener:
         try:
             await self.handles.check(memory)
         except BaseException:
-            self._release(region)
+            self._release_quota(region)
             raise
         return region
 
@@ -369,5 +370,5 @@ class RegionOpener:
 
     def close(self, region: OpenRegion) -> None:
         """Close a region, and release its quotas."""
-        self._release(region)
+        self._release_quota(region)
         region.close()

@@ -153,18 +153,18 @@ class KeptRegions:
         self._other_server = other_server
 
     def add(self, region: OpenRegion) -> None:
-        """Pass the registration of a new region to the keepers."""
+        """Store the registration of a new region with the service manager and the other server."""
         if region.shared is None or region.lease_holder:
             return
         region.kept_name = secrets.token_hex(8)
-        with _description(region) as description:
+        with _description_memfd(region) as description:
             self._service_manager.keep(region.kept_name, [region.shared.fd, description])
         self.send_to_other_server(region)
 
     def send_to_other_server(self, region: OpenRegion) -> None:
         """Send the registration of a region to the other server of a handover, if there is one."""
         if self._other_server is not None and region.shared is not None and region.kept_name:
-            with _description(region) as description:
+            with _description_memfd(region) as description:
                 self._other_server.ask(KEEP, region.kept_name, [region.shared.fd, description])
 
     def remove(self, region: OpenRegion) -> None:
@@ -204,7 +204,7 @@ class KeptRegions:
 
 
 @contextlib.contextmanager
-def _description(region: OpenRegion) -> Iterator[int]:
+def _description_memfd(region: OpenRegion) -> Iterator[int]:
     fd = os.memfd_create("region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         fields: dict[str, Any] = {name: getattr(region, name) for name in _DESCRIBED_FIELDS}
@@ -220,12 +220,12 @@ def _reopen(fds: list[int], admit: Admission) -> OpenRegion:
     if sorted(are_sealed) != [False, True]:
         found = f"got {len(fds)}, {sum(are_sealed)} of them sealed"
         raise ValueError(f"expected 2 descriptors, one of them sealed; {found}")
-    description = fds[are_sealed.index(True)]
+    description_fd = fds[are_sealed.index(True)]
     shared = posix_shm.describe_object(fds[are_sealed.index(False)])
-    fields = json.loads(os.pread(description, _MAX_DESCRIPTION_BYTES, 0))
+    fields = json.loads(os.pread(description_fd, _MAX_DESCRIPTION_BYTES, 0))
     owner, blocks = Ownership(**fields.pop("owner")), os.fstat(shared.fd).st_blocks
-    number = secrets.randbits(62)
-    region = OpenRegion(memory_id=number, shared=shared, owner=owner, blocks=blocks, **fields)
+    memory_id = secrets.randbits(62)
+    region = OpenRegion(memory_id=memory_id, shared=shared, owner=owner, blocks=blocks, **fields)
     admit(region, shared)
-    os.close(description)
+    os.close(description_fd)
     return region

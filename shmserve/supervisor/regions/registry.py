@@ -163,7 +163,7 @@ class RegionRegistry:
     draining: DrainingRegions = field(init=False)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     _active_regions: dict[str, OpenRegion] = field(init=False, default_factory=dict)
-    # Changes take effect one after the other in all processes.
+    # Held during each change, so that every process receives the changes in the same order.
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class RegionRegistry:
             elif verb == KEEP:
                 for region in self._kept_regions.restore({kept_name: fds}, self._opener.readmit):
                     if existing_region := self._active_regions.get(region.name):
-                        # Both servers of the handover choose the larger name.
+                        # Both servers of the handover choose the larger name, hence the same one.
                         existing_region.kept_name = max(existing_region.kept_name, kept_name)
                         self._opener.close(region)
                     else:
@@ -270,7 +270,7 @@ class RegionRegistry:
                 text = f"shared memory region '{name}' cannot be registered: {error.strerror}"
                 raise Unavailable(text) from None
             if existing_region is not None:
-                logger.info("region '%s' replaced: its old object was removed from /dev/shm", name)
+                logger.info("region '%s' replaces a region whose object was removed", name)
                 await self._withdraw(existing_region, _OBJECT_REMOVED)
             await self._activate(region)
             return {"memory_id": region.memory_id}
@@ -339,7 +339,7 @@ class RegionRegistry:
         in_background(withdraw(), self._tasks)
 
     async def unregister(self, name: str, peer: Peer, is_cuda: bool = False) -> None:
-        """Unregister a name of system or CUDA memory, or all names of `peer` if it is empty.
+        """Unregister a name of system or CUDA memory, or if it is "", all names of `peer`.
 
         While requests use a region, it stays usable, also for new requests. If no request uses it,
         the call returns when no gateway accepts the name any more. A name is ignored if it is
@@ -348,8 +348,8 @@ class RegionRegistry:
         async with self._lock:
             regions = [self._active_regions[name]] if name in self._active_regions else []
             for region in regions if name else self.active_regions():
-                admitted = peer.uid == EVERYONE or region.owner.admits(peer)
-                if admitted and (region.cuda is not None) == is_cuda:
+                is_admitted = peer.uid == EVERYONE or region.owner.admits(peer)
+                if is_admitted and (region.cuda is not None) == is_cuda:
                     await self._withdraw(region, retire=True)
 
     async def withdraw_leased(self, lease_holder: int, memory_id: int = 0) -> None:
@@ -362,14 +362,14 @@ class RegionRegistry:
     async def drop_shrunk(self) -> None:
         """Unregister the regions that have lost pages, since a worker died of a missing page.
 
-        The next request that uses one fails, since the name is unknown.
+        The next request that names such a region fails, since the name is unknown.
         """
         async with self._lock:
             for region in [*self.active_regions(), *self.draining.retired.values()]:
                 if not region.owner.copied and region.has_shrunk():
-                    blamed = region.report_truncation()
-                    self._publish_event(blamed)
-                    await self._withdraw(region, blamed.reason)
+                    event = region.report_truncation()
+                    self._publish_event(event)
+                    await self._withdraw(region, event.reason)
 
     async def _withdraw(self, region: OpenRegion, reason: str = "", retire: bool = False) -> None:
         if self._active_regions.get(region.name) is region:
@@ -379,7 +379,7 @@ class RegionRegistry:
         await (self.draining.retire if retire else self.draining.drain)(region)
 
     def close(self) -> None:
-        """Close every object."""
+        """Close the objects of all regions."""
         for region in self._active_regions.values():
             self._opener.close(region)
         self._active_regions.clear()

@@ -81,9 +81,9 @@ class CallWaits:
         """
         waits = []
         for calls, instances in message.waits:
-            waiting = {key: Caller.parse(callers) for key, callers in calls}
+            waiting_calls = {key: Caller.parse(callers) for key, callers in calls}
             occupied = [(pid, {(pid, key) for key in keys}) for pid, *keys in instances]
-            waits.append(_Wait(sender, message.model, waiting, occupied))
+            waits.append(_Wait(sender, message.model, waiting_calls, occupied))
         self._reports[sender] = _Report(now_ns, waits)
         for address, report in list(self._reports.items()):
             if now_ns - report.received_ns > _VALIDITY_NS:
@@ -91,8 +91,8 @@ class CallWaits:
                 self._suspicions.pop(address, None)
         for suspicion in self._suspicions.values():
             suspicion.unconfirmed.discard(sender)
-        stuck = self._stuck()
-        deadlocked = self._deadlock(sender, stuck)
+        stuck = self._find_stuck()
+        deadlocked = self._find_deadlock(sender, stuck)
         suspicion_before = self._suspicions.pop(sender, None)
         if deadlocked is None:
             return None
@@ -107,7 +107,7 @@ class CallWaits:
             return deadlocked
         return None
 
-    def _stuck(self) -> list[_Wait]:
+    def _find_stuck(self) -> list[_Wait]:
         """Return the largest set of waits that only wait for each other."""
         stuck: list[_Wait] = []
         remaining_waits = [wait for report in self._reports.values() for wait in report.waits]
@@ -124,28 +124,28 @@ class CallWaits:
             for _, occupants in wait.instances
         )
 
-    def _deadlock(self, scheduler: Address, stuck: list[_Wait]) -> CallDeadlocked | None:
+    def _find_deadlock(self, scheduler: Address, stuck: list[_Wait]) -> CallDeadlocked | None:
         """Return the oldest call of a scheduler in a cycle of stuck waits, with the cycle."""
-        for start in (wait for wait in stuck if wait.scheduler == scheduler):
-            paths, visited = [(start, [start.model])], {id(start)}
+        for first_wait in (wait for wait in stuck if wait.scheduler == scheduler):
+            paths, visited = [(first_wait, [first_wait.model])], {id(first_wait)}
             for wait, models in paths:  # the loop adds paths: a breadth-first search
                 awaited = self._awaited_executions(wait, stuck)
-                own_call = _oldest_awaited_call(awaited, start)
+                own_call = _oldest_awaited_call(awaited, first_wait)
                 if own_call is not None:
-                    chain = [caller.model for caller in start.calls[own_call.key]] + models
+                    chain = [caller.model for caller in first_wait.calls[own_call.key]] + models
                     return CallDeadlocked(own_call.key, " -> ".join(chain))
                 for successor in stuck:
                     call = _oldest_awaited_call(awaited, successor)
                     if call is None or id(successor) in visited:
                         continue
                     visited.add(id(successor))
-                    # A caller other than the called model holds its resources, and is named, too.
-                    caller = [] if call.caller == wait.model else [call.caller]
-                    paths.append((successor, [*models, *caller, successor.model]))
+                    # If the caller is another model, it holds resources of the called model.
+                    holder = [] if call.caller == wait.model else [call.caller]
+                    paths.append((successor, [*models, *holder, successor.model]))
         return None
 
     def _awaited_executions(self, wait: _Wait, stuck: list[_Wait]) -> set[_Execution]:
-        """Return the executions that must end before a call of this wait can run."""
+        """Return the executions that must end before a call in `wait` can run."""
         executions = {caller for stuck_wait in stuck for caller in stuck_wait.callers()}
         holders = self._find_holders(wait.scheduler, {pid for pid, _ in executions})
         occupants = {occupant for _, occupying in wait.instances for occupant in occupying}

@@ -53,8 +53,8 @@ class Needs(NamedTuple):
     @classmethod
     def of(cls, limit: RateLimit, device: int) -> Needs:
         """Return the needs of an instance on a device."""
-        needed = (r for r in limit.resources if r.count)
-        resources = {(r.name, GLOBAL if r.is_global else device): r.count for r in needed}
+        needed_resources = (r for r in limit.resources if r.count)
+        resources = {(r.name, GLOBAL if r.is_global else device): r.count for r in needed_resources}
         return cls(resources, limit.priority or 1)
 
 
@@ -80,7 +80,7 @@ class _PendingRequest:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Return the key by which waiting requests are granted, smallest first."""
+        """Return the sort key of the waiting requests; the smallest is granted first."""
         return self.overtaken_count < PATIENCE, self.instance.score, self.number
 
 
@@ -114,7 +114,7 @@ class RateLimiter:
         """Return the capacity of each resource that an instance of a member needs."""
         return dict(self._capacity)
 
-    # --- members ----------------------------------------------------------------------------------
+    # --- members
 
     def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
         """Register instances of a model version by index.
@@ -133,10 +133,10 @@ class RateLimiter:
         members = self._members.values()
         scores = [instance.score for record in members for instance in record.instances.values()]
         lowest_score = min(scores, default=0)
-        joined = self._members.setdefault(member, _Member())
+        member_record = self._members.setdefault(member, _Member())
         for index, needs in instances.items():
             executions = max(_FIRST_EXECUTIONS, -(-lowest_score // needs.priority))
-            joined.instances[index] = _Instance(needs, executions)
+            member_record.instances[index] = _Instance(needs, executions)
         self._compute_capacities()
 
     def _check_resource(self, resource: Resource, count: int, resources: set[Resource]) -> None:
@@ -159,13 +159,13 @@ class RateLimiter:
         return capacities.get(resource, capacities.get((resource[0], None)))
 
     def _compute_capacities(self) -> None:
-        maxima: dict[Resource, int] = {}
+        largest_counts: dict[Resource, int] = {}
         for member in self._members.values():
             for instance in member.instances.values():
                 for resource, count in instance.needs.resources.items():
-                    maxima[resource] = max(count, maxima.get(resource, 0))
+                    largest_counts[resource] = max(count, largest_counts.get(resource, 0))
         self._capacity = {}
-        for resource, count in maxima.items():
+        for resource, count in largest_counts.items():
             configured = self._configured_capacity(resource)
             self._capacity[resource] = count if configured is None else configured
 
@@ -209,7 +209,7 @@ class RateLimiter:
         self._compute_capacities()
         return granted + self._grant()
 
-    # --- tickets ----------------------------------------------------------------------------------
+    # --- tickets
 
     def ask(
         self, member: Hashable, instance_index: int, ticket: Hashable, pid: int = 0
@@ -300,21 +300,21 @@ class Tickets:
     """The rate limiter of the server. Each member is bound to its current scheduler.
 
     Args:
-        on: Whether the server was started with the rate limiter.
-        explicit: The configured capacities (see `RateLimiter`).
+        is_enabled: Whether the server was started with the rate limiter.
+        configured_capacities: The configured capacities (see `RateLimiter`).
         send: Queues a message for a scheduler.
     """
 
     def __init__(
         self,
-        on: bool,
-        explicit: Mapping[tuple[str, int | None], int],
+        is_enabled: bool,
+        configured_capacities: Mapping[tuple[str, int | None], int],
         send: Callable[[Address, TicketGranted | ResourcesHeld], None],
     ) -> None:
-        self.on = on
+        self.is_enabled = is_enabled
         self._send = send
-        self._limiter = RateLimiter(explicit)
-        self._logged: dict[Resource, int] = {}
+        self._limiter = RateLimiter(configured_capacities)
+        self._logged_capacity: dict[Resource, int] = {}
         self._members: dict[Address, int] = {}
         self._schedulers: dict[int, Address] = {}
 
@@ -352,8 +352,8 @@ class Tickets:
     def _log(self) -> None:
         """Log the capacities if they have changed, in the format of Triton."""
         capacity = self._limiter.capacity()
-        if capacity != self._logged:
-            self._logged = capacity
+        if capacity != self._logged_capacity:
+            self._logged_capacity = capacity
             for (name, device), count in sorted(capacity.items()):
                 shown_device = "GLOBAL" if device == GLOBAL else device
                 logger.info("Device: %s Resource: %s\t Count: %d", shown_device, name, count)
@@ -369,7 +369,7 @@ class Tickets:
             self._send_granted(self._limiter.disconnect(member))
 
     def handle(self, scheduler: Address, message: TicketRequest) -> None:
-        """Handle a request for a ticket, its release, or a question about holders of resources."""
+        """Handle a request for a ticket, its release, or a request for the holders of resources."""
         member = self._members.get(scheduler)
         if member is None:
             return

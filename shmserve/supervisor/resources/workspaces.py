@@ -81,12 +81,12 @@ class WorkspacePool:
         """Request a lease of `byte_size` bytes.
 
         Raises:
-            InvalidArgument: The pool is smaller than the lease.
+            InvalidArgument: The size is negative, or larger than the pool.
         """
-        if byte_size > self.capacity:
+        if not 0 <= byte_size <= self.capacity:
             raise InvalidArgument(
-                f"a workspace of {byte_size} bytes was requested, but the device's pool has "
-                f"{self.capacity}"
+                f"a workspace of {byte_size} bytes was requested; allowed are 0 or more bytes, and "
+                f"the device's pool has {self.capacity}"
             )
         self._requests.append(_LeaseRequest(owner, ticket, byte_size))
         return self._grant()

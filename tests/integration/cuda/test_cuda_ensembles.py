@@ -60,7 +60,7 @@ def write_ensemble(repository: Path) -> None:
 
 
 def test_tensors_between_steps_stay_on_the_device(server: Server) -> None:
-    assert "50.3 MB per request, 33.6 of them on CUDA devices" in server.log()
+    assert "50.3 MB per request (33.6 MB on CUDA devices)" in server.log()
     values = np.random.default_rng(0).random((2, LENGTH), np.float32)
     with shmserve.client.connect(server.run_dir) as client:
         client.infer("chain", X=values)

@@ -116,7 +116,7 @@ def test_a_quota_stays_in_its_limits_and_ends_empty(regions: list[tuple[int, int
         assert sum(other_uid == uid for other_uid, _, _ in charges) <= 3
     for entry in charges:
         quota.release(*entry)
-    assert not quota._regions and not quota._bytes and not quota._regions_by_file
+    assert not quota._regions_by_uid and not quota._bytes_by_uid and not quota._regions_by_file
 
 
 def test_the_quota_is_charged_until_the_object_is_removed() -> None:

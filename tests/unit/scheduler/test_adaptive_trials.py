@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shmserve.scheduler.batchers.adaptive import MissBudget, Sizes, TrialState, WaitingChoice
+from shmserve.scheduler.batchers.adaptive import MissBudget, SizeTrials, TrialState, WaitingChoice
 from shmserve.scheduler.batchers.estimates import Load
 from tests.rigs.batching_simulation import MS
 
@@ -22,8 +22,8 @@ def settled_account() -> MissBudget:
 def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
     account = settled_account()
     account.subtract_misses(1000)
-    assert Sizes(account).start_trial(9, 50 * MS, TRIAL_STATE, 100)
-    assert not Sizes(account).start_trial(9, 100 * MS, TRIAL_STATE, 100)
+    assert SizeTrials(account).start_trial(9, 50 * MS, TRIAL_STATE, 100)
+    assert not SizeTrials(account).start_trial(9, 100 * MS, TRIAL_STATE, 100)
 
 
 def test_the_estimate_counts_late_requests_in_and_behind_the_trial() -> None:
@@ -31,30 +31,32 @@ def test_the_estimate_counts_late_requests_in_and_behind_the_trial() -> None:
     for credit, is_allowed in ((40.0, False), (42.0, True)):
         account = MissBudget()
         account.credit = credit
-        assert Sizes(account).start_trial(9, 100 * MS, TRIAL_STATE, 100) is is_allowed
+        assert SizeTrials(account).start_trial(9, 100 * MS, TRIAL_STATE, 100) is is_allowed
 
 
 def test_at_most_all_waiting_clients_are_late() -> None:
     account = settled_account()
-    assert not Sizes(account).start_trial(9, 100 * MS, TRIAL_STATE, 100)
-    assert Sizes(account).start_trial(9, 100 * MS, replace(TRIAL_STATE, max_in_flight=12.0), 100)
+    assert not SizeTrials(account).start_trial(9, 100 * MS, TRIAL_STATE, 100)
+    assert SizeTrials(account).start_trial(
+        9, 100 * MS, replace(TRIAL_STATE, max_in_flight=12.0), 100
+    )
 
 
 def test_a_necessary_trial_runs_at_any_number_of_misses() -> None:
-    sizes = Sizes(settled_account())
+    sizes = SizeTrials(settled_account())
     assert sizes.start_trial(32, 1000 * MS, replace(TRIAL_STATE, is_overloaded=True), 100)
     assert not sizes.is_due(101) and sizes.is_due(102)
 
 
 def test_sizes_are_tried_seldom_once_there_was_time_to_learn() -> None:
-    sizes = Sizes(settled_account())
+    sizes = SizeTrials(settled_account())
     assert sizes.start_trial(9, 50 * MS, TRIAL_STATE, 100)
     assert not sizes.is_due(115) and sizes.is_due(116)
 
 
 def test_a_trial_costs_exactly_its_own_misses() -> None:
     account = settled_account()
-    credit_before, sizes = account.credit, Sizes(account)
+    credit_before, sizes = account.credit, SizeTrials(account)
     assert sizes.start_trial(9, 50 * MS, TRIAL_STATE, 100)
     sizes.record_batch(9, 100 * MS, 9, 25, 9)
     sizes.record_batch(8, 20 * MS, 8, 22, 8)

@@ -28,7 +28,7 @@ class FakeControlLink(list[Any]):
 def traces(slow_ms: int = 0, **settings: Any) -> tuple[LocalTraces, FakeControlLink]:
     control_link = FakeControlLink()
     local_traces = LocalTraces("m", "1", control_link)
-    local_traces.use(SetTracing({"": asdict(TraceSettings(**settings))}, slow_ms))
+    local_traces.apply_settings(SetTracing({"": asdict(TraceSettings(**settings))}, slow_ms))
     return local_traces, control_link
 
 

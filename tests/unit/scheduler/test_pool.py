@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmserve.scheduler.batchers.dynamic import CloseReason
+from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.instances.pool import TRANSITIONS, Execution, LostWork, Pool, SlotState
 from shmserve.scheduler.requests.request import NEVER, NO_SUBMIT, Client, ScheduledRequest
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import SnapshotStatistics, StatisticsSnapshot
-from shmserve.scheduler.tables import ACCURACY, LAST_INDEX, Quantiles
+from shmserve.scheduler.tables import ACCURACY, LAST_RESPONSE_INDEX, Quantiles
 from shmserve.supervisor.models.scheduler_process import CarriedCounters
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 
@@ -121,11 +121,11 @@ def test_impossible_times_are_clamped() -> None:
 
 def test_the_table_is_bounded() -> None:
     rig, peer, _, key = begin_stream()
-    for _ in range(LAST_INDEX + 5):
+    for _ in range(LAST_RESPONSE_INDEX + 5):
         rig.respond(peer, key)
     figures = stats(rig)
-    assert len(figures) == LAST_INDEX + 1
-    assert figures[str(LAST_INDEX)]["success"][0] == 5
+    assert len(figures) == LAST_RESPONSE_INDEX + 1
+    assert figures[str(LAST_RESPONSE_INDEX)]["success"][0] == 5
 
 
 def test_counts_are_carried_to_the_next_scheduler() -> None:

@@ -74,7 +74,7 @@ def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
 def test_a_publisher_before_its_opening_has_no_subscribers() -> None:
     publisher = EventPublisher()
     publisher.publish(STARTED_EVENT)
-    assert not publisher.is_followed(publications.PROCESSES)
+    assert not publisher.has_subscriber(publications.PROCESSES)
     publisher.close()
 
 
@@ -83,15 +83,15 @@ async def test_events_without_subscribers_are_not_sent(run_dir: Path) -> None:
     async with open_publisher(run_dir, lambda *change: records.append(change)) as publisher:
         publisher.publish(STARTED_EVENT)  # number 1 is the first that is sent
         with EventReader(run_dir, [publications.PROCESSES]) as reader:
-            await until_async(lambda: publisher.is_followed(publications.PROCESSES))
-            assert not publisher.is_followed(publications.MODELS)
+            await until_async(lambda: publisher.has_subscriber(publications.PROCESSES))
+            assert not publisher.has_subscriber(publications.MODELS)
             publisher.publish(m.LoadRefused("m", "no"))
             publisher.publish(STARTED_EVENT)
             arrived = await asyncio.to_thread(reader._receive, 5000)
             assert arrived is not None
             _, header, body = arrived
             assert (header.sequence, body) == (1, [STARTED_EVENT])
-        await until_async(lambda: not publisher.is_followed(publications.PROCESSES))
+        await until_async(lambda: not publisher.has_subscriber(publications.PROCESSES))
     assert records == [(publications.PROCESSES, True), (publications.PROCESSES, False)]
 
 
@@ -135,7 +135,7 @@ async def test_a_slow_reader_loses_events_and_knows_how_many(run_dir: Path) -> N
     count = 50_000
     async with open_publisher(run_dir) as publisher:
         with EventReader(run_dir, [publications.PROCESSES]) as reader:
-            await until_async(lambda: publisher.is_followed(publications.PROCESSES))
+            await until_async(lambda: publisher.has_subscriber(publications.PROCESSES))
             for number in range(count):  # the publisher does not wait for subscribers
                 publisher.publish(m.ProcessStarted(number, "x"))
 
@@ -155,7 +155,7 @@ async def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     async with open_publisher(run_dir, lambda *c: feeds[0].on_subscription(*c)) as publisher:
         feeds.append(feed(publisher, {}, []))
         with EventReader(run_dir, [publications.PROCESSES]) as reader:
-            await until_async(lambda: publisher.is_followed(publications.PROCESSES))
+            await until_async(lambda: publisher.has_subscriber(publications.PROCESSES))
             for number in range(count):
                 publisher.publish(m.ProcessStarted(number, "x"))
             read_count, lost_count = await asyncio.to_thread(_count_events, reader, count)
@@ -205,14 +205,14 @@ async def test_a_snapshot_precedes_the_events(run_dir: Path) -> None:
             received_event = await asyncio.to_thread(next, reader.follow())
             assert received_event.event == m.ModelChanged("a", "1", "READY", "")
             await until_async(lambda: len(pending_calls) > 1)  # a second later
-        await until_async(lambda: not publisher.is_followed(publications.COUNTERS))
+        await until_async(lambda: not publisher.has_subscriber(publications.COUNTERS))
         await until_async(lambda: feeds[0]._timer is None)
 
 
 async def test_the_end_of_a_server_is_reported(run_dir: Path) -> None:
     async with open_publisher(run_dir) as publisher:
         reader = EventReader(run_dir)
-        await until_async(lambda: publisher.is_followed(publications.MODELS))
+        await until_async(lambda: publisher.has_subscriber(publications.MODELS))
     with reader, pytest.raises(Disconnected, match="the server has exited"):
         await asyncio.to_thread(next, reader.follow())
 

@@ -84,7 +84,7 @@ def test_the_watchdog_interval(
 async def test_the_start_timeout_is_extended(address_and_socket: tuple[str, socket.socket]) -> None:
     address, sock = address_and_socket
     manager = ServiceManager(address)
-    waiting_task = asyncio.ensure_future(manager.keep_waiting())
+    waiting_task = asyncio.ensure_future(manager.extend_timeout())
     await asyncio.sleep(0)
     waiting_task.cancel()
     manager.close()
@@ -154,7 +154,7 @@ def test_without_a_service_manager_nothing_is_sent(address: str | None) -> None:
     manager = ServiceManager(address)
     manager.notify_ready("a")
     asyncio.run(asyncio.wait_for(manager.wait_until_flushed(), 1))
-    asyncio.run(asyncio.wait_for(manager.keep_waiting(), 5))
+    asyncio.run(asyncio.wait_for(manager.extend_timeout(), 5))
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ async def test_a_reload_that_fails_does_not_prevent_the_next_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     read_config = MagicMock(side_effect=RuntimeError("can't start new thread"))
-    service_manager = MagicMock(keep_waiting=AsyncMock())
+    service_manager = MagicMock(extend_timeout=AsyncMock())
     parts: Any = (*(MagicMock() for _ in range(3)), service_manager, read_config, str)
     reload = Reload(*parts)
     task = asyncio.ensure_future(reload.run())

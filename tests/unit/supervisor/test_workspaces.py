@@ -271,9 +271,16 @@ def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
     assert pool.ask(1, 1, POOL_SIZE)
 
 
-def test_a_lease_larger_than_the_pool_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"8192 bytes was requested, .* pool has 4096"):
-        open_pool().ask(1, 1, 8192)
+@pytest.mark.parametrize("byte_size", [8192, -64])
+def test_a_lease_of_a_size_that_the_pool_cannot_have_is_refused(byte_size: int) -> None:
+    pool = open_pool()
+    text = rf"{byte_size} bytes was requested; allowed are 0 or more bytes, .* pool has 4096"
+    with pytest.raises(InvalidArgument, match=text):
+        pool.ask(1, 1, byte_size)
+    assert pool.ask(1, 2, POOL_SIZE) == [GrantedLease(1, 2, 0)]
+
+
+def test_a_lease_without_a_pool_is_refused() -> None:
     sent = SentMessages()
     Workspaces({}, sent).handle(1, LeaseWorkspace(7, "cpu", 64))
     ((_, refusal),) = sent.messages

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
-from shmserve.scheduler.batchers.dynamic import CloseReason
+from shmserve.scheduler.batchers import CloseReason
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 from tests.support.texts import EXPIRED_TEXT
 

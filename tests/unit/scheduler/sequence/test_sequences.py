@@ -370,7 +370,7 @@ def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     text = "the state of sequence 1 is lost with it: begin the sequence again, with the START flag"
     assert text in outcomes.pop(running) and text in outcomes.pop(waiting) and not outcomes
     rig.request(1)
-    assert "the state of this one was lost when the model's worker died" in only_error(rig)
+    assert "the state of this sequence was lost when the model's worker died" in only_error(rig)
     # The other instance runs it at once.
     assert rig.batches()[1] == [None, 3]
     rig.finish_batch(1)

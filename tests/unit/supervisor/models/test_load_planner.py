@@ -238,7 +238,7 @@ def test_incomplete_files_do_not_hinder_the_load(
         "'labels.txt' is a link whose target does not exist",
     ]
     assert [text in caplog.text for text in texts] == [True] * len(texts)
-    assert f"'{folder.parent}/other' is skipped, a link whose target" in caplog.text
+    assert f"'{folder.parent}/other' is skipped: it is a link whose target" in caplog.text
 
 
 def test_a_configuration_without_its_contents_is_named(tmp_path: Path) -> None:
