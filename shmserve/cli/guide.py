@@ -217,7 +217,7 @@ def _describe(module: ModuleType, member_object: Any) -> Iterator[str]:
 def _describe_function(name: str, function: Any) -> Iterator[str]:
     signature = str(inspect.signature(function)) if isinstance(function, FunctionType) else ""
     signature = re.sub(r"\(self(, /)?(, )?", "(", signature, count=1)
-    # Annotations are strings in this signature.
+    # The annotations are strings in this signature, so their quotes are removed.
     signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
     prefix = "await " if inspect.iscoroutinefunction(function) else ""
     yield from textwrap.wrap(f"{prefix}{name}{signature}", 96, subsequent_indent=" " * 8)
