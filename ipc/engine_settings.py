@@ -22,7 +22,7 @@ PROMPT_TOO_LONG = "this model's maximum context length is"
 IGNORED_PARAMETERS = (
     *("user", "metadata", "request_id", "spaces_between_special_tokens", "guided_decoding_backend"),
     *("guided_backend", "session_id", "stream_interval", "service_tier"),
-    # Members of vLLM's sampling parameters that have an effect in Python only, or on its cache.
+    # Members of vLLM's sampling parameters that affect only its Python API or its prefix cache.
     *("flat_logprobs", "output_kind", "skip_clone", "skip_reading_prefix_cache"),
 )
 # Parameters of vLLM that are refused unless their value is empty.

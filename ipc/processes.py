@@ -109,7 +109,7 @@ def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) 
 
     The descendants of a process inherit the variable.
     """
-    # SPT_NOENV: setproctitle would write over the environment that /proc shows.
+    # Without SPT_NOENV, setproctitle would overwrite the environment that /proc shows.
     return {**environ, _MARK_VARIABLE: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
 
 

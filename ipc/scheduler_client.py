@@ -225,8 +225,8 @@ class SchedulerClient(Generic[R]):
             return
         request.endpoint = endpoint
         submit = request.submit
-        # The request is stored before it is queued. A signal handler that interrupts the queueing
-        # therefore cannot free memory that a worker will read.
+        # The request is stored before it is queued. If a signal handler then raises an exception,
+        # the memory that a worker may read is still kept.
         self.pending[submit.id] = request
         try:
             self._links.queue(endpoint, submit, byte_size)
@@ -332,8 +332,8 @@ class SchedulerClient(Generic[R]):
         """
         number = request.submit.id
         if failure.early:
-            # `settling` has the request before `pending` loses it: an interrupting signal handler
-            # must not free the memory, which a worker still uses.
+            # `settling` gets the request before `pending` loses it. If a signal handler raises an
+            # exception in between, the memory that a worker still uses is kept.
             self.settling[number] = request
             del self.pending[number]
             request.handle(failure)

@@ -204,9 +204,9 @@ def unpack_memory(packed: bytes) -> Memory:
 # local clients are cached before their owner is checked.
 _MAX_PACKED_MEMORY_SIZE = 256
 
-# Clients use the same few ranges of their regions repeatedly.
+# Unpacked ranges are cached, because clients use the same few ranges of their regions repeatedly.
 _MAX_CACHED_RANGES = 4096
 _RANGE_CACHE: dict[tuple[bytes, int, int], Range] = {}
 
-# Few memories are in use at a time, each by many messages.
+# Unpacked memories are cached, because few memories are in use at a time, each by many messages.
 _unpack_memory_cached = lru_cache(4096)(unpack_memory)

@@ -343,8 +343,8 @@ class Dealer:
         try:
             self._connection.send(frame)
         except OSError:
-            # Messages that the peer sent before it closed are still read, and `receive` detects the
-            # end of the connection.
+            # Unsent bytes are lost, but `receive` still returns the messages that the peer sent
+            # before it closed the connection, and then detects the end of the connection.
             self._connection.unsent.clear()
             return False
         return True

@@ -7,46 +7,49 @@ The files that an HTTP request passes through, in order:
                                     identity of its clients, and the limits of its connections
     http/incoming.py                parses bytes into requests (http/messages.py), within limits of
                                     time and memory
-    http/connection.py              handles them in the order of their arrival
+    http/connection.py              handles the requests in the order of their arrival
     http/routing.py                 finds the route in routes.py, authorises, calls the handler;
                                     converts errors to responses
     http/infer.py                   inference, and the queue of responses in many parts
-    context.py                      finds the model, or has it loaded; the objects that all handlers
-                                    share
+    context.py                      finds the model, or loads it on demand; stores the objects that
+                                    all handlers share
     http/body.py                    reads the body and decodes it to a request
-    http/json/fingerprint.py        fills a template if the header is known, otherwise
-    http/json/codec.py              decodes JSON (text: parser.py, values: tensors.py) to
-                                    inference/request.py, and checks it
-    inference/prepare.py            places and checks the tensors; large ones while they arrive
+    http/json/fingerprint.py        fills a cached template if the JSON header is known, otherwise
+    http/json/codec.py              decodes JSON (text: parser.py, values: tensors.py) to an
+                                    `InferRequest` (inference/request.py), and checks it
+    inference/prepare.py            stores and checks the tensors; large ones while they arrive
                                     (body_arrival.py limits the time and the memory)
     inference/inference.py          submits the request, and unpacks the response
-    links.py                        keeps the request until the scheduler has responded, by
-                                    ipc/scheduler_client.py
-    http/json/codec.py              the response as JSON and binary tensors, which
+    links.py                        stores the request until the scheduler has responded (base
+                                    class: ipc/scheduler_client.py)
+    http/json/codec.py              encodes the response as JSON and binary tensors, which
                                     http/messages.py writes
 
-A gRPC request:
+The files that a gRPC request passes through:
 
-    listener.py                     as above
+    listener.py                     as for HTTP
     grpc/connection.py              passes bytes to http2/connection.py, and its events to calls;
                                     http2/incoming.py parses frames, http2/outgoing.py sends them
-    grpc/service.py                 authorises the call; errors become a status
+    grpc/service.py                 authorises the call; converts errors to a status
     grpc/call.py                    the call, whose messages grpc/framing.py assembles
     grpc/infer.py                   inference; stream_infer.py for many requests in a call
-    grpc/wire/fingerprint.py        fills a template if the message is known, otherwise
-    grpc/wire/request.py            decodes protobuf to inference/request.py, and checks it
+    grpc/wire/fingerprint.py        fills a cached template if the message is known, otherwise
+    grpc/wire/request.py            decodes protobuf to an `InferRequest`, and checks it
     context.py, inference/, links.py
-                                    as above
-    grpc/wire/response.py           the response as protobuf
+                                    as for HTTP
+    grpc/wire/response.py           encodes the response as protobuf
+
+Other files:
 
     process.py, settings.py         the process of a gateway, and its settings
     region_table.py                 the registered shared memory regions
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
-    api/                            the other APIs, for any protocol; api/metrics.py has the
-                                    families of /metrics
-    request_trace.py, tracer.py     traces of requests: the log and the trace file; otel.py:
-                                    their export to OpenTelemetry
-    http/openai/, http/generate.py  OpenAI's API, and flat JSON requests, by http/infer.py's queue
-    http/dashboard.py               the page of the dashboard, and the feed of api/figures.py
-    http/handlers.py, grpc/admin.py the handlers of api/ for HTTP and for gRPC
+    api/                            all operations except inference, for any protocol;
+                                    api/metrics.py has the metric families of /metrics
+    request_trace.py, tracer.py     traces of requests in the log and in the trace file; otel.py
+                                    exports them to OpenTelemetry
+    http/openai/, http/generate.py  OpenAI's API, and flat JSON requests; both read responses from
+                                    the `ResponseQueue` of http/infer.py
+    http/dashboard.py               the page of the dashboard, and its feed of api/figures.py
+    http/handlers.py, grpc/admin.py the HTTP and gRPC handlers of the operations in api/
 """

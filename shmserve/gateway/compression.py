@@ -1,6 +1,6 @@
-"""Content coding: gzip and deflate, incremental, with a limit against decompression bombs (pure).
+"""Incremental gzip and deflate without I/O, with a limit against decompression bombs.
 
-The names are Triton's: "gzip" and "deflate" (zlib). Both formats are recognised by their content.
+The encodings have Triton's names: "gzip" and "deflate" (zlib). The content identifies its format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from shmserve.errors import InvalidArgument, Unsupported
 
 _PIECE_BYTES = 256 * 1024
-_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # a mode in which zlib recognises gzip or zlib data
+_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # this mode makes zlib accept both gzip and zlib data
 _MIN_MEMBER_BYTES = 1024  # the assumed minimum size of a gzip member limits the number of members
 _FREE_MEMBERS = 16  # number of members permitted regardless of the size
 _FAILED = "failed to decompress the request body"
@@ -20,11 +20,11 @@ _ALIASES = {"x-gzip": "gzip"}
 
 
 class BodyTooLarge(InvalidArgument):
-    """An error about a body that exceeds the limit of its size."""
+    """The error for a body that is larger than the limit."""
 
 
 class UnsupportedEncoding(Unsupported):
-    """The error about a Content-Encoding that is not supported; it lists the supported ones."""
+    """The error for a Content-Encoding that is not supported."""
 
 
 def check_encoding(name: str) -> bool:
@@ -45,10 +45,11 @@ def _normalize(name: str) -> str:
 
 
 class Inflater:
-    """A decompressor of a chunked body, with an output of at most `limit` bytes.
+    """An incremental decompressor of a body, with an output of at most `limit` bytes.
 
-    The input is limited, too, since some input has no output. Compressed data may have several
-    members (RFC 1952). Their number is limited, because each one restarts the decompressor.
+    The compressed input is limited, too, since some input produces no output. Compressed data may
+    have several members (RFC 1952). Their number is limited, because each member restarts the
+    decompressor.
     """
 
     def __init__(self, limit: int) -> None:
@@ -59,7 +60,7 @@ class Inflater:
         self._output_bytes = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield the decompressed `chunk`, in pieces of at most 256 KiB.
+        """Yield the decompressed bytes of `chunk`, in pieces of at most 256 KiB.
 
         Raises:
             InvalidArgument: The data is not compressed, or exceeds `limit` bytes.
@@ -67,14 +68,14 @@ class Inflater:
         has_input = bool(chunk)
         self._input_bytes += len(chunk)
         if self._input_bytes > self._limit + self._limit // 64 + _PIECE_BYTES:
-            text = f"it has {self._input_bytes} compressed bytes, too many for the limit"
-            raise InvalidArgument(f"{_FAILED}: {text} of {self._limit} decompressed bytes")
+            text = f"{self._input_bytes} compressed bytes, too many for the limit of {self._limit}"
+            raise InvalidArgument(f"{_FAILED}: it has {text} decompressed bytes")
         while has_input:
             if self._decompressor.eof:
                 self._member_count += 1
                 if self._member_count > self._input_bytes // _MIN_MEMBER_BYTES + _FREE_MEMBERS:
-                    text = f"it has {self._member_count} gzip members in {self._input_bytes} bytes"
-                    raise InvalidArgument(f"{_FAILED}: {text}; compress it as one member")
+                    text = f"{self._member_count} gzip members in {self._input_bytes} bytes"
+                    raise InvalidArgument(f"{_FAILED}: it has {text}; compress it as one member")
                 # The next member of the compressed data begins.
                 self._decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
             try:
@@ -93,7 +94,7 @@ class Inflater:
             chunk = self._decompressor.unconsumed_tail
             if member_ended:
                 chunk = self._decompressor.unused_data
-            # After a full piece, the stream may have buffered output.
+            # If the piece is full, the decompressor may have more output.
             has_input = bool(chunk) or (not member_ended and len(piece) == _PIECE_BYTES)
 
     def finish(self) -> None:
@@ -120,7 +121,8 @@ def compress_pieces(pieces: Iterable[bytes | memoryview], encoding: str) -> Iter
 def preferred_encoding(header: str) -> str:
     """Return the encoding with the highest weight in an Accept-Encoding header.
 
-    The result is "gzip", "deflate" or "identity". Of equal weights, the first one counts.
+    The result is "gzip", "deflate" or "identity". If weights are equal, the first encoding is
+    returned.
     """
     best_encoding, best_weight = "identity", 0.0
     for item in header.split(","):

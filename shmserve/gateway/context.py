@@ -1,6 +1,6 @@
 """The objects that the handlers of a gateway share, and the lookup of a model for a request.
 
-The supervisor publishes the models; the table maps a name and a version to a scheduler.
+`ModelTable` maps names and versions to the models that the supervisor has published.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class GatewayModel:
     """One version of a model, with its cache of request templates.
 
     Attributes:
-        is_published: Whether the version was neither withdrawn nor replaced.
-        ready: The readiness in health responses. Versions that are not ready accept requests.
+        is_published: False once the version was withdrawn or replaced.
+        ready: The readiness in health responses. A version that is not ready still accepts
+            requests.
         checks_ready: Whether the model defines `is_ready`.
         immutable_config: The part of the configuration that is fixed while the version serves.
         tags: Additional labels of the version's nv_* metrics.
@@ -72,7 +73,7 @@ class GatewayModel:
         self.steps = [step.model_name for step in ensemble.step] if ensemble else []
         # The prefix of error messages.
         self.error_prefix = f"in ensemble '{self.name}', " if ensemble else ""
-        # A key with a character that labels exclude would make the whole page of metrics invalid.
+        # Prometheus rejects the whole page if the name of a label has an invalid character.
         tags = publication.config.metric_tags.items()
         self.tags = {"_" + _NON_LABEL_CHARACTER.sub("_", key): value for key, value in tags}
         self.decoupled = publication.config.decoupled
@@ -91,7 +92,7 @@ class GatewayModel:
             self.max_model_len = int(max_length) if max_length.isdecimal() else None
         # Whether requests with the parameter `task` convert between texts and tokens.
         self.has_task_parameter = is_vllm or publication.config.backend == LLM_BACKEND
-        # Whether texts may contain reasoning. An engine of vLLM has this output only with a parser.
+        # Whether texts may contain reasoning. vLLM's engine separates it only with a parser.
         self.may_reason = is_vllm or engine_settings.reasoning_parser not in ("", "none")
 
 
@@ -110,27 +111,28 @@ class ModelTable:
     def __init__(self, schedulers: GatewaySchedulers) -> None:
         self._schedulers = schedulers
         self._models: dict[str, dict[str, GatewayModel]] = {}
-        self._latest: dict[str, GatewayModel] = {}
-        self._withdrawn: dict[str, set[str]] = {}
+        self._latest_models: dict[str, GatewayModel] = {}
+        self._withdrawn_versions: dict[str, set[str]] = {}
         self.revision = 0
         self.is_server_live = True
         self.on_demand: set[str] = set()
         self._aliases: dict[str, str] = {}
 
     def publish(self, message: ModelPublished) -> None:
-        """Register a version, or replace it."""
+        """Register a version of a model, or replace the registered version."""
         self.revision += 1
         with suppress(Unavailable):  # without a free descriptor, the first request opens the link
             self._schedulers.open(message.endpoint)
         versions = self._models.setdefault(message.name, {})
         previous = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message)
-        withdrawn = self._withdrawn.get(message.name, set())
+        withdrawn = self._withdrawn_versions.get(message.name, set())
         withdrawn -= {message.version, ""}
         if not withdrawn:
-            self._withdrawn.pop(message.name, None)
-        if message.latest or (previous is not None and self._latest.get(message.name) is previous):
-            self._latest[message.name] = model
+            self._withdrawn_versions.pop(message.name, None)
+        was_latest = previous is not None and self._latest_models.get(message.name) is previous
+        if message.latest or was_latest:
+            self._latest_models[message.name] = model
         if previous is not None:
             previous.is_published = False
         self._update_aliases()
@@ -142,7 +144,7 @@ class ModelTable:
             model.ready = is_ready
 
     def withdraw(self, name: str, version: str) -> None:
-        """Remove a version; requests in flight on it finish.
+        """Remove a version of a model; its requests in flight still finish.
 
         Version "" records that the model exists, but is no longer loaded on demand.
         """
@@ -153,18 +155,18 @@ class ModelTable:
         model = versions.pop(version, None)
         if not versions:
             self._models.pop(name, None)
-        self._withdrawn.setdefault(name, set()).add(version)
-        if len(self._withdrawn) > _MAX_WITHDRAWN_NAMES:
-            del self._withdrawn[next(iter(self._withdrawn))]
+        self._withdrawn_versions.setdefault(name, set()).add(version)
+        if len(self._withdrawn_versions) > _MAX_WITHDRAWN_NAMES:
+            del self._withdrawn_versions[next(iter(self._withdrawn_versions))]
         if model is not None:
             model.is_published = False
-            if self._latest.get(name) is model:
-                del self._latest[name]
+            if self._latest_models.get(name) is model:
+                del self._latest_models[name]
         self._update_aliases()
 
     def _update_aliases(self) -> None:
-        latest_versions = sorted(self._latest.items(), reverse=True)
-        self._aliases = {alias: name for name, model in latest_versions for alias in model.aliases}
+        models = sorted(self._latest_models.items(), reverse=True)
+        self._aliases = {alias: name for name, model in models for alias in model.aliases}
 
     def resolve_alias(self, name: str) -> str:
         """Return the name of the model that an alias stands for; return other names unchanged.
@@ -189,17 +191,17 @@ class ModelTable:
     def find(self, name: str, version: str) -> GatewayModel | None:
         """Return the model like `resolve`, or None."""
         if not version:
-            return self._latest.get(name)
+            return self._latest_models.get(name)
         versions = self._models.get(name, {})
         return versions.get(version) or versions.get(canonical_version(version))
 
     def current(self, model: GatewayModel) -> GatewayModel:
-        """Return the version that serves now in place of `model`, which a request refers to.
+        """Return `model`, or the object that has replaced it while a request was read.
 
         Raises:
-            NotFound: There is no such version any more.
-            Unavailable: No version serves at present, or its configuration has changed since the
-                request was validated.
+            NotFound: The version no longer exists.
+            Unavailable: The version does not serve at present, or its configuration has changed
+                since the request was validated.
         """
         if model.is_published:
             return model
@@ -222,7 +224,7 @@ class ModelTable:
         self.check_server_live()
         error_prefix = f"Request for unknown model: '{name}'"
         version = canonical_version(version) if version else ""
-        withdrawn_versions = self._withdrawn.get(name, ())
+        withdrawn_versions = self._withdrawn_versions.get(name, ())
         if version and version in withdrawn_versions:
             raise Unavailable(f"{error_prefix} version {version} is not at ready state")
         if not withdrawn_versions and name not in self._models:
@@ -314,7 +316,7 @@ class Gateway:
 
 
 def needs_load(gateway: Gateway, name: str, version: str) -> bool:
-    """Return whether a request must first load the model: it is on demand, and not loaded."""
+    """Return whether a model is loaded on demand, and not loaded yet."""
     models = gateway.models
     return name in models.on_demand and models.find(name, version) is None
 

@@ -73,7 +73,7 @@ class GatewaySupervisorLink:
             try:
                 self._handle_message(message)
             except Exception:
-                logger.exception("the message %s could not be handled", type(message).__name__)
+                logger.exception("failed to handle the supervisor's %s", type(message).__name__)
 
     def close(self) -> None:
         """Close the link."""
@@ -171,13 +171,13 @@ class GatewayRequest(InflightRequest):
 class GatewaySchedulers(SchedulerClient[GatewayRequest]):
     """The client of all schedulers, in the event loop.
 
-    A link is closed only when its scheduler has exited and no request is in flight there. When a
-    link closes, the scheduler reclaims the memory that the client may still be reading.
+    A link is closed only when its scheduler has exited and no request is in flight there. Closing
+    the link of a running scheduler would make it reclaim memory that the gateway is still reading.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        # Schedulers obtain the pid from the identity.
+        # Schedulers read the gateway's pid from the identity.
         identity = f"{os.getpid()}.{secrets.token_hex(6)}"
         callbacks = (self._watch, self._unwatch, self._on_queued, self._on_deferred)
         self._table = LinkTable(identity, *callbacks)
@@ -207,9 +207,9 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         if not self.pending:
             self._table.flush()
         elif self._release_timer is None:
-            self._release_timer = self._loop.call_later(_MAX_RELEASE_DELAY_S, self._release_now)
+            self._release_timer = self._loop.call_later(_MAX_RELEASE_DELAY_S, self._flush_deferred)
 
-    def _release_now(self) -> None:
+    def _flush_deferred(self) -> None:
         self._release_timer = None
         self._table.flush()
 
@@ -229,15 +229,15 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
             try:
                 self.handle(endpoint, message)
             except Exception:
-                logger.exception("the message %s could not be handled", type(message).__name__)
+                logger.exception("failed to handle the scheduler's %s", type(message).__name__)
         if not link.connected:
-            self._drop_unused(link)
+            self._close_if_unused(link)
 
     def handle_report(self, message: m.StatisticsReported) -> None:
-        _, report = self._pending_statistics.get(message.id, ("", None))
-        resolve_future(report, message.statistics)
+        _, statistics = self._pending_statistics.get(message.id, ("", None))
+        resolve_future(statistics, message.statistics)
 
-    def _drop_unused(self, link: Dealer) -> None:
+    def _close_if_unused(self, link: Dealer) -> None:
         """Close the link to a scheduler that has exited, if no request is in flight there.
 
         Otherwise the link remains open until `fail_over`.
@@ -256,13 +256,13 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         """
         self.successors.add(endpoint, successor)
         self.handle_loss(endpoint)
-        for report_endpoint, statistics in list(self._pending_statistics.values()):
-            if report_endpoint == endpoint and not statistics.done():
+        for statistics_endpoint, statistics in list(self._pending_statistics.values()):
+            if statistics_endpoint == endpoint and not statistics.done():
                 statistics.set_exception(Unavailable("statistics are not available now"))
 
     # --- statistics
 
-    def report(self, endpoint: str) -> asyncio.Future[dict[str, Any]]:
+    def request_statistics(self, endpoint: str) -> asyncio.Future[dict[str, Any]]:
         """Request a scheduler's statistics; the caller must await the future with a timeout."""
         statistics: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         request_number = self.next_number()

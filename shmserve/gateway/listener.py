@@ -7,9 +7,9 @@
     ActiveCount          the requests or connections that a drain waits for
 
 Idle connections never exclude other clients: at the limit, the connections that have been idle for
-longest are evicted for new ones. A peer (a user at a unix socket, or an address of another host)
-has a quota, so that it cannot use up the limit: beyond the quota, its own connections are evicted.
-On loopback all clients have one address, and there is no quota.
+longest are evicted for new ones. Each peer (a user at a unix socket, or an address of another host)
+has a quota. Beyond its quota, the peer's own connections are evicted, so that one peer cannot use
+up the limit. On loopback all clients have one address, and no quota applies.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any, cast
 
 from multidict import istr
 
-from shmserve.common.auth_tokens import OPEN, Authorisation
-from shmserve.common.fd_limits import share_of
+from shmserve.common.auth_tokens import SCOPES_WITHOUT_TOKEN, Authorisation
+from shmserve.common.fd_limits import max_connections_per_peer
 from shmserve.common.peers import (
     EVERYONE,
     REMOTE,
@@ -60,7 +60,7 @@ class ListenerKind(enum.Enum):
 
 
 class MisdirectedHost(PermissionDenied):
-    """The error of a Host header with a foreign name, as in a DNS rebinding attack."""
+    """The error for a Host header that does not name this server (DNS rebinding attack)."""
 
     status = 421
 
@@ -70,8 +70,8 @@ class ListenerRules:
     """The access rules of one listening socket, shared by all its connections.
 
     Args:
-        allow_shm: Whether clients may use shared memory; None: only if no remote host can reach the
-            listener.
+        allow_shm: Whether clients may use shared memory; None permits it if no other host can reach
+            the listener.
         host_names: Host names of the server, besides addresses and localhost. "*.NAME" means all
             names below NAME, and "*" for any name.
     """
@@ -82,7 +82,7 @@ class ListenerRules:
     host_names: frozenset[str] = frozenset()
 
     def __post_init__(self, allow_shm: bool | None) -> None:
-        self.shm = self.kind is not ListenerKind.REMOTE if allow_shm is None else allow_shm
+        self.allows_shm = self.kind is not ListenerKind.REMOTE if allow_shm is None else allow_shm
 
 
 def listener_kind(sock: socket.socket) -> ListenerKind:
@@ -93,7 +93,7 @@ def listener_kind(sock: socket.socket) -> ListenerKind:
 
 
 class ClientIdentity:
-    """The client at the other end of a connection; `sock` is the server's end, if available.
+    """The client of a connection, whose socket in the server is `sock` (None if it has none).
 
     A token or a host name that was accepted once on a connection is not checked again.
     """
@@ -121,14 +121,14 @@ class ClientIdentity:
                 self.is_server_user = self._peer.uid in (os.geteuid(), 0)
 
     def call_on_disconnect(self, action: Callable[[], None]) -> None:
-        """Call `action` when the connection has ended, or at once if it has."""
+        """Call `action` when the connection ends, or at once if the connection has ended."""
         if self._disconnect_actions is None:
             action()
         else:
             self._disconnect_actions.append(action)
 
     def call_disconnect_actions(self) -> None:
-        """Call the actions for the end of the connection."""
+        """Call the registered actions, since the connection has ended."""
         actions, self._disconnect_actions = self._disconnect_actions or [], None
         for action in actions:
             action()
@@ -138,7 +138,7 @@ class ClientIdentity:
         if (host_error := self.find_host_error(headers)) is not None:
             return host_error
         rules = self.listener.authorisation
-        if rules.asks_for_tokens and not self.is_server_user and scope not in OPEN:
+        if rules.requires_token and not self.is_server_user and scope not in SCOPES_WITHOUT_TOKEN:
             header = headers.get(_AUTHORIZATION)
             if header is None or header != self._checked_header or rules is not self._checked_rules:
                 self._granted_scopes = rules.scopes(header)
@@ -172,13 +172,13 @@ class ClientIdentity:
         return peer is not None and peer.uid in (os.geteuid(), 0)
 
     def peer(self) -> Peer:
-        """Return the client's user, for shared memory.
+        """Return the client's user, by which shared memory is authorised.
 
         Raises:
             Unsupported: The listener offers no shared memory.
             PermissionDenied: The user is unknown.
         """
-        if not self.listener.shm:
+        if not self.listener.allows_shm:
             raise Unsupported(SHM_DISABLED)
         if self._peer is None:
             self._peer = self._find_peer()
@@ -187,16 +187,15 @@ class ClientIdentity:
     def _find_peer(self) -> Peer:
         if self.listener.kind is ListenerKind.REMOTE:
             return REMOTE
-        # A client of this host is never treated as a remote one. After it has hung up the kernel no
-        # longer reports its user, and the server's own objects must not be accessible to such a
-        # client.
+        # A local client that has hung up must not be treated as a remote client, which may use the
+        # server's own objects. The kernel no longer reports the user of such a local client.
         peer = self._find_user() if self.listener.kind is ListenerKind.LOOPBACK else None
         if peer is None:
             raise PermissionDenied("the server cannot determine the user that sent the request")
         return peer
 
     def _find_user(self) -> Peer | None:
-        """Return the user of a client on this host, or None, also after a disconnect."""
+        """Return the user of a client on this host; None if unknown, as after a disconnect."""
         with contextlib.suppress(OSError):
             local, remote = self._sock.getsockname(), self._sock.getpeername()
             return loopback_peer(_parse_address(local), _parse_address(remote))
@@ -208,14 +207,15 @@ class ClientIdentity:
         return Peer(EVERYONE) if self.is_server_user else peer
 
 
-def _parse_address(name: tuple[Any, ...]) -> Address:
-    return str(name[0]), int(name[1])
+def _parse_address(socket_name: tuple[Any, ...]) -> Address:
+    return str(socket_name[0]), int(socket_name[1])
 
 
 def _names_server(host: str, names: frozenset[str]) -> bool:
     """Check whether a Host header is an address, localhost, or a name of this server.
 
-    A foreign name server could make other names resolve to this host (DNS rebinding).
+    Other names are refused, because an attacker's name server can resolve them to this host (DNS
+    rebinding).
     """
     name = host.rpartition(":")[0] if _has_port(host) else host
     name = name.lower().rstrip(".")
@@ -247,7 +247,7 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
 
     def attach(self, transport: asyncio.BaseTransport) -> asyncio.Transport:
         """Configure the socket to send immediately and to detect vanished peers."""
-        # uvloop's transports are not subclasses of asyncio's.
+        # A cast, since uvloop's transports are not subclasses of asyncio's.
         self.transport = socket_transport = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
@@ -268,18 +268,18 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
 
     @property
     @abstractmethod
-    def sending_since(self) -> float | None:
-        """Return the event loop's time since which a request is incomplete; None if none is."""
+    def incomplete_since(self) -> float | None:
+        """Return the loop's time since when a request is incomplete; None if none is incomplete."""
 
     @abstractmethod
-    def shut_down(self, *, refuses: bool = False) -> None:
+    def shut_down(self, *, refuses_requests: bool = False) -> None:
         """Notify the client, and close the connection once its requests are answered.
 
         The connection calls `Acceptor.connection_drained` when no further request can arrive.
 
         Args:
-            refuses: Whether requests that cross the notification are refused, if the protocol can
-                refuse them.
+            refuses_requests: Whether requests that the client sends before it receives the
+                notification are refused, if the protocol can refuse them.
         """
 
     @abstractmethod
@@ -323,12 +323,12 @@ class Acceptor:
     _max_connections: int
 
     def __post_init__(self) -> None:
-        self._quota = share_of(self._max_connections)
+        self._quota = max_connections_per_peer(self._max_connections)
         self._connections: set[LimitedConnection] = set()
         # Connections by the owner of their quota.
         self._connections_by_peer: dict[object, set[LimitedConnection]] = {}
         self._warning_count = 0
-        # The connections that were asked to close.
+        # The connections that `drain` waits for.
         self._draining_connections: set[LimitedConnection] = set()
         self._on_drained: Callable[[], None] | None = None
 
@@ -344,8 +344,9 @@ class Acceptor:
     def connection_made(self, connection: LimitedConnection) -> ClientIdentity:
         """Register a connection.
 
-        Above a limit, the connections that have been idle for longest are closed. If none is idle,
-        the one whose request has been incomplete for longest is closed, or else the new one.
+        Above the listener's limit or the peer's quota, the connections that have been idle for
+        longest are closed. If none is idle, the connection whose request has been incomplete for
+        longest is closed. If all requests are complete, the new connection is closed.
         """
         transport = connection.transport
         assert transport is not None
@@ -367,24 +368,24 @@ class Acceptor:
         self._connections.discard(connection)
         self.connection_drained(connection)
 
-    def drain(self, on_drained: Callable[[], None], *, refuses: bool = False) -> None:
+    def drain(self, on_drained: Callable[[], None], *, refuses_requests: bool = False) -> None:
         """Ask clients to disconnect, and call `on_drained` when no further request can arrive.
 
         Args:
             on_drained: The callback.
-            refuses: Whether further requests are refused at once. The callback then waits only for
-                the connections that are idle now.
+            refuses_requests: Whether further requests are refused at once. The callback then waits
+                only for the connections that are idle now.
         """
         connections = self.connections
-        draining = {c for c in connections if not refuses or c.idle_since is not None}
+        draining = {c for c in connections if not refuses_requests or c.idle_since is not None}
         self._draining_connections = draining
         for connection in connections:
-            connection.shut_down(refuses=refuses)
+            connection.shut_down(refuses_requests=refuses_requests)
         self._on_drained = on_drained
         self._check_drained()
 
     def connection_drained(self, connection: LimitedConnection) -> None:
-        """Record that a drained client is notified and its requests are answered."""
+        """Record that a client was notified of the drain and its requests were answered."""
         self._draining_connections.discard(connection)
         self._check_drained()
 
@@ -394,10 +395,7 @@ class Acceptor:
             on_drained()
 
     def _peer_of(self, client: ClientIdentity, transport: asyncio.Transport) -> object:
-        """Return the owner of the connection's quota; None on loopback.
-
-        On loopback, clients are not distinguished.
-        """
+        """Return the owner of the connection's quota; None on loopback, which has no quota."""
         if self.listener.kind is ListenerKind.UNIX:
             return client.uid
         if self.listener.kind is ListenerKind.LOOPBACK:
@@ -411,20 +409,20 @@ class Acceptor:
             del self._connections_by_peer[peer]
 
     def _evict(
-        self, newcomer: LimitedConnection, connections: Collection[LimitedConnection], limit: int
+        self, newest: LimitedConnection, connections: Collection[LimitedConnection], limit: int
     ) -> None:
-        candidates = [c for c in connections if c.is_open and c is not newcomer]
-        if len(candidates) < limit or not newcomer.is_open:
-            return  # connections that are closing already make up for the excess
-        # Evicting several connections at a time amortises the cost during a flood of connections.
+        candidates = [c for c in connections if c.is_open and c is not newest]
+        if len(candidates) < limit or not newest.is_open:
+            return  # enough connections are closing already
+        # Evicting several connections at a time amortises the sorting during a flood.
         evicted = _oldest(candidates, attrgetter("idle_since"), max(1, limit // 64))
-        evicted = evicted or _oldest(candidates, attrgetter("sending_since"), 1)
+        evicted = evicted or _oldest(candidates, attrgetter("incomplete_since"), 1)
         level = logging.WARNING if self._warning_count < _MAX_WARNINGS else logging.DEBUG
         source = "" if limit == self._max_connections else " of one peer"
-        outcome = f"{len(evicted)} idle connections were closed" if evicted else "one was refused"
+        outcome = f"closed {len(evicted)} of them" if evicted else "refused the new connection"
         logger.log(level, "more than %d connections%s: %s", limit, source, outcome)
         self._warning_count += 1
-        for connection in evicted or [newcomer]:
+        for connection in evicted or [newest]:
             connection.abort()
 
 

@@ -1,6 +1,8 @@
 """Traces for OpenTelemetry, whose SDK sends the spans by OTLP over HTTP in a separate thread.
 
-InferRequest ──> receive, a model, encode
+The spans of a request, from parents to children:
+
+InferRequest ──> receive, the model's span, encode
                      └──> queue, compute_input, compute, compute_output
                      └──> steps of an ensemble, models that were called, each with the same spans
 """
@@ -107,7 +109,7 @@ class Exporter:
 
     def export(self, trace: RequestTrace) -> None:
         """Queue the spans of a finished request for export."""
-        # All times are monotonic, whereas OpenTelemetry has the time since the epoch.
+        # The zero of the monotonic clock, as OpenTelemetry's time since the epoch.
         epoch_ns = time.time_ns() - time.monotonic_ns()
         for span in self._convert_spans(trace, epoch_ns):
             self._processor.on_end(span)
@@ -134,7 +136,7 @@ class Exporter:
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
             parent_id = span.parent_id
-            if span.span_id == trace.scheduler.span_id:  # this span is the request at the gateway
+            if span.span_id == trace.scheduler.span_id:  # it begins when the gateway has submitted
                 times = (trace.submitted_ns + epoch_ns, times[1])
                 parent_id = trace.context.span_id
             attributes = _attributes(span.model, span.version, span.request_id)

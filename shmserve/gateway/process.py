@@ -102,7 +102,7 @@ class ProtocolServer(ABC):
         """
         self._refuse_connections()
         refuses = self.refuses_while_busy and not has_successor
-        # Deferred, because asyncio creates the protocols of accepted connections in this turn.
+        # Deferred, because asyncio may still create connections in this iteration of the loop.
         asyncio.get_running_loop().call_soon(self._drain_acceptors, on_notified, refuses)
 
     def _drain_acceptors(self, on_drained: Callable[[], None], refuses: bool = False) -> None:
@@ -110,7 +110,7 @@ class ProtocolServer(ABC):
         listeners = ActiveCount()
         listeners.active = len(self.acceptors)
         for acceptor in self.acceptors:
-            acceptor.drain(listeners.decrement, refuses=refuses)
+            acceptor.drain(listeners.decrement, refuses_requests=refuses)
         listeners.call_when_idle(on_drained)
 
     @abstractmethod
@@ -193,7 +193,7 @@ class _Process:
     def _handle_message(self, message: Any) -> None:
         try:
             self._apply(message)
-        finally:  # without it, one model that this gateway cannot serve would block all loads
+        finally:  # without this response, a model that cannot be registered would block all loads
             if number := getattr(message, "ack_number", 0):
                 self._gateway.supervisor.post(Acknowledged(number))
 
@@ -253,7 +253,7 @@ class _Process:
                 self._accept_received.set()
                 self._stop_received.set()
             case _:
-                logger.warning("unexpected %s from the supervisor", type(message).__name__)
+                logger.warning("unexpected message %s of the supervisor", type(message).__name__)
 
     def _on_clients_notified(self) -> None:
         self._gateway.refuses_requests = True

@@ -1,8 +1,9 @@
 """Registered shared memory regions: a replica of the supervisor's table, with reference counts.
 
-A gateway never maps a region. It only checks that a range lies within the region; the worker
-receives the range. An unregistered region is retired: requests may still use it. Once no request
-uses it, it is withdrawn: the table removes its name.
+A gateway never maps a region. For a range in a request, the gateway only checks that the range lies
+within the region, and sends the range to the worker. An unregistered region is retired: requests
+may still use the region. Once no request uses it, the region is withdrawn: the table removes its
+name.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class GatewayRegion:
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
     def memory_range(self, requested: RegionRange) -> Range:
-        """Return the range of the region's object that a range in this region refers to.
+        """Return the range of the shared memory object for a range of this region.
 
         Raises:
             InvalidArgument: The range does not lie within the region.
@@ -76,15 +77,10 @@ class GatewayRegion:
 
     def status(self) -> dict[str, Any]:
         """Return the region in the format of the status endpoint of its kind."""
-        if self.memory.cuda is not None:
-            device_id = self.memory.cuda.device
-            return {"name": self.name, "device_id": device_id, "byte_size": self.byte_size}
-        return {
-            "name": self.name,
-            "key": self.key,
-            "offset": self.offset,
-            "byte_size": self.byte_size,
-        }
+        size, cuda = self.byte_size, self.memory.cuda
+        if cuda is not None:
+            return {"name": self.name, "device_id": cuda.device, "byte_size": size}
+        return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": size}
 
 
 class WrittenRanges:
@@ -140,7 +136,7 @@ class RegionReferences:
         Raises:
             NotFound: The region is not registered.
             InvalidArgument: The range does not lie within the region.
-            AlreadyExists: The range of an output is in use, and `overlap` is "error".
+            AlreadyExists: The range of an output is in use, and `overlap_policy` is "error".
         """
         region = self._table.find(requested.region)
         memory_range = region.memory_range(requested)
@@ -150,7 +146,7 @@ class RegionReferences:
             if region.is_retired:
                 self._table.report_first_use(region)
         span = (memory_range.offset, memory_range.offset + memory_range.byte_size)
-        if is_output and memory_range.byte_size and self._table.overlap != "ignore":
+        if is_output and memory_range.byte_size and self._table.overlap_policy != "ignore":
             self._output_ranges.append((region, span))
             self._reserve((region, span))
         return memory_range
@@ -160,11 +156,11 @@ class RegionReferences:
         if region.written_ranges.add(span):
             self._reserved_ranges.append(output_range)
             return
-        # Both requests would succeed, but one client would read the other request's result.
-        if self._table.overlap == "error":
+        # Both requests would succeed, but a client would read the result of another request.
+        if self._table.overlap_policy == "error":
             raise AlreadyExists(
-                f"an output in shared memory region '{region.name}' overlaps one of a request in "
-                "flight"
+                f"an output in shared memory region '{region.name}' overlaps an output of a "
+                "request in flight"
             )
         if not region.written_ranges.has_warned:
             region.written_ranges.has_warned = True
@@ -174,7 +170,7 @@ class RegionReferences:
             )
 
     def as_template(self) -> ReferenceTemplate:
-        """Return the references for later requests with the same header."""
+        """Return the template of these references for later requests with the same header."""
         regions, output_ranges = tuple(self.regions), tuple(self._output_ranges)
         return ReferenceTemplate(self._table, self._table.version, regions, output_ranges)
 
@@ -183,7 +179,7 @@ class RegionReferences:
         """Return the references of `template` for a new request; None if the table has changed.
 
         Raises:
-            AlreadyExists: The range of an output is in use, and `overlap` is "error".
+            AlreadyExists: The range of an output is in use, and `overlap_policy` is "error".
         """
         table, version, regions, output_ranges = template
         if version != table.version:
@@ -195,7 +191,7 @@ class RegionReferences:
             if region.is_retired:
                 table.report_first_use(region)
         try:
-            if table.overlap != "ignore":
+            if table.overlap_policy != "ignore":
                 for output_range in output_ranges:
                     references._reserve(output_range)
         except BaseException:
@@ -216,11 +212,12 @@ class RegionReferences:
 
 
 class ReferenceTemplate(NamedTuple):
-    """The references of a checked request, which later requests with the same header take.
+    """The references of a checked request, for later requests with the same header.
 
     Attributes:
         table: The table of regions.
-        version: The version of the table; in a later version, names may be of other regions.
+        version: The table's version. In other versions, names may refer to other regions, so that
+            the template is invalid.
         regions: The regions.
         output_ranges: The ranges of the outputs.
     """
@@ -233,23 +230,25 @@ class ReferenceTemplate(NamedTuple):
 
 @dataclass(eq=False)
 class RegionTable:
-    """The regions by name, and by id until no request refers to them.
+    """The regions by name, and by id until no request uses them.
 
     Attributes:
         _report: Sends a message to the supervisor.
-        overlap: The policy for overlapping outputs of two requests: "error", "warn" or "ignore".
+        overlap_policy: The policy for overlapping outputs of two requests: "error", "warn" or
+            "ignore".
         version: A number that changes when a name is added or removed.
     """
 
     _report: Callable[[RegionInUse | RegionReleased], None]
-    overlap: str = "warn"
+    overlap_policy: str = "warn"
 
     def __post_init__(self) -> None:
         self.version = 0
         # The written ranges by the shared memory object.
         self._written_ranges: dict[int | bytes, WrittenRanges] = {}
         self._regions_by_name: dict[str, GatewayRegion] = {}
-        # Regions without a name: withdrawn ones that requests still use, and local clients' memory.
+        # Regions without a name: withdrawn regions that requests still use, and the memory of local
+        # clients.
         self._draining_regions: dict[int, GatewayRegion] = {}
         self._regions_by_id: dict[int, GatewayRegion] = {}
 
@@ -362,7 +361,7 @@ def authorise(regions: Iterable[GatewayRegion], peer: Peer) -> None:
         NotFound: A region belongs to another user.
     """
     for region in regions:
-        # `GatewayRegion.admits` is inlined here, which saves one of two calls per region.
+        # This is `GatewayRegion.admits` inlined, which saves one of two calls per region.
         if peer.uid != EVERYONE and not region.owner.admits(peer):
             raise NotFound(
                 f"Unable to find shared memory region: '{region.name}' (it was registered by "

@@ -83,7 +83,7 @@ class RequestTrace:
         return phase_durations(self.spans, self.scheduler.span_id, *times)
 
     def explain(self, inferred: Inferred) -> Inferred:
-        """Return the response, with an explanation if the request asked for one."""
+        """Return the response, with an explanation if the request has requested it."""
         if not self.has_explanation:
             return inferred
         explanation = {"explanation": self.explanation(time.monotonic_ns())}
@@ -103,9 +103,9 @@ class RequestTrace:
 def trace_entries(
     trace: RequestTrace, protocol: str, level: Sequence[str] = (TIMESTAMPS,)
 ) -> list[dict[str, Any]]:
-    """Return the entries of a request that has ended, which the trace `level` selects.
+    """Return the trace file's entries for a completed request, of the kinds in `level`.
 
-    The first and last timestamps have the names of the `protocol`; a local request has none ("").
+    The gateway's timestamps are named after the `protocol`, which is "" for a local request.
     """
     entries = _timestamp_entries(trace, protocol) if TIMESTAMPS in level else []
     return [*entries, *_tensor_entries(trace)] if TENSORS in level else entries
@@ -147,7 +147,7 @@ def _timestamp_entries(trace: RequestTrace, protocol: str) -> list[dict[str, Any
         parent = "" if span.span_id == root_span_id else span.parent_id
         fields = (span.span_id, span.model, span.version, span.request_id)
         entries += _span_entries(*fields, parent, timestamps)
-    if not entries:  # the request has failed, so it has no entries of tensors
+    if not entries:  # the request failed before a scheduler recorded a span
         timestamps = [*receive_timestamps, ("REQUEST_START", trace.submitted_ns)]
         timestamps += [("REQUEST_END", responded_ns), *send_timestamps]
         fields = (root_span_id, trace.model, trace.version, trace.request_id)

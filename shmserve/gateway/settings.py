@@ -104,9 +104,10 @@ class GrpcSettings:
         keepalive_time_ms: The time of silence after which a client receives a PING.
         keepalive_timeout_ms: The time within which a client must acknowledge a PING.
         keepalive_permit_without_calls: Whether clients without calls receive PINGs.
-        max_pings_without_data: The limit of consecutive PINGs without data; 0 is unlimited.
+        max_pings_without_data: The limit of the server's PINGs between two frames of data; 0 is
+            unlimited.
         min_ping_interval_ms: The shortest interval at which a client may send PINGs.
-        max_ping_strikes: The limit of PINGs that arrive before this interval; 0 is unlimited.
+        max_ping_strikes: The limit of PINGs that arrive after a shorter interval; 0 is unlimited.
         max_connection_age_ms: The age at which connections are drained; 0 is unlimited.
         max_connection_age_grace_ms: The time for calls after that age; 0 is unlimited.
     """
@@ -125,7 +126,7 @@ class GrpcSettings:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Settings of the server that matter to a gateway.
+    """The server's settings that a gateway uses.
 
     common/auth_tokens.py describes `tokens`, `http_restricted` and `grpc_restricted`, and
     listener.py `allow_client_shm`.
@@ -141,11 +142,11 @@ class GatewaySettings:
             than 64 KiB/s.
         header_timeout_s: The time limit of a request's head, or of a gRPC connection's set-up.
         max_connections: The limit of open connections of a listener.
-        http_address: The address of the HTTP listeners, also a name of the server.
+        http_address: The address of the HTTP listeners, which is also allowed as a Host header.
         metrics_port: The TCP port of metrics and of the dashboard; 0 if there is none.
         shm_overlap: The policy for overlapping outputs (region_table.py).
         http_header_forward_pattern: The pattern of headers that become parameters of requests.
-        grpc_header_forward_pattern: The same pattern for metadata.
+        grpc_header_forward_pattern: The same pattern for gRPC metadata.
         cuda_devices: The number of CUDA devices; with 0, CUDA shared memory is not available.
         allow_cpu_metrics: Whether metrics contain the use of the host's CPUs and memory.
         counter_latencies: Whether metrics contain counters of latencies.

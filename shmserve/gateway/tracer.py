@@ -3,9 +3,10 @@
     begin ──> Submit.trace ... response ──on_response──> explanation, if requested ──> finish
                                                           log, file, collector <─────────┘
 
-The file is a JSON array. Each request has an entry with its names and an entry with its timestamps
-(monotonic ns); so has each request of an ensemble's step or of a model's call. Several gateways
-write to the file. Each write holds a lock and leaves a complete array.
+The trace file is a JSON array. Each request has an entry with its names and an entry with its
+timestamps (monotonic ns). Requests of an ensemble's steps and of models that call models have such
+entries, too. Several gateways write to the file. Each write holds a lock and leaves a complete
+array.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import gc
-import itertools
 import json
 import logging
 import os
+from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,13 @@ def append_entries(path: str, entries: list[dict[str, Any]]) -> None:
 
 def create_next_file(path: str) -> str:
     """Create the next of the files PATH.0, PATH.1, ..., and return its path."""
-    for number in itertools.count():
+    number = 0
+    while True:
         numbered_path = f"{path}.{number}"
-        try:
+        with suppress(FileExistsError):
             Path(numbered_path).touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        return numbered_path
-    raise AssertionError  # this line is unreachable
+            return numbered_path
+        number += 1
 
 
 class Tracer:
@@ -96,7 +96,7 @@ class Tracer:
             from shmserve.gateway.otel import Exporter
 
             self._exporter = Exporter(default_settings.exporter)
-            gc.freeze()  # The garbage collector need not scan the modules.
+            gc.freeze()  # later garbage collections skip the imported modules
         self.is_active = self._slow_request_ns > 0 or self._samplers.on
 
     def begin_trace(
@@ -111,7 +111,7 @@ class Tracer:
         """Return the trace of a request before it is submitted; None if it is not traced."""
         caller = TraceContext.of_header(traceparent) if traceparent else None
         sampler = self._samplers.of(model)
-        is_sampled = sampler.samples(None if caller is None else caller.is_sampled)
+        is_sampled = sampler.should_trace(None if caller is None else caller.is_sampled)
         if not (has_explanation or is_sampled or caller or self._slow_request_ns):
             return None
         if caller is None:
@@ -178,7 +178,7 @@ class Tracer:
         try:
             append_entries(create_next_file(path) if settings.log_frequency else path, entries)
         except (OSError, ValueError) as error:
-            logger.error("%d traces cannot be written to '%s': %s", len(traces), path, error)
+            logger.error("%d traces cannot be written to file '%s': %s", len(traces), path, error)
 
 
 def _log_slow(trace: RequestTrace) -> None:

@@ -359,7 +359,7 @@ def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
         budget=gateway.body_budget,
         header_timeout_s=gateway.settings.header_timeout_s,
         body_timeout_s=gateway.settings.body_timeout_s,
-        largest_inflated=gateway.settings.max_input_size,
+        max_inflated_bytes=gateway.settings.max_input_size,
         tls=None,
     )
     return partial(GrpcConnection, context=context)

@@ -96,7 +96,7 @@ class Scene:
             budget=BodyBudget(1 << 20, MallocTrim()),
             header_timeout_s=PATIENCE_S,
             body_timeout_s=PATIENCE_S,
-            largest_inflated=1 << 20,
+            max_inflated_bytes=1 << 20,
             tls=None,
         )
         self.disconnects = 0

@@ -64,7 +64,7 @@ class Figures:
         earlier_s, earlier_reports = self._snapshots[0] if self._snapshots else (now_s, {})
         self._snapshots.append((now_s, by_version))
         for key, report in by_version.items():
-            # A worker may die before the first report, for instance by its first request.
+            # The first report counts, too: a worker may have died before it.
             new_exits = report["workers_lost"] - self._lost_counts.get(key, 0)
             self._lost_counts[key] = report["workers_lost"]
             if new_exits > 0:

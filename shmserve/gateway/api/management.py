@@ -45,7 +45,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 logger = logging.getLogger(__name__)
 
-# The reports of schedulers that take longer than this are omitted.
+# Statistics omit the reports of schedulers that respond later than this.
 _REPORT_TIMEOUT_S = 2.0
 _EMPTY_TEXT_BYTES = 4  # bytes of an empty text: its length prefix
 _MAX_EXAMPLE_ELEMENTS = 64  # elements of an input in an example
@@ -66,8 +66,8 @@ def check_not_exiting(gateway: Gateway) -> None:
 async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
     """Return whether a model's version is ready.
 
-    A model on demand is ready even if it is not loaded. If the model defines `is_ready`, the result
-    of this function decides.
+    A model on demand is ready even if it is not loaded. A loaded model that defines `is_ready` is
+    ready if its `is_ready` returns true.
 
     Raises:
         InvalidArgument: `version` is not a version.
@@ -114,7 +114,7 @@ def request_examples(gateway: Gateway) -> list[dict[str, Any]]:
 
 
 def text_example(model: str, path: str, **fields: Any) -> dict[str, Any]:
-    """Return a request of OpenAI's API in the form of `request_examples`."""
+    """Return a request of OpenAI's API, as `request_examples` returns requests."""
     return {"model": model, "path": path, "headers": {}, "body": {"model": model, **fields}}
 
 
@@ -220,7 +220,7 @@ def check_may_send_files(client: ClientIdentity) -> None:
     Models run with the rights of the server's user. Only this user, or a client with a token, may
     therefore send them.
     """
-    if not (client.listener.authorisation.asks_for_tokens or client.runs_the_server()):
+    if not (client.listener.authorisation.requires_token or client.runs_the_server()):
         raise PermissionDenied(
             "the configuration or files of a model are accepted only from the user who runs the "
             "server, or with a token (--auth-token-file)"
@@ -290,7 +290,7 @@ async def collect_reports(
 
     Late reports are omitted and logged at `log_level`.
     """
-    futures = [gateway.schedulers.report(model.endpoint) for model in models]
+    futures = [gateway.schedulers.request_statistics(model.endpoint) for model in models]
     if not futures:
         return []
     try:

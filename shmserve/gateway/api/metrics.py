@@ -51,7 +51,7 @@ class ExpositionFamily:
     def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
         """Add a sample of the metric whose name is the family's with this suffix."""
         ordered = sorted(labels.items(), key=_label_sort_key)
-        self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
+        self.samples.append(model_metrics.sample_line(self.name + suffix, ordered, value))
 
     def add_histogram(
         self, labels: dict[str, str], histogram: dict[str, Any], *, has_integer_bounds: bool = False
@@ -68,7 +68,7 @@ class ExpositionFamily:
 
     def lines(self) -> Iterator[str]:
         """Yield the family's lines of the page: help, type and samples."""
-        yield from model_metrics.head_lines(self.name, self.help_text, self.kind)
+        yield from model_metrics.header_lines(self.name, self.help_text, self.kind)
         yield from self.samples
 
 
@@ -89,8 +89,8 @@ class ReportFamily(NamedTuple):
     def find(self, report: dict[str, Any]) -> Any:
         """Return the family's value in a report: a number, numbers by label, or a histogram."""
         paths = [path.split(".") for path in self.value_path.split("+")]
-        found: list[Any] = [reduce(getitem, path, report) for path in paths]
-        return found[0] if len(found) == 1 else sum(found)
+        values: list[Any] = [reduce(getitem, path, report) for path in paths]
+        return values[0] if len(values) == 1 else sum(values)
 
     def to_exposition(self, reports: Reports) -> ExpositionFamily:
         """Return the family with a sample for each value in the reports."""
@@ -107,16 +107,17 @@ class ReportFamily(NamedTuple):
         return family
 
 
-_ROW = re.compile(r"(\w+) (\w+)(?: = (\S+))?(?: by (\w+))?")
+_FAMILY_LINE = re.compile(r"(\w+) (\w+)(?: = (\S+))?(?: by (\w+))?")
 
 
 def _read_table() -> dict[str, list[ReportFamily]]:
+    """Return the metric families of metrics.txt, by group."""
     groups: dict[str, list[ReportFamily]] = {}
     lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
     for line, next_line in pairwise(lines):
         if line.startswith("["):
             families = groups[line.strip("[]")] = []
-        elif row := _ROW.fullmatch(line):
+        elif row := _FAMILY_LINE.fullmatch(line):
             kind, name, path, key = row.groups(default="")
             field_name = name.removeprefix("shmserve_").removeprefix("llm_").removesuffix("_total")
             families.append(ReportFamily(kind, name, path or field_name, key, next_line.strip()))
@@ -146,8 +147,8 @@ def triton_families(reports: Reports, *, shows_latencies: bool) -> Iterator[Expo
         for reason in _FAILURE_REASONS:
             # Triton counts the failure of a step and the resulting failure of the ensemble.
             weight = 2 if reason == "OTHER" and report.get("is_ensemble") else 1
-            number = weight * report["failures"].get(reason, 0)
-            failures.add({**labels, "reason": reason}, number)
+            count = weight * report["failures"].get(reason, 0)
+            failures.add({**labels, "reason": reason}, count)
     yield failures
     cached_reports = _select_cached(reports)
     for family in _FAMILIES["cache"]:
@@ -237,15 +238,16 @@ def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
 
 
 def _derive_values(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a generative model that metrics.txt names and its report lacks."""
     gauges: dict[str, Any] = report["generation"]
-    drafted, rows = report["drafted"], report["speculative_steps"]
+    drafted, speculative_rows = report["drafted"], report["speculative_steps"]
     return {
         **gauges,
         "queued": gauges["sequences"]["waiting"] + report["pending"],
         "requests": {"success": report["success"], "failure": report["fail"]},
         "seconds": {phase: ns / 1e9 for phase, ns in report["phases"].items()},
         "accept_rate": report["accepted"] / drafted if drafted else 0.0,
-        "speedup": 1 + report["accepted"] / rows if rows else 1.0,
+        "speedup": 1 + report["accepted"] / speculative_rows if speculative_rows else 1.0,
     }
 
 
@@ -268,7 +270,7 @@ class MetricsExporter:
     def _all_families(
         self, reports: list[dict[str, Any]], running: list[Process]
     ) -> Iterator[ExpositionFamily]:
-        """Yield all families of the server, whose processes are `running`."""
+        """Yield all families of the page, given reports and the server's processes (`running`)."""
         settings, models = self._gateway.settings, self._gateway.models
         plain_reports: Reports = []
         tagged: Reports = []
@@ -325,7 +327,7 @@ class MetricsExporter:
             for part, size in zip(("total", "used"), memory_bytes(), strict=True):
                 help_text = f"CPU {part} memory (RAM), in bytes"
                 yield _create_gauge(f"nv_cpu_memory_{part}_bytes", help_text, size)
-        # Triton's pool of pinned memory does not exist here, because memory is pinned in place.
+        # shmserve pins memory in place. Triton's metrics of its pinned memory pool are therefore 0.
         for part in ("total", "used"):
             help_text = f"Pinned memory pool {part} memory size, in bytes"
             yield _create_gauge(f"nv_pinned_memory_pool_{part}_bytes", help_text, 0)
@@ -344,13 +346,13 @@ def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
 def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
     parsed_reports = [model_metrics.parse(r["shmserve"].get("families", [])) for r in reports]
     families = model_metrics.sum_families(parsed_reports)
-    unique = {name: family for name, family in families.items() if name not in server_names}
-    if len(unique) < len(families):
-        names = ", ".join(sorted(families.keys() - unique.keys()))
+    shown_families = {name: family for name, family in families.items() if name not in server_names}
+    if len(shown_families) < len(families):
+        names = ", ".join(sorted(families.keys() - shown_families.keys()))
         logger.warning(
-            "metrics of models that have the names of the server's metrics are not shown: %s", names
+            "metrics of models with the name of a server's metric are not shown: %s", names
         )
-    return model_metrics.exposition(unique)
+    return model_metrics.exposition(shown_families)
 
 
 _PROCESS_FAMILIES = (
@@ -362,7 +364,8 @@ _PROCESS_FAMILIES = (
 
 
 def _process_families(running: list[Process]) -> Iterator[ExpositionFamily]:
-    # Workers of two versions of a model have the same title, and Prometheus rejects equal samples.
+    # Prometheus rejects samples with equal labels. Processes of the same title, such as the workers
+    # of two versions of a model, are therefore added up.
     by_title: dict[str, list[Process]] = {}
     for process in running:
         by_title.setdefault(process.title, []).append(process)

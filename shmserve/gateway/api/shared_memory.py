@@ -112,7 +112,7 @@ def visible_regions(
     Raises:
         NotFound: No such region is visible to the user.
     """
-    peer = client.administrator_peer() if client.listener.shm else NOBODY
+    peer = client.administrator_peer() if client.listener.allows_shm else NOBODY
     return gateway.regions.visible_regions(name, peer, is_cuda=is_cuda)
 
 

@@ -30,7 +30,7 @@ from shmserve.proto.reflection_pb2 import ServerReflectionRequest, ServerReflect
 
 _PROTO_FILES = (grpc_service_pb2, health_pb2, reflection_pb2)
 _DESCRIPTOR_POOL = grpc_service_pb2.DESCRIPTOR.pool
-_MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
+_MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed ServerReflectionRequest", ())
 
 
 def serving_status(gateway: Gateway) -> HealthCheckResponse:
@@ -40,7 +40,7 @@ def serving_status(gateway: Gateway) -> HealthCheckResponse:
     return HealthCheckResponse(status=status)
 
 
-# The member of a setting's oneof, and its name in Triton's errors.
+# For each log setting: the protobuf field of its value, and the type's name in Triton's errors.
 _LOG_SETTING_KINDS = {
     **dict.fromkeys(LOG_SWITCHES, ("bool_param", "boolean")),
     LOG_LEVEL: ("uint32_param", "int32"),
@@ -81,8 +81,8 @@ class AdminCall:
 
     async def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """Handle ModelMetadata. With a version in the request, only this version is listed."""
-        number = checked_version(request.version)
-        metadata = await management.model_metadata(self.gateway, request.name, number)
+        version = checked_version(request.version)
+        metadata = await management.model_metadata(self.gateway, request.name, version)
         return ParseDict(metadata, pb.ModelMetadataResponse())
 
     async def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
@@ -94,9 +94,9 @@ class AdminCall:
     async def model_statistics(
         self, request: pb.ModelStatisticsRequest
     ) -> pb.ModelStatisticsResponse:
-        """Handle ModelStatistics. Without a name, it covers all models."""
-        number = checked_version(request.version)
-        reports = await management.model_statistics(self.gateway, request.name, number)
+        """Handle ModelStatistics. Without a name, the response covers all models."""
+        version = checked_version(request.version)
+        reports = await management.model_statistics(self.gateway, request.name, version)
         return ParseDict({"model_stats": reports}, pb.ModelStatisticsResponse())
 
     async def repository_index(
@@ -130,12 +130,13 @@ class AdminCall:
     async def repository_model_unload(self, request: pb.RepositoryModelUnloadRequest) -> None:
         """Handle RepositoryModelUnload."""
         management.check_names(request.repository_name, request.model_name, for_unload=True)
-        dependents = False
+        with_dependents = False
         for key, parameter in request.parameters.items():
             if key == "unload_dependents":
                 _check_kind(parameter.WhichOneof("parameter_choice"), "bool_param", "", key)
-                dependents = parameter.bool_param
-        await management.unload_model(self.gateway, request.model_name, with_dependents=dependents)
+                with_dependents = parameter.bool_param
+        name = request.model_name
+        await management.unload_model(self.gateway, name, with_dependents=with_dependents)
 
     async def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         """Handle TraceSetting: apply all changes or none, and return all settings."""
@@ -246,9 +247,9 @@ def answer_reflection(request: ServerReflectionRequest) -> ServerReflectionRespo
                 response.all_extension_numbers_response.base_type_name = symbol
             case "file_containing_extension":
                 number = request.file_containing_extension.extension_number
-                raise KeyError(f"there is no extension {number}")
+                raise KeyError(f"extension {number} does not exist")
             case _:
-                _set_error(response, StatusCode.INVALID_ARGUMENT, "an empty request")
+                _set_error(response, StatusCode.INVALID_ARGUMENT, "message_request is not set")
     except KeyError as error:
         _set_error(response, StatusCode.NOT_FOUND, str(error.args[0]))
     return response

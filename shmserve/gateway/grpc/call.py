@@ -79,7 +79,7 @@ _BLOCKS = {name: ResponseBlocks(head, OK_TRAILERS) for name, head in HEADS_BY_EN
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
 
-_MIN_TIME_LEFT_S = 0.005  # A call with less time left has expired.
+_MIN_TIME_LEFT_S = 0.005  # a call with less time left counts as expired
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ class GrpcContext:
         budget: The memory limit of the messages that are arriving.
         body_timeout_s: The time limit for sending a message, and for reading a response.
         header_timeout_s: The time limit for the acknowledgement of the server's settings.
-        largest_inflated: The size limit of a decompressed message, in bytes.
+        max_inflated_bytes: The size limit of a decompressed message, in bytes.
         read_buffer: The buffer of all connections. Its content is consumed before the next read.
     """
 
@@ -100,7 +100,7 @@ class GrpcContext:
     budget: BodyBudget
     header_timeout_s: float
     body_timeout_s: float
-    largest_inflated: int
+    max_inflated_bytes: int
     tls: ssl.SSLContext | None
     limits: Limits = field(default_factory=Limits)
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ_BYTES)))
@@ -160,9 +160,9 @@ class GrpcCall(ABC):
     delays_drain: ClassVar[bool]
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
-        *("_arriving_message", "_assembly", "_is_head_sent", "_compression", "_connection"),
-        *("_deadline", "_sinks", "_stream", "_timer", "client", "is_done", "head", "on_disconnect"),
-        "on_ended",
+        *("_arriving_message", "_assembly", "_is_head_sent", "_response_encoding", "_connection"),
+        *("_deadline", "_sinks", "_stream", "_deadline_timer", "client", "is_done", "head"),
+        *("on_disconnect", "on_ended"),
     )
 
     def __init__(
@@ -179,14 +179,14 @@ class GrpcCall(ABC):
         self._assembly: Assembly | None = None
         self._arriving_message: ArrivingMessage | None = None
         self._is_head_sent = False  # whether the head of the response is sent
-        self._compression: str | None = None
+        self._response_encoding: str | None = None
         self._deadline = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
         if connection.context.settings.compression_level:
-            self._compression = select_encoding(head.accepted_encodings)
+            self._response_encoding = select_encoding(head.accepted_encodings)
         if head.timeout_s is not None:
             self._deadline = time.monotonic() + head.timeout_s
-            self._timer = connection.loop.call_later(head.timeout_s, self._on_deadline)
+            self._deadline_timer = connection.loop.call_later(head.timeout_s, self._on_deadline)
 
     # --- for the handler of the call
 
@@ -214,7 +214,7 @@ class GrpcCall(ABC):
                 sending.discard_queued(self._stream)
             sending.send_trailers(self._stream, block)
         else:
-            head = encode_response_start(self.head.status)
+            head = encode_response_start(self.head.http_status)
             sending.send_head(self._stream, head + block, ends_stream=True)
         self._connection.flush()
 
@@ -234,13 +234,13 @@ class GrpcCall(ABC):
         except ShmserveError as error:  # the memory for messages is exhausted
             self._abort(StatusCode.UNAVAILABLE, error.message)
         except Exception:
-            logger.exception("the message of a call of %s could not be handled", self.head.path)
+            logger.exception("a message of gRPC call %s could not be handled", self.head.path)
             self._abort(*INTERNAL_FAILURE)
 
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
         if assembly is None:
-            window_share = self._connection.context.limits.window * self._window_share
+            window_share = self._connection.context.limits.window_bytes * self._window_share
             assembly = self._assembly = Assembly(int(window_share), self.head, self._sinks)
         assembly.feed(piece)
         self._take_messages(assembly, len(piece))
@@ -328,9 +328,9 @@ class GrpcCall(ABC):
         if self._assembly is not None:
             self._assembly.discard()
             self._assembly = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
 
     def _on_all_sent(self) -> None:
         self._stream.on_sent = None
@@ -357,7 +357,7 @@ class GrpcCall(ABC):
         data, context = message.data, self._connection.context
         assert isinstance(data, bytes)
         return await inflate_message(
-            data, self.head.encoding, context.largest_inflated, context.budget
+            data, self.head.encoding, context.max_inflated_bytes, context.budget
         )
 
 
@@ -368,7 +368,7 @@ class UnaryCall(GrpcCall):
     """
 
     delays_drain = True
-    _window_share = 3 / 4  # padding may use the remaining quarter
+    _window_share = 3 / 4  # padding may use the remaining quarter of the window
     __slots__ = ("_has_message", "_task", "on_message")
 
     def __init__(
@@ -408,14 +408,14 @@ class UnaryCall(GrpcCall):
 
     def finish(self, response: bytes) -> None:
         """End the call with its response."""
-        if self._compression is None:
+        if self._response_encoding is None:
             self._send_response((PREFIX.pack(0, len(response)), response))
             return
-        options = (self._compression, self._connection.context.settings.compression_level)
+        options = (self._response_encoding, self._connection.context.settings.compression_level)
         if len(response) < LARGE_MESSAGE_BYTES:
             self._send_response(compress_message(response, *options))
         else:
-            self.on_disconnect = None  # The inference has ended, and cannot be cancelled.
+            self.on_disconnect = None  # the inference has ended, and cannot be cancelled
             self._task = asyncio.ensure_future(self._finish_in_turns(response, *options))
 
     async def _finish_in_turns(self, response: bytes, encoding: str, level: int) -> None:
@@ -427,7 +427,7 @@ class UnaryCall(GrpcCall):
         self._mark_done()
         self._stream.on_sent = self._on_all_sent
         connection = self._connection
-        blocks = _BLOCKS[self._compression]
+        blocks = _BLOCKS[self._response_encoding]
         connection.http2.sending.send_response(self._stream, blocks, pieces)
         connection.flush()
 
@@ -472,7 +472,7 @@ class StreamingCall(GrpcCall):
     delays_drain = False
     _window_share = 1 / 2  # earlier messages may use the other half of the window
     __slots__ = (
-        *("_is_half_closed", "_consumed", "_has_unparsed_data", "_message_waiter", "_queue"),
+        *("_is_half_closed", "_consumed_bytes", "_has_unparsed_data", "_message_waiter", "_queue"),
         *("_task", "_write_waiter"),
     )
 
@@ -485,7 +485,7 @@ class StreamingCall(GrpcCall):
         self._is_half_closed = False  # whether the client has half-closed the stream
         self._message_waiter: asyncio.Future[None] | None = None
         self._write_waiter: asyncio.Future[None] | None = None
-        self._consumed = 0  # bytes that were read since the last window update
+        self._consumed_bytes = 0  # bytes that were read since the last window update
         self._task: asyncio.Task[None] | None = None
 
     def run(self, handler: StreamHandler) -> None:
@@ -501,7 +501,7 @@ class StreamingCall(GrpcCall):
         except ShmserveError as error:
             ending = ending_from_error(error)
         except Exception:
-            logger.exception("a call of %s failed", self.head.path)
+            logger.exception("gRPC call %s failed", self.head.path)
             ending = INTERNAL_FAILURE
         if not self.is_done:
             code, details, metadata = ending or SUCCEEDED
@@ -540,13 +540,13 @@ class StreamingCall(GrpcCall):
                 await self._message_waiter
                 self._message_waiter = None
             message = self._queue.popleft()
-            self._consumed += len(message.data) + PREFIX.size - message.beyond_window
+            self._consumed_bytes += len(message.data) + PREFIX.size - message.beyond_window
             self._update_window()
             yield (await self._inflate_message(message) if message.is_compressed else message.data)
 
     def _update_window(self) -> None:
-        if self._consumed > self._connection.context.limits.window // 4:
-            consumed, self._consumed = self._consumed, 0
+        if self._consumed_bytes > self._connection.context.limits.window_bytes // 4:
+            consumed, self._consumed_bytes = self._consumed_bytes, 0
             self._connection.http2.send_window_update(self._stream, consumed)
         if not self._queue and self._assembly is not None:
             self._enlarge_window(self._assembly)
@@ -584,7 +584,9 @@ class StreamingCall(GrpcCall):
 
     def _send_head(self) -> None:
         self._is_head_sent = True
-        self._connection.http2.sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
+        self._connection.http2.sending.send_head(
+            self._stream, HEADS_BY_ENCODING[self._response_encoding]
+        )
 
     async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
         """Write responses; wait until the windows permit the last one or the client disconnects.
@@ -598,11 +600,11 @@ class StreamingCall(GrpcCall):
             self._send_head()
         pieces: list[bytes] = []
         for response in responses:
-            if self._compression is None:
+            if self._response_encoding is None:
                 pieces += frame_message(response)
             else:
                 level = self._connection.context.settings.compression_level
-                pieces += await compress_in_turns(response, self._compression, level)
+                pieces += await compress_in_turns(response, self._response_encoding, level)
         if self.is_done:
             return
         sending = self._connection.http2.sending
@@ -613,7 +615,7 @@ class StreamingCall(GrpcCall):
                 sending.send_data(self._stream, piece)
         self._connection.flush()
         if not self._stream.queued_bytes:
-            await asyncio.sleep(0)  # The responses are sent before the next ones are produced.
+            await asyncio.sleep(0)  # sends the responses before the caller produces the next ones
             return
         self._stream.on_progress = self._on_progress
         waiter = self._write_waiter = self._connection.loop.create_future()

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_JOINED_BYTES = 64 * 1024  # larger responses are written without joining their pieces
 _WRITE_HIGH_WATER_BYTES = 256 * 1024  # unsent bytes above which data is queued
-_FREE_DEBT = 32  # useless frames that a client may send per turn
+_FREE_DEBT = 32  # useless frames that a client may send per turn without a pause
 _PAUSE_PER_FRAME_S = 0.0005  # the pause for each useless frame above `_FREE_DEBT`
 _VIOLATION_DELAY_S = 0.25
 _CHECKS_PER_TIMEOUT = 4  # time limits are checked this many times within the shortest limit
@@ -71,7 +71,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         attached_transport = self.attach(transport)
         self.client = self._acceptor.connection_made(self)
         rules = self.client.listener.authorisation
-        self.requires_authorisation = rules.asks_for_tokens or bool(rules.restrictions)
+        self.requires_authorisation = rules.requires_token or bool(rules.restrictions)
         timeout_s = self.context.header_timeout_s
         self._opening_timer = self.loop.call_later(timeout_s, self._on_opening_timeout)
         attached_transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
@@ -115,8 +115,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         return None if self.http2.streams else self._last_activity
 
     @property
-    def sending_since(self) -> float | None:
-        """Return the event loop's time of the last activity; None if no message is incomplete."""
+    def incomplete_since(self) -> float | None:
+        """Return the loop's time of the last received bytes; None if no message is incomplete."""
         return self._last_activity if self._arriving_messages else None
 
     def abort(self) -> None:
@@ -124,9 +124,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def shut_down(self, *, refuses: bool = False) -> None:
+    def shut_down(self, *, refuses_requests: bool = False) -> None:
         """Notify the client that the connection will be closed after its open calls."""
-        self.lifetime.shut_down(refuses=refuses)
+        self.lifetime.shut_down(refuses_requests=refuses_requests)
 
     def report_drained(self) -> None:
         """Report that the client was notified, and that no unary call is open."""
@@ -190,7 +190,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._is_handling_data = False
         if self.lifetime.counts_received:
             self.lifetime.record_received()
-        if http2.sending.ready or http2.sending.waiting_streams or self._tls is not None:
+        if http2.sending.output or http2.sending.waiting_streams or self._tls is not None:
             self.flush()
         if http2.is_closing:
             self._close_after_violation()
@@ -202,7 +202,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 self._pause_reading(pause_s)
 
     def _pause_reading(self, seconds: float) -> None:
-        """Pause reading for `seconds`, since the client sends too many useless frames."""
+        """Pause reading for `seconds`; afterwards, handle the pending frames."""
         if self.transport is not None:
             self.transport.pause_reading()
             self.loop.call_later(seconds, self._resume_reading)
@@ -227,7 +227,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         try:
             call = stream.call = self.context.begin_call(self, stream, head)
         except Exception:
-            logger.exception("a call of %s could not be started", head.path)
+            logger.exception("gRPC call %s could not be started", head.path)
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
         else:
             if not stream.is_half_closed:
@@ -238,30 +238,31 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self._is_handling_data:
             return
         sending = self.http2.sending
-        ready, transport = sending.ready, self.transport
+        output, transport = sending.output, self.transport
         if transport is None:
             return
         if sending.waiting_streams:
             self._schedule_time_limit_check()
-        if not ready and self._tls is None:
+        if not output and self._tls is None:
             return
         if self._tls is not None:
             self._flush_encrypted(self._tls, transport)
         else:
-            sending.ready = []
-            first_piece, *other_pieces = ready
+            sending.output = []
+            first_piece, *other_pieces = output
             if not other_pieces:
                 transport.write(first_piece)
-            elif sum(map(len, ready)) <= _MAX_JOINED_BYTES:
-                transport.write(b"".join(ready))
+            elif sum(map(len, output)) <= _MAX_JOINED_BYTES:
+                transport.write(b"".join(output))
             else:
-                transport.writelines(ready)
+                transport.writelines(output)
 
     def _flush_encrypted(self, tls: TlsLayer, transport: asyncio.Transport) -> None:
         sending = self.http2.sending
-        if tls.ready and sending.ready:
-            ready, sending.ready = sending.ready, []
-            for piece in (b"".join(ready),) if sum(map(len, ready)) <= _MAX_JOINED_BYTES else ready:
+        if tls.is_ready and sending.output:
+            output, sending.output = sending.output, []
+            is_small = sum(map(len, output)) <= _MAX_JOINED_BYTES
+            for piece in (b"".join(output),) if is_small else output:
                 tls.send(piece)
         if encrypted := tls.outgoing():
             transport.write(encrypted)
@@ -292,7 +293,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         """Record that a call has ended, and that all its frames are sent."""
         if not self.http2.streams:
             self._last_activity = self.loop.time()
-        if self.lifetime.shutting_down:
+        if self.lifetime.is_shutting_down:
             self.lifetime.record_call_end()
 
     def _schedule_time_limit_check(self) -> None:
@@ -306,10 +307,10 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         for call, arriving in list(self._arriving_messages.items()):
             if arriving.is_overdue(now):
                 call.on_timeout()
-        blocked = tuple(self.http2.sending.waiting_streams)
         time_limit_s = self.context.body_timeout_s
         self._stalled_streams = {
-            s: self._stalled_streams.get(s, (now, s.sent_bytes)) for s in blocked
+            stream: self._stalled_streams.get(stream, (now, stream.sent_bytes))
+            for stream in self.http2.sending.waiting_streams
         }
         for stream, (stalled_at, sent_bytes) in list(self._stalled_streams.items()):
             if now - stalled_at < time_limit_s:
@@ -339,13 +340,13 @@ class BrokenTls(Exception):
 
 
 class TlsLayer:
-    """The TLS layer of one connection; `ready` is true after the handshake."""
+    """The TLS layer of one connection; `is_ready` is true after the handshake."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._tls_input = ssl.MemoryBIO()
         self._tls_output = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._tls_input, self._tls_output, server_side=True)
-        self.ready = False
+        self.is_ready = False
         self._is_closed = False
 
     def receive(self, data: bytes | memoryview) -> bytes:
@@ -357,11 +358,11 @@ class TlsLayer:
         self._tls_input.write(data)
         pieces: list[bytes] = []
         try:
-            if not self.ready:
+            if not self.is_ready:
                 self._tls.do_handshake()
                 if self._tls.selected_alpn_protocol() != "h2":
                     raise BrokenTls("the client does not use HTTP/2")
-                self.ready = True
+                self.is_ready = True
             while piece := self._tls.read(_TLS_READ_BYTES):
                 pieces.append(piece)
         except ssl.SSLWantReadError:
@@ -394,7 +395,7 @@ _PING_LIMIT_S = 1.0  # the time limit of the ping after the first GOAWAY
 
 
 class ConnectionLifetime:
-    """The timers of one connection."""
+    """The keepalive, the age limit and the drain of one connection."""
 
     def __init__(self, connection: GrpcConnection) -> None:
         self._connection = connection
@@ -403,11 +404,12 @@ class ConnectionLifetime:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._checked_frames = 0  # received frames at the last check
         self._pings_sent = 0  # pings that were sent since the last data
-        self._counted_data_frames = 0
+        # The sent DATA frames when the server's pings, and the client's pings, were last counted.
+        self._data_frames_at_ping = self._data_frames_at_client_ping = 0
         self._counted_pings = 0
         self._last_ping = float("-inf")
         self._strike_count = 0
-        self.shutting_down = False
+        self.is_shutting_down = False
         # Whether the connection must call `record_received`, which counts pings.
         self.counts_received = bool(self._settings.max_ping_strikes)
 
@@ -442,8 +444,8 @@ class ConnectionLifetime:
         if not is_silent or not (http2.streams or settings.keepalive_permit_without_calls):
             return
         data_frames = http2.sending.data_frames
-        if data_frames != self._counted_data_frames:
-            self._counted_data_frames, self._pings_sent = data_frames, 0
+        if data_frames != self._data_frames_at_ping:
+            self._data_frames_at_ping, self._pings_sent = data_frames, 0
         if settings.max_pings_without_data and self._pings_sent >= settings.max_pings_without_data:
             return
         self._pings_sent += 1
@@ -454,7 +456,7 @@ class ConnectionLifetime:
 
     def handle_ping_ack(self, payload: bytes) -> None:
         """Handle the acknowledgement of a ping."""
-        if payload == _DRAIN_PAYLOAD and self.shutting_down:
+        if payload == _DRAIN_PAYLOAD and self.is_shutting_down:
             self._refuse_streams()
 
     def record_received(self) -> None:
@@ -472,8 +474,8 @@ class ConnectionLifetime:
         new_pings, self._counted_pings = http2.ping_count - self._counted_pings, http2.ping_count
         if not new_pings:
             return
-        if http2.sending.data_frames != self._counted_data_frames:
-            self._counted_data_frames, self._strike_count = http2.sending.data_frames, 0
+        if http2.sending.data_frames != self._data_frames_at_client_ping:
+            self._data_frames_at_client_ping, self._strike_count = http2.sending.data_frames, 0
             self._last_ping = float("-inf")
         now = self._loop.time()
         is_early = now - self._last_ping < settings.min_ping_interval_ms / 1000
@@ -490,31 +492,31 @@ class ConnectionLifetime:
         if grace_ms:
             self._start_timer("grace", grace_ms / 1000, self._connection.abort)
 
-    def shut_down(self, *, refuses: bool = False) -> None:
+    def shut_down(self, *, refuses_requests: bool = False) -> None:
         """Notify the client, and close the connection after its calls.
 
-        With `refuses`, calls that cross the GOAWAY are refused (REFUSED_STREAM). Clients repeat
-        them on another connection.
+        With `refuses_requests`, calls that the client sends before it receives the GOAWAY are
+        refused (REFUSED_STREAM). Clients repeat such calls on another connection.
         """
-        if self.shutting_down:
+        if self.is_shutting_down:
             self.record_call_end()
             return
-        self.shutting_down = self.counts_received = True
+        self.is_shutting_down = self.counts_received = True
         self._connection.http2.send_goaway(final=False)
-        if refuses:
+        if refuses_requests:
             self._connection.http2.send_goaway(final=True)
         self._connection.http2.ping(_DRAIN_PAYLOAD)
         self._start_timer("ping", _PING_LIMIT_S, self._refuse_streams)
         self._connection.flush()
 
     def _refuse_streams(self) -> None:
-        """Send the second GOAWAY, since no earlier stream can arrive any more."""
+        """Send the second GOAWAY; streams from before the first GOAWAY have arrived by now."""
         timer = self._timers.pop("ping", None)
         if timer is not None:
             timer.cancel()
             self._connection.http2.send_goaway(final=True)
             self._connection.flush()
-        # The report is deferred, so that the end of the call is written first.
+        # The report is deferred, so that the last frames of the call are written first.
         self._loop.call_soon(self._report_if_drained)
 
     def _report_if_drained(self) -> None:
@@ -526,5 +528,5 @@ class ConnectionLifetime:
 
     def record_call_end(self) -> None:
         """Record the end of a call, after which a draining connection may close."""
-        if self.shutting_down and "ping" not in self._timers:
+        if self.is_shutting_down and "ping" not in self._timers:
             self._refuse_streams()

@@ -49,6 +49,7 @@ class StatusCode(IntEnum):
     UNAUTHENTICATED = 16
 
 
+# The status code, the details and the trailing metadata with which a call ends.
 Ending = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
 
 SUCCEEDED: Ending = (StatusCode.OK, "", ())
@@ -60,7 +61,7 @@ MISSING_REQUEST: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())
 UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
 DEADLINE_EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
-# The statuses of the server's error codes, of which most have gRPC's names.
+# The statuses by the server's error codes. Most of these codes have gRPC's names.
 _STATUS_BY_CODE = {
     **StatusCode.__members__,
     "INVALID_ARG": StatusCode.INVALID_ARGUMENT,
@@ -71,12 +72,12 @@ _UNESCAPED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
-# Spellings of the encodings of messages.
+# The names of the supported encodings of messages.
 ENCODINGS = ("identity", "deflate", "gzip")
 
 _PROTOCOL_FIELDS = frozenset((b"te", b"content-type", b"content-length", b"accept-encoding"))
-_is_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
-_STRICT_FIELD = (b"triton_grpc_error", b"true")
+_match_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
+_ENDS_ON_ERROR_FIELD = (b"triton_grpc_error", b"true")
 _SECONDS_BY_UNIT = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _MAX_TIMEOUT_S = 1e9
 _MAX_TIMEOUT_DIGITS = 30  # maximum number of digits of a timeout
@@ -92,21 +93,21 @@ class CallHead:
         accepted_encodings: The encodings that the client accepts.
         data_size: The content-length of the request, or -1.
         traceparent: The W3C trace context, or "".
-        strict: Whether the first failed request of a ModelStreamInfer ends the call.
-        refusal: The status of a head that is invalid or asks for an unsupported feature.
-        status: The HTTP status of the response.
+        ends_on_error: Whether the first failed request of a ModelStreamInfer ends the call.
+        refusal: The status of a head that is invalid or requires an unsupported feature.
+        http_status: The HTTP status of the response.
     """
 
     __slots__ = (
         *("_fields", "_metadata", "accepted_encodings", "data_size", "encoding", "path", "refusal"),
-        *("status", "strict", "timeout_s", "traceparent"),
+        *("ends_on_error", "http_status", "timeout_s", "traceparent"),
     )
 
     def __init__(self, fields: Fields) -> None:
         self.data_size = parse_content_length(fields)
         self._fields = fields
         self._metadata: Metadata | None = None
-        self.status = 200
+        self.http_status = 200
         self.refusal: Ending | None = None
         values = dict(fields)
         self.path = values[b":path"].decode("latin-1")
@@ -123,20 +124,21 @@ class CallHead:
             details = f"compression algorithm '{self.encoding[:_MAX_NAME_LENGTH]}' is not supported"
             self._set_refusal(200, StatusCode.UNIMPLEMENTED, details)
         self.traceparent = values.get(b"traceparent", b"").decode("latin-1")
-        self.strict = _STRICT_FIELD in fields
+        self.ends_on_error = _ENDS_ON_ERROR_FIELD in fields
         accept_encoding = values.get(b"grpc-accept-encoding", b"").decode("latin-1")
         self.accepted_encodings = frozenset(name.strip() for name in accept_encoding.split(","))
 
-    def _set_refusal(self, status: int, code: StatusCode, details: str) -> None:
+    def _set_refusal(self, http_status: int, code: StatusCode, details: str) -> None:
         if self.refusal is None:
-            self.status, self.refusal = status, (code, details, ())
+            self.http_status, self.refusal = http_status, (code, details, ())
 
     def _parse_timeout(self, value: bytes | None) -> float | None:
         if value is None:
             return None
-        match = _is_timeout(value)
+        match = _match_timeout(value)
         if match is None or len(value) > _MAX_TIMEOUT_DIGITS:
-            self._set_refusal(200, StatusCode.INTERNAL, "malformed grpc-timeout")
+            details = "malformed grpc-timeout: expected digits and a unit (H, M, S, m, u or n)"
+            self._set_refusal(200, StatusCode.INTERNAL, details)
             return None
         return min(int(match[1]) * _SECONDS_BY_UNIT[match[2]], _MAX_TIMEOUT_S)
 
@@ -229,7 +231,8 @@ class BrokenMessage(Exception):
 MessageContent = bytes | ArrivingRequest
 
 
-# Returns the destination of a call's next message, given its size. None: the message is assembled.
+# Returns the receiver of a call's next message, given the call's head and the message's size, or
+# None if the message should be assembled as bytes.
 Sinks = Callable[[CallHead, int], RequestSink | None]
 
 
@@ -366,9 +369,9 @@ class Assembly:
 
     def permit_rest(self) -> int:
         """Permit the rest of the message, beyond the window; return the number of its bytes."""
-        permitted, self.beyond_window = self.beyond_window, 0
-        self._permitted_beyond += permitted
-        return permitted
+        permitted_bytes, self.beyond_window = self.beyond_window, 0
+        self._permitted_beyond += permitted_bytes
+        return permitted_bytes
 
     def _next_piece(self) -> bool:
         self._piece = memoryview(bytes(self._buffered_data))
@@ -412,7 +415,7 @@ class Assembly:
 async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBudget) -> bytes:
     """Inflate a message in several turns of the event loop.
 
-    The inflated part counts in `budget`, since other messages are inflated in the same turns.
+    The inflated bytes count in `budget`, since several messages may be inflated at the same time.
 
     Raises:
         BrokenMessage: The message cannot be inflated within the limits.

@@ -1,7 +1,7 @@
-"""Inference requests over gRPC, of unary calls and of streams: decoded, submitted, and encoded.
+"""The inference requests of unary gRPC calls and of streams, from decoding to the response.
 
-message ──> `submit_request`: finds a template, or parses the message, or takes it from the arena
-        ──> UnaryInference ──> `encode_response`: from a template, or serialized
+message ──> `submit_request`: fills a template, or parses the message, or takes it from the arena
+        ──> UnaryInference ──> `encode_response`: fills a template, or serializes the response
         └──> StreamingInference, for decoupled models in streams (stream_infer.py)
 """
 
@@ -66,7 +66,7 @@ StreamedCallback = Callable[[StreamingInference, StreamedResponse], None]
 
 
 class RequestRefused(Exception):
-    """The refusal of a request; `request_id` is empty if the message could not be parsed."""
+    """The error for a refused request; `request_id` is "" if the message could not be parsed."""
 
     def __init__(self, error: ShmserveError, request_id: str) -> None:
         super().__init__(error.message)
@@ -201,7 +201,7 @@ class Inferences(ActiveCount):
             if not arrived.model.is_published and self.needs_load(received_message):
                 raise RequestRefused(Unavailable(_MODEL_UNLOADED), arrived.infer_request.id)
             return arrived
-        if headers:  # metadata become parameters that the message does not contain
+        if headers:  # a cached template would lack the parameters from the call's metadata
             return self._parse(received_message, None, headers, is_streamed=is_streamed)
         try:
             built_request = self._template_cache.find_by_layout(received_message)
@@ -236,7 +236,7 @@ class Inferences(ActiveCount):
             if parts is None:
                 return build_request(self.gateway, model, request)
             if parts.contents:
-                # The tensors follow each other, as in an HTTP body.
+                # Each input is read from `body`, which joins the tensors as in an HTTP body.
                 for tensor in request.inputs:
                     if tensor.memory_range is None:
                         tensor.binary_size, tensor.data = len(tensor.data), None
@@ -316,7 +316,7 @@ class Inferences(ActiveCount):
     def encode(
         self,
         built: BuiltRequest,
-        templates: BoundedCache[bytes, Any] | None,
+        templates: BoundedCache[bytes, GrpcResponseTemplate] | None,
         schema: bytes,
         inferred: Inferred,
     ) -> bytes:
@@ -346,8 +346,7 @@ class Inferences(ActiveCount):
         for tensor in classified.outputs:
             is_sent = tensor.name not in in_regions
             contents.append(output_bytes(self.gateway, tensor) if is_sent else b"")
-        encoded: bytes = template.encode(request.id, contents)
-        return encoded
+        return template.encode(request.id, contents)
 
     # --- models that are loaded on demand
 
@@ -400,10 +399,10 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
         caller = TraceContext.of_header(call.head.traceparent)
         error.traceparent = "" if caller is None else caller.traceparent
     if not isinstance(error, ShmserveError):
-        logger.error("a call of %s failed", call.head.path, exc_info=error)
+        logger.error("gRPC call %s failed", call.head.path, exc_info=error)
         return INTERNAL_FAILURE
     if call.is_out_of_time():
-        # The scheduler detected the expired deadline of the call before the client did.
+        # The error is the scheduler's for an expired deadline, which clients expect as this status.
         return DEADLINE_EXPIRED
     return ending_from_error(error)
 

@@ -57,7 +57,7 @@ class GrpcServer(process.ProtocolServer):
             budget=gateway.body_budget,
             header_timeout_s=gateway_settings.header_timeout_s,
             body_timeout_s=gateway_settings.body_timeout_s,
-            largest_inflated=gateway_settings.max_input_size,
+            max_inflated_bytes=gateway_settings.max_input_size,
             tls=None if settings.tls is None else settings.tls.context(),
         )
 
@@ -76,5 +76,5 @@ class GrpcServer(process.ProtocolServer):
             )
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
-        # Idle: no request is in flight, also in streams. Streams without requests may be open.
+        # The gateway is idle when no request is in flight. Streams without requests may be open.
         self._drain_acceptors(partial(self._inferences.call_when_idle, on_idle))

@@ -14,7 +14,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
-from shmserve.common.auth_tokens import SIGNATURE
+from shmserve.common.auth_tokens import MODEL_METADATA
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
@@ -64,7 +64,7 @@ _ADMIN_RPCS: tuple[tuple[str, type[Message], Handler], ...] = (
     ("health", pb.ServerReadyRequest, AdminCall.server_ready),
     ("health", pb.ModelReadyRequest, AdminCall.model_ready),
     ("metadata", pb.ServerMetadataRequest, AdminCall.server_metadata),
-    (SIGNATURE, pb.ModelMetadataRequest, AdminCall.model_metadata),
+    (MODEL_METADATA, pb.ModelMetadataRequest, AdminCall.model_metadata),
     ("model-config", pb.ModelConfigRequest, AdminCall.model_config),
     ("statistics", pb.ModelStatisticsRequest, AdminCall.model_statistics),
     ("model-repository", pb.RepositoryIndexRequest, AdminCall.repository_index),
@@ -104,10 +104,7 @@ CallFactory = Callable[[Carrier, Stream, CallHead], GrpcCall]
 
 
 class Service:
-    """The dispatcher of calls, which begins calls that the listener's rules allow.
-
-    Handlers decode and encode their messages.
-    """
+    """The dispatcher of calls, which begins the calls that the listener's rules allow."""
 
     def __init__(self, gateway: Gateway, inferences: Inferences) -> None:
         self._gateway = gateway
@@ -119,8 +116,8 @@ class Service:
         }
         sinks = inferences.create_sink
         self._factories[MODEL_INFER] = partial(UnaryCall, on_message=inferences.infer, sinks=sinks)
-        stream = partial(stream_infer, inferences)
-        self._factories[MODEL_STREAM_INFER] = _stream_factory(stream, sinks=sinks)
+        handle_stream = partial(stream_infer, inferences)
+        self._factories[MODEL_STREAM_INFER] = _stream_factory(handle_stream, sinks=sinks)
         self._factories[HEALTH_WATCH] = _stream_factory(
             self._watch_health, limits_first_message=True
         )
@@ -161,7 +158,7 @@ class Service:
             except ShmserveError as error:
                 call.fail(*ending_from_error(error))
             except Exception:
-                logger.exception("%s failed", path)
+                logger.exception("gRPC call %s failed", path)
                 call.fail(*INTERNAL_FAILURE)
 
         def start_task(encoded_request: bytes, call: UnaryCall) -> None:

@@ -5,8 +5,8 @@ models are interleaved with them, in the order of arrival. A failed request does
 stream: its response contains the error. With the metadata `triton_grpc_error: true`, the first
 error ends the stream with its status.
 
-    requests ──> ordered: the first one has its response ──┐
-        └─────> open: a response has arrived ──────────────┴──> sent, credit returned
+    ordinary models ──> the oldest request has its response ──┐
+    decoupled models ──> a response has arrived ──────────────┴──> sent; credit is returned
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _WINDOW_BYTES = 32 * 1024 * 1024
 _MIN_REQUEST_BYTES = _WINDOW_BYTES // 1024
 _MAX_JOINED_BYTES = 32 * 1024  # bytes of responses that are written together
 
+# A request to an ordinary model, whose response is sent in the order of the requests.
 _OrderedEntry = UnaryInference | RequestRefused
 
 
@@ -68,11 +69,11 @@ async def stream_infer(inferences: Inferences, call: StreamingCall) -> None:
     """Handle a call until its last response is sent, or the client disconnects.
 
     Raises:
-        ShmserveError: The first error, in strict mode.
+        ShmserveError: A request has failed, and the call ends on the first error.
         Unavailable: The client reads at less than `SLOWEST_RATE` for `body_timeout_s` seconds.
     """
     stream = _Stream(inferences, call)
-    # The call holds memory for an unread response and for partial requests until it ends.
+    # Until the call ends, it uses memory for an unread response and for incomplete requests.
     call.on_ended = lambda: stream.malloc_trim.schedule(stream.total_bytes)
     reader = asyncio.create_task(stream.read_requests())
     try:
@@ -81,7 +82,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall) -> None:
     except TimeoutError:
         raise Unavailable("the client does not read its responses") from None
     finally:
-        # Everything is cancelled before the first wait, since a call may be cancelled twice.
+        # Cancel everything before waiting, since a second cancellation would interrupt the wait.
         reader.cancel()
         stream.cancel()
         await asyncio.wait((reader,))
@@ -97,7 +98,7 @@ class _Stream:
     def __post_init__(self) -> None:
         inferences = self._inferences
         self._headers = inferences.select_headers(self._call.head)
-        self._strict = self._call.head.strict
+        self._ends_on_error = self._call.head.ends_on_error
         self._window = _Window(_WINDOW_BYTES)
         # Requests in order, each with the bytes that it occupies in the window.
         self._ordered_entries: deque[tuple[_OrderedEntry, int]] = deque()
@@ -105,7 +106,7 @@ class _Stream:
         self._decoupled_sizes: dict[StreamingInference, int] = {}
         # The responses of decoupled models, in the order of arrival.
         self._outbox: deque[tuple[StreamingInference, StreamedResponse]] = deque()
-        self._is_half_closed = False  # the client has half-closed the call
+        self._is_half_closed = False  # whether the client has half-closed the call
         self._progress = asyncio.Event()
         self.total_bytes = 0
         self.malloc_trim = inferences.gateway.malloc_trim
@@ -182,7 +183,7 @@ class _Stream:
                 if self._is_half_closed and not (self._ordered_entries or self._decoupled_sizes):
                     return
                 await self._progress.wait()
-                byte_limit = 1  # the first response is not delayed by others
+                byte_limit = 1  # the first response is written before others are encoded
 
     async def _write_outbox(self, byte_limit: int) -> None:
         """Write responses of decoupled models, up to a total of `byte_limit` bytes."""
@@ -219,7 +220,7 @@ class _Stream:
             The message, or None to send nothing; and the outputs, which the caller releases.
 
         Raises:
-            ShmserveError: The response is an error, and the stream is strict.
+            ShmserveError: The response is an error, and the call ends on the first error.
         """
         is_final = is_last_response(message)
         built_request = inference.built_request
@@ -238,7 +239,7 @@ class _Stream:
             templates = None if is_explained else inference.response_templates
             response = self._inferences.encode(built_request, templates, schema, inferred)
         except ShmserveError as error:
-            if self._strict:
+            if self._ends_on_error:
                 raise
             names = (infer_request.id, model.name)
             return encode_stream_error(error.message, *names, final=is_final), inferred
@@ -277,7 +278,7 @@ class _Stream:
                 raise entry.error
             return encode_streamed(self._inferences.encode_response(entry))
         except ShmserveError as error:
-            if self._strict:
+            if self._ends_on_error:
                 raise
             if isinstance(entry, RequestRefused):
                 return encode_stream_error(error.message, entry.request_id)

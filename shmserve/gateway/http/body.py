@@ -7,9 +7,9 @@ four ways, which `read_request` selects:
 | body                                              | way                                       |
 |---------------------------------------------------|-------------------------------------------|
 | differs from an earlier one only in its tensors   | `fill_known_template`                     |
-| binary, with large tensors, not yet received      | `_receive`: into the arena                |
-| of a raw request, which has no header             | `_raw`: the model defines the input       |
-| any other                                         | `_parse`: parsed as a whole               |
+| binary, with large tensors, not yet received      | `_receive_tensors`: into the arena        |
+| of a raw request, which has no header             | `_build_raw`: the model defines the input |
+| any other                                         | `_parse_header`: parsed as a whole        |
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shmserve.gateway.http.json.fingerprint import (
     store_template,
 )
 from shmserve.gateway.http.json.parser import (
-    LARGE,
+    LARGE_BYTES,
     MAX_OBJECTS,
     JsonFault,
     NumberArray,
@@ -86,11 +86,11 @@ _FORM_HINT = " (the body is a form; send only the file: curl --data-binary @FILE
 _TAIL_HINT = " (with binary_data_size, Inference-Header-Content-Length is the size of the JSON)"
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
-_NUMBER = re.compile(r"-?[0-9]+")
+_INTEGER = re.compile(r"-?[0-9]+")
 
 
 class BrokenBody(InvalidArgument):
-    """An error about a body with invalid framing; the connection has to be closed."""
+    """The error for a body with invalid framing; the connection has to be closed."""
 
 
 # Called with the pieces of a large body; returns the parsed body.
@@ -112,7 +112,7 @@ async def read_json(
         request: The request.
         is_required: Whether an empty body is an error; otherwise it is parsed as {}.
         parse: The parser.
-        parse_large: The parser of bodies that are large or have many objects; None: `parse`.
+        parse_large: The parser of bodies that are large or have many objects; by default `parse`.
 
     Raises:
         JsonFault: The body is not JSON.
@@ -153,8 +153,8 @@ class Body:
         self._max_input_size = settings.max_input_size
         self.arrival = Arrival(settings.body_timeout_s, budget)
         self._chunk_count = 0
-        self._chunked = TRANSFER_ENCODING in request.headers
-        self.declared_size = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
+        self._is_chunked = TRANSFER_ENCODING in request.headers
+        self.declared_size = -1 if self._is_chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
     def received_whole(self) -> bytes | None:
         """Return the body if it was received completely, as small bodies are.
@@ -190,7 +190,7 @@ class Body:
         """
         if self.arrival.received_bytes == 0 and not self._content.is_eof():
             self._send_continue()
-        read = self._next_chunks() if self._chunked else self._content.readany()
+        read = self._next_chunks() if self._is_chunked else self._content.readany()
         try:
             return await self.arrival.next(read)
         except MalformedBody:
@@ -213,8 +213,8 @@ class Body:
         pieces: list[bytes] = []
         size = 0
         while True:
-            data, ends = await content.readchunk()
-            self._chunk_count += ends and bool(data)
+            data, is_chunk_end = await content.readchunk()
+            self._chunk_count += is_chunk_end and bool(data)
             if self._chunk_count > _MAX_CHUNKS:
                 raise BrokenBody(
                     f"Chunked request body exceeds maximum of {_MAX_CHUNKS} non-empty chunks. "
@@ -223,7 +223,7 @@ class Body:
             pieces.append(data)
             size += len(data)
             is_last = content.total_bytes <= received + size or len(pieces) >= _MAX_CHUNKS_AT_ONCE
-            if (size and is_last) or not (data or ends):
+            if (size and is_last) or not (data or is_chunk_end):
                 return b"".join(pieces)
 
     # --- the whole body
@@ -300,7 +300,7 @@ class Body:
         while self.arrival.received_bytes < size and (piece := await self.next()):
             pieces.append(piece)
             self.arrival.reserve(len(piece))
-        return b"".join(pieces)  # a single piece is not copied
+        return b"".join(pieces)  # `join` does not copy a single piece
 
     async def read_tensors(self, arriving: ArrivingRequest, start: memoryview) -> bool:
         """Receive the tensors, which begin with `start`; return whether they are complete."""
@@ -336,13 +336,13 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     if type(content) is WholeBody and CONTENT_ENCODING not in headers:
         body, content.data = content.data, b""
     else:
-        read = await _read(gateway, model, request, header_length, forwarded_headers)
-        if isinstance(read, BuiltRequest):
-            return read
-        body = read
+        received = await _read_or_build(gateway, model, request, header_length, forwarded_headers)
+        if isinstance(received, BuiltRequest):
+            return received
+        body = received
     size = header_size(header_length, len(body))
     if not size:
-        return _raw(gateway, model, body, forwarded_headers)
+        return _build_raw(gateway, model, body, forwarded_headers)
     limit = gateway.settings.max_input_size
     fingerprint = Fingerprint(body[:size], len(body) - size)
     # Forwarded headers are parameters that the body does not contain.
@@ -351,7 +351,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
         if repeated is not None:
             return repeated
     try:
-        infer_request = await _parse(body[:size], len(body) - size, model, limit)
+        infer_request = await _parse_header(body[:size], len(body) - size, model, limit)
     except JsonFault as error:
         if header_length is None and body[:1] not in _JSON_STARTS:
             is_form = headers.get("Content-Type", "").lower().startswith("multipart/")
@@ -392,7 +392,7 @@ async def body_limit_us(gateway: Gateway, request: HttpRequest) -> int:
     return 0
 
 
-def _raw(
+def _build_raw(
     gateway: Gateway, model: GatewayModel, body: bytes, forwarded_headers: dict[str, str]
 ) -> BuiltRequest:
     limit = gateway.settings.max_input_size
@@ -403,7 +403,7 @@ def _raw(
     return build_request(gateway, model, infer_request, body)
 
 
-async def _read(
+async def _read_or_build(
     gateway: Gateway,
     model: GatewayModel,
     request: HttpRequest,
@@ -429,13 +429,13 @@ async def _read(
     tail_size = body.declared_size - size if size else 0
     if tail_size > INLINE_LIMIT:
         try:
-            return await _receive(gateway, model, request, body, size, forwarded_headers)
+            return await _receive_tensors(gateway, model, request, body, size, forwarded_headers)
         finally:
             body.arrival.release_budget()
     return await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
 
 
-async def _receive(
+async def _receive_tensors(
     gateway: Gateway,
     model: GatewayModel,
     request: HttpRequest,
@@ -450,7 +450,7 @@ async def _receive(
     start = await body.read_start(size)
     if len(start) < size:
         raise InvalidArgument(_CUT_SHORT)
-    infer_request = await _parse(start[:size], body.declared_size - size, model, limit)
+    infer_request = await _parse_header(start[:size], body.declared_size - size, model, limit)
     infer_request.parameters |= forwarded_headers
     arriving = reserve_tensors(gateway, model, infer_request, body.declared_size)
     try:
@@ -487,7 +487,7 @@ def header_size(header_length: str | None, body_size: int) -> int:
 
 @lru_cache(maxsize=256)
 def _parse_integer(text: str) -> int:
-    if _NUMBER.fullmatch(text) is None:
+    if _INTEGER.fullmatch(text) is None:
         raise InvalidArgument(f"Unable to parse Inference-Header-Content-Length, got: {text}")
     if len(text) > 11 or not -(2**31) <= int(text) < 2**31:
         raise InvalidArgument(
@@ -497,10 +497,12 @@ def _parse_integer(text: str) -> int:
     return int(text)
 
 
-async def _parse(header: bytes, tail_size: int, model: GatewayModel, limit: int) -> InferRequest:
+async def _parse_header(
+    header: bytes, tail_size: int, model: GatewayModel, limit: int
+) -> InferRequest:
     if len(header) > limit:
         raise InvalidArgument(JSON_TOO_LARGE.format(size=len(header), limit=limit))
-    is_large = len(header) >= LARGE
+    is_large = len(header) >= LARGE_BYTES
     value = loads_large(header) if is_large else loads(header)
     infer_request = parse_request(value, tail_size, model.name, limit)
     for tensor in infer_request.inputs if is_large else ():

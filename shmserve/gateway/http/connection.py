@@ -4,8 +4,9 @@ aiohttp's server creates a task, a request, a writer and a response for each req
 third of the cost of a small inference. This protocol uses aiohttp's parser and handles the requests
 of a connection in order, in the connection's task. A disconnect cancels the task.
 
-A request that equals an earlier request does not wake the task. Such a request is begun in
-`data_received`, and its response is written in the callback. The task waits meanwhile:
+A request with the head of an earlier request on its connection does not wake the task, if its body
+is known except for the tensors. Such a request is begun in `data_received`, and its response is
+written in the callback. The task waits meanwhile:
 
     data_received ──> in flight ──response──> written; the task continues if a request has arrived
                          ├──response that needs a task──> the task handles the begun request
@@ -53,11 +54,11 @@ logger = logging.getLogger(__name__)
 _OK_HEAD_FORMAT = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
 _IDLE_TIMEOUT_S = 3600.0  # long, because idle keep-alive connections cost nothing
 _LINGER_TIMEOUT_S = 2.0
-_LAST_REQUEST_S = 0.5  # the time for a last request, whose response closes the connection
+_DRAIN_IDLE_S = 0.5  # the idle time after which a draining connection is closed
 
 
 class HttpConnection(Incoming):
-    """One client's connection, whose requests are for `app`."""
+    """One client's connection. `app` handles its requests."""
 
     def __init__(self, acceptor: Acceptor, app: App, settings: GatewaySettings) -> None:
         super().__init__(asyncio.get_running_loop(), settings)
@@ -105,9 +106,9 @@ class HttpConnection(Incoming):
         else:
             self.force_close()
 
-    def shut_down(self, *, refuses: bool = False) -> None:
+    def shut_down(self, *, refuses_requests: bool = False) -> None:
         """Close the connection with its next response, or soon if it is idle."""
-        self._idle_s = _LAST_REQUEST_S
+        self._idle_s = _DRAIN_IDLE_S
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._close_if_idle()
@@ -177,7 +178,7 @@ class HttpConnection(Incoming):
             logger.exception("an HTTP connection failed")
         self._is_handling = False
         self._task = None
-        # Pipelined requests after the last one are dropped.
+        # Pipelined requests after the last handled request are dropped.
         messages.clear()
         self._close()
 
@@ -202,8 +203,8 @@ class HttpConnection(Incoming):
             self._refuse(Unsupported(text), os.fsencode(f"{head.method} {head.path} "))
             return None
         self._is_handling = True
-        if message[1].is_eof():  # otherwise, the parser counts the request when its body has ended
-            self._parser.message_consumed()
+        if message[1].is_eof():  # otherwise, this happens when the body has ended
+            self._parser.message_consumed()  # lowers the parser's count of queued requests
         if self._is_queue_full:
             self._on_dequeued()
         request = HttpRequest(*message, self)

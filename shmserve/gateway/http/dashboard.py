@@ -1,9 +1,9 @@
 """The dashboard of a metrics listener: the page at `/` and its feed of figures at `/live`.
 
 GET /live sends the server's figures as server-sent events, one a second, to several viewers.
-The first event for a viewer contains all figures and their history of ten minutes; later events
-contain the models that changed. While no viewer is connected, the schedulers are queried only every
-five seconds, for the history.
+The first event for a viewer contains all figures and their history of ten minutes. Later events
+contain only the models whose figures have changed. While no viewer is connected, the schedulers are
+queried only every five seconds, for the history.
 
 GET / returns the page (pages/dashboard.html). Its Content-Security-Policy permits only the page's
 own script and style. A browser sends no token with a typed address. If a token is required, the
@@ -65,7 +65,7 @@ _PAGE_FILE = Path(__file__).with_name("pages") / "dashboard.html"
 
 
 class LiveFigures:
-    """The feed of figures. A task takes snapshots while the feed has viewers."""
+    """The feed of the server's figures. A task takes snapshots while the feed has viewers."""
 
     def __init__(self, gateway: Gateway, run_dir: Path) -> None:
         self._gateway = gateway
@@ -81,9 +81,9 @@ class LiveFigures:
 
     def start_recording(self) -> None:
         """Start the task that records the figures for the history until the server exits."""
-        self._recorder = asyncio.get_running_loop().create_task(self._record())
+        self._recorder = asyncio.get_running_loop().create_task(self._record_history())
 
-    async def _record(self) -> None:
+    async def _record_history(self) -> None:
         while True:
             await asyncio.sleep(HISTORY_EVERY_S)
             if self._task is None:
@@ -171,8 +171,8 @@ class LiveFigures:
         self._wake_viewers()
 
     def _wake_viewers(self) -> None:
-        taken_event, self._has_snapshot = self._has_snapshot, asyncio.Event()
-        taken_event.set()
+        snapshot_event, self._has_snapshot = self._has_snapshot, asyncio.Event()
+        snapshot_event.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -187,10 +187,10 @@ class _SnapshotSource:
     _models: dict[str, Row] = field(init=False, default_factory=dict)
     _last_event: int = field(init=False, default=0)
     _snapshot_count: int = field(init=False, default=0)
-    _host: dict[str, Any] = field(init=False, default_factory=dict)
+    _process_figures: dict[str, Any] = field(init=False, default_factory=dict)
 
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the whole snapshot and its difference from the last snapshot."""
+        """Return the event with the whole snapshot, and the event with its changes."""
         gateway, watch = self._gateway, self._watch
         models = gateway.models.all_versions()
         reports = await management.collect_reports(gateway, models, logging.DEBUG)
@@ -231,7 +231,7 @@ class _SnapshotSource:
         gateway = self._gateway
         if self._snapshot_count % _SNAPSHOTS_PER_PROCESS_READ == 0:
             sizes = await collect(proportional_sizes(os.getppid()))
-            self._host = {"processes": len(sizes), "pss_bytes": sum(sizes)}
+            self._process_figures = {"processes": len(sizes), "pss_bytes": sum(sizes)}
         self._snapshot_count += 1
         total, used = memory_bytes()
         regions = [*gateway.regions.named_regions(), *gateway.regions.unnamed_regions()]
@@ -246,7 +246,7 @@ class _SnapshotSource:
             "region_bytes": sum(region.byte_size for region in regions),
             "arena_used": gateway.arena.used_bytes,
             "arena_size": gateway.settings.arena_byte_size,
-            **self._host,
+            **self._process_figures,
         }
 
 
@@ -266,7 +266,7 @@ class EventWatch:
         self.states: dict[tuple[str, str], tuple[str, str]] = {}
         self.newest: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self.count = 0
-        import zmq.asyncio  # Imported late, since most gateways have no viewer.
+        import zmq.asyncio  # imported late, since most gateways have no viewer
 
         self._topic_suffix = secrets.token_hex(8)
         self._state_received = asyncio.Event()
@@ -284,7 +284,7 @@ class EventWatch:
             async with asyncio.timeout(timeout_s):
                 await self._state_received.wait()
         except TimeoutError:
-            pass  # No events are published: the figures are shown without states.
+            pass  # the supervisor publishes no events; the page then shows no states
 
     async def _read_events(self) -> None:
         while True:
@@ -313,7 +313,7 @@ class EventWatch:
         self._context.destroy(linger=0)
 
 
-async def show_page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def show_dashboard(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET / of a metrics listener: return the dashboard's page.
 
     Raises:

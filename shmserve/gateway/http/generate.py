@@ -86,7 +86,7 @@ async def generate_stream(
 
 async def _start_generation(
     gateway: Gateway, request: HttpRequest, name: str, version: str
-) -> _FlatJson:
+) -> _Generation:
     arrived_ns = time.monotonic_ns()
     model = await resolve_model(gateway, name, version)
     encodings = request.headers.getall(CONTENT_ENCODING, ())
@@ -94,7 +94,7 @@ async def _start_generation(
         raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
     tensors = model.metadata.get("inputs", ())
     inputs = {t["name"]: (t["datatype"], t["shape"]) for t in tensors}
-    parse_large = partial(parse_prompts, gateway, _PROMPTS, model=name)
+    parse_large = partial(parse_prompts, gateway, _PROMPT_FIELDS, model=name)
     try:
         parse = parse_large if generates_text(model) else None
         body = await read_json(gateway, request, is_required=True, parse_large=parse)
@@ -107,12 +107,12 @@ async def _start_generation(
         raise
     built_request = await build_in_turns(gateway, model, infer_request)
     await reload_model(gateway, built_request)
-    return _FlatJson(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
+    return _Generation(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
 
 
 @dataclass(slots=True, eq=False)
-class _FlatJson:
-    """A request in flight, and its responses as flat JSON."""
+class _Generation:
+    """A request in flight, and the encoder of its responses as flat JSON."""
 
     _gateway: Gateway
     _model: GatewayModel
@@ -155,7 +155,7 @@ def _without_nulls(body: Any) -> Any:
 
 
 _NESTED_MEMBER = "parameters"
-_PROMPTS = ("text_input", "input_ids", "messages")
+_PROMPT_FIELDS = ("text_input", "input_ids", "messages")
 
 
 def parse_generate(

@@ -113,7 +113,7 @@ async def get_metrics(
 
 
 async def get_empty(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Return an empty response for all other paths of a metrics listener."""
+    """Handle all paths of a metrics listener that have no other route: return nothing."""
     return HttpResponse()
 
 
@@ -195,11 +195,11 @@ async def post_unload(
         parameters = _read_parameters(await read_json(gateway, request))
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
-    dependents = parameters.get("unload_dependents", False)
-    if type(dependents) is not bool:
+    with_dependents = parameters.get("unload_dependents", False)
+    if type(with_dependents) is not bool:
         text = "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
         raise InvalidArgument(text)
-    await management.unload_model(gateway, name, with_dependents=dependents)
+    await management.unload_model(gateway, name, with_dependents=with_dependents)
     return HttpResponse()
 
 
@@ -256,10 +256,11 @@ async def post_register(gateway: Gateway, request: HttpRequest, name: str) -> Ht
 
 
 def decode_registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
-    """Decode the JSON of a registration (pure).
+    """Return the members of the body that registers a system shared memory region.
 
     Returns:
-        The key, the offset, the size, whether the region is leased, and whether it is pinned.
+        The key, the offset, the size, whether the region is unregistered when the connection ends,
+        and whether its pages are pinned.
 
     Raises:
         InvalidArgument: A value is not allowed.
@@ -336,10 +337,8 @@ def _typed_member(members: dict[str, Any], field: str, kind: type[str] | type[in
     if field not in members:
         raise JsonFault(f"attempt to access non-existing object member '{field}'")
     value: Any = members[field]
-    if kind is str:
-        type_name, is_valid = "string", type(value) is str
-    else:
-        type_name, is_valid = ("unsigned-integer", type(value) is int and 0 <= value <= MAX_UINT64)
-    if not is_valid:
-        raise mistyped_value_error(type_name)
+    if kind is str and type(value) is not str:
+        raise mistyped_value_error("string")
+    if kind is int and not (type(value) is int and 0 <= value <= MAX_UINT64):
+        raise mistyped_value_error("unsigned-integer")
     return value

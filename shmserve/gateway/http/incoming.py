@@ -46,8 +46,9 @@ SMALL_BODY_BYTES = 128 * 1024  # large enough for a tensor of 64 KiB with its he
 _MAX_CACHED_HEAD_BYTES = 2048
 _MAX_QUEUED_REQUESTS = 32
 _READ_AHEAD_BYTES = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
-_READ_BUFFER = memoryview(bytearray(64 * 1024))  # all connections use it in turns
-# Smaller tensors are copied from the buffer: one read per tensor would cost more.
+# Shared by all connections, since each consumes the bytes before the next read.
+_READ_BUFFER = memoryview(bytearray(64 * 1024))
+# Smaller tensors are copied from `_READ_BUFFER`, since one read per tensor would cost more.
 _MIN_DIRECT_BYTES = 16 * 1024
 
 _MAX_PENDING_HEAD_BYTES = 128 * 1024
@@ -84,8 +85,8 @@ class ReadState(enum.Enum):
     """The use that a connection makes of received bytes."""
 
     PARSING = enum.auto()  # pass them to the parser
-    CONFLICTING_HEAD = enum.auto()  # wait for the rest of a chunked request's head with a length
-    FAILED = enum.auto()  # drop them: the request is malformed, and the last one
+    CONFLICTING_HEAD = enum.auto()  # wait for the rest of a head with a length and chunks
+    FAILED = enum.auto()  # drop them, since the malformed request ends the connection
 
 
 class Incoming(LimitedConnection, asyncio.Protocol):
@@ -122,7 +123,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._awaits_body = False  # whether a small body is awaited
         # --- the cached head
         # The last request, if it had a small body: its head, the sizes of the head and of the whole
-        # request, the request, and the authorisation that it has passed.
+        # request, the request, and the access rules under which it was authorised.
         self._cached: tuple[bytes, int, int, HttpRequest, Authorisation] | None = None
         # The body object is reused, since at most one request with a cached head is queued.
         self._cached_body = WholeBody()
@@ -134,7 +135,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # The end of the last request, or the start of the connection.
         self._idle_start = loop.time()
         # --- back-pressure
-        self._receiver: TensorReceiver | None = None  # the transport's protocol, if there is one
+        # The transport's protocol since the first large body; None before.
+        self._receiver: TensorReceiver | None = None
         self.writing_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None
         self._is_stream_full = False
@@ -197,13 +199,13 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         return None if is_busy else self._idle_start
 
     @property
-    def sending_since(self) -> float | None:
-        """Return the event loop's time since which a request is incomplete; None if none is.
+    def incomplete_since(self) -> float | None:
+        """Return the loop's time since when a request is incomplete; None if none is incomplete.
 
-        This is the time when the previous request ended.
+        The result is the time when the previous request ended.
         """
-        is_sending = self._pending_head or (self._is_handling and self._body_stream is not None)
-        return self._idle_start if is_sending else None
+        is_incomplete = self._pending_head or (self._is_handling and self._body_stream is not None)
+        return self._idle_start if is_incomplete else None
 
     @abstractmethod
     def _begin_request(self, begin: BeginRepeatedRequest, body: bytes) -> bool:
@@ -220,7 +222,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         pending_head, self._pending_head = self._pending_head, b""
         if pending_head:
             data = pending_head + data
-        # No request is being handled, queued or partly received.
+        # Whether no request is being handled, queued or partly received.
         is_between_requests = not (self._missing_bytes or self._is_handling or self._messages)
         # Without a waiter, the task has not started, has ended, or is handling a request.
         waiter = self._waiter
@@ -270,7 +272,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         except HttpProcessingError as error:
             if head is not None and self._parse_without_length(head):
                 return
-            # The parser has dropped the requests before the malformed one.
+            # The parser has dropped the requests before the malformed one; parse them again.
             self._messages += self._parse_complete(head or b"")
             self._messages.append(error)
             self._state, self._head = ReadState.FAILED, head
@@ -282,14 +284,14 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 # An offer of WebSocket is ignored, and the connection continues with HTTP.
                 self._parser.set_upgraded(False)
             elif self._offers_upgrade and 0 < self._missing_bytes < len(data):
-                # aiohttp's parser drops these bytes after other offers.
+                # After an offer of another protocol, aiohttp's parser drops these bytes.
                 unparsed = data[self._missing_bytes :]
         self._handle_parsed(data, is_between_requests)
         if unparsed:
             self._parse(unparsed, False)
 
     def _handle_parsed(self, data: bytes, is_between_requests: bool) -> None:
-        """Tell the connection's task and the body's stream that bytes were parsed.
+        """Notify the connection's task and the body's stream that bytes were parsed.
 
         Args:
             data: The bytes.
@@ -299,7 +301,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self._messages and waiter is not None:
             self._waiter = None
             waiter.set_result(None)
-        # The parser also counts the request that is being handled, if its body has just ended.
+        # One less, since the parser also counts the handled request if its body has just ended.
         if len(self._messages) >= _MAX_QUEUED_REQUESTS - 1:
             self._is_queue_full = True
             self._set_reading()
@@ -313,7 +315,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if data and self._missing_bytes > SMALL_BODY_BYTES and not self._is_stream_full:
             message = self._messages[-1] if self._messages else None
             stream = message[1] if isinstance(message, tuple) else content
-            # Only the first bytes of a body, which may be a whole one after CONNECT.
+            # Reading pauses after the first bytes of a body, unless the body is complete (CONNECT).
             if stream is not None and 0 < stream.total_bytes <= len(data) and not stream.is_eof():
                 self.pause_reading()  # the handler decides where it receives the rest
         if content is not None:
@@ -331,7 +333,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._start_timeout(self._settings.header_timeout_s)
 
     def _parse_without_length(self, head: bytes) -> bool:
-        """Read a refused request again without its Content-Length; return False if it has none."""
+        """Parse a malformed request again without its Content-Length; return whether that works."""
         if (
             self.closes_next
             or len(head) > _MAX_PENDING_HEAD_BYTES
@@ -343,11 +345,11 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._is_head_incomplete = True
             self._start_timeout(self._settings.header_timeout_s)
             return True
-        chunked = remove_length(head)
-        if chunked is None:
+        request = remove_length(head)
+        if request is None:
             return False
         self.closes_next, self._parser = True, self._new_parser()
-        self._parse(chunked, False)
+        self._parse(request, False)
         return True
 
     def _parse_complete(self, data: bytes) -> list[ParsedMessage]:
@@ -468,7 +470,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self._receiver is None:
             self._receiver = TensorReceiver(self)
             if self.transport is not None and not self.transport.is_closing():
-                # uvloop applies another kind of protocol when reading is resumed.
+                # uvloop applies a protocol of another kind only when reading is resumed.
                 self.transport.pause_reading()
                 self.transport.set_protocol(self._receiver)
                 self.transport.resume_reading()
@@ -478,7 +480,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             if self._receiver.end() and self._body_stream is not None:
                 self._body_stream.feed_eof()
                 self._body_stream, self._missing_bytes = None, 0
-                self._parser = self._new_parser()  # the old one still expects the rest
+                self._parser = self._new_parser()  # the old parser still expects these bytes
             if self.transport is not None and not self.transport.is_closing():
                 self.transport.resume_reading()
 
@@ -512,7 +514,7 @@ class TensorReceiver(asyncio.BufferedProtocol):
         self._arriving: ArrivingRequest | None = None
         self._arrival: Arrival
         self._missing_bytes = 0
-        self._complete: asyncio.Future[None]
+        self._all_received: asyncio.Future[None]
         for event in ("connection_lost", "eof_received", "pause_writing", "resume_writing"):
             setattr(self, event, getattr(connection, event))
 
@@ -521,8 +523,8 @@ class TensorReceiver(asyncio.BufferedProtocol):
     ) -> asyncio.Future[None]:
         """Receive the next bytes into tensors; return a future that is done after the last one."""
         self._arriving, self._arrival, self._missing_bytes = arriving, arrival, missing_bytes
-        self._complete = asyncio.get_running_loop().create_future()
-        return self._complete
+        self._all_received = asyncio.get_running_loop().create_future()
+        return self._all_received
 
     def end(self) -> bool:
         """Receive no further bytes into tensors; return whether no byte is missing."""
@@ -552,4 +554,4 @@ class TensorReceiver(asyncio.BufferedProtocol):
         if not self._missing_bytes:
             if self._connection.transport is not None:
                 self._connection.transport.pause_reading()
-            resolve_future(self._complete, None)
+            resolve_future(self._all_received, None)

@@ -1,14 +1,14 @@
 """Inference over HTTP: POST /v2/models/NAME/infer, and the queue of a model's responses.
 
-    read_request ──> HttpInference ──response──> a template, or `_encode_response`
+    read_request ──> HttpInference ──response──> filled template, or `_encode_response`
              └── a client that accepts a stream: ResponseQueue ──response*──> `_StreamEncoder`
 
-The response of `infer` is a JSON text with binary data. The scheduler's message reaches it through
-`SchedulerClient.handle`, `GatewayRequest.handle`, `UnaryInference.handle_response` and
-`HttpInference.deliver`. `ResponseQueue` and `streaming_response`
-also serve generate.py and OpenAI's API (openai/).
+The response of `infer` is a JSON text with binary data. The scheduler's message reaches the
+`HttpInference` through `SchedulerClient.handle`, `GatewayRequest.handle`,
+`UnaryInference.handle_response` and `HttpInference.deliver`. `ResponseQueue` and
+`streaming_response` are also used by generate.py and OpenAI's API (openai/).
 
-A request that equals an earlier one on its connection except for its tensors is started by
+A request that equals an earlier request on its connection except for its tensors is begun by
 `_infer_repeated`, without a task, and its response is written in the callback. A task costs 15 of
 the 50 us of CPU that a small request takes with eight requests in flight.
 """
@@ -80,14 +80,14 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
     call_limit = read_time_limit(headers)
     model = gateway.models.find(name, version)
     if model is None:
-        model = await _load(gateway, request, name, version)
+        model = await _load_on_demand(gateway, request, name, version)
     framing = find_accepted_framing(headers[ACCEPT]) if ACCEPT in headers else None
     if framing is None and model.decoupled:
         raise Unsupported(_DECOUPLED_UNSUPPORTED)
     built_request = await read_request(gateway, model, request)
     if framing is not None:
         await reload_model(gateway, built_request)
-        # A stream has JSON for outputs that are binary otherwise.
+        # The templates are for other responses: a stream has all outputs as JSON.
         built_request.response_templates = None
         queue = ResponseQueue(gateway, request, built_request, arrived_ns)
         return await _stream_responses(gateway, queue, framing)
@@ -112,24 +112,23 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
         record_failure(built_request, error)
         raise
     request.begin_repeated = None
-    if built_request.response_templates is not None and _is_plain(request):
-        head_key = (gateway.models.revision, headers.get(HEADER_LENGTH))
-        request.begin_repeated = partial(_infer_repeated, gateway, request, model, *head_key)
+    if built_request.response_templates is not None and _depends_only_on_body(request):
+        arguments = (gateway, request, model, gateway.models.revision, headers.get(HEADER_LENGTH))
+        request.begin_repeated = partial(_infer_repeated, *arguments)
     return await inference.response()
 
 
-async def _load(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
+async def _load_on_demand(
+    gateway: Gateway, request: HttpRequest, name: str, version: str
+) -> GatewayModel:
     limit_us = read_time_limit(request.headers)[0]
     if not limit_us and needs_load(gateway, name, version):
         limit_us = await body_limit_us(gateway, request)
     return await resolve_model(gateway, name, version, limit_us)
 
 
-def _is_plain(request: HttpRequest) -> bool:
-    """Return whether the response depends only on the request's body.
-
-    Neither the request's nor the response's body may be compressed.
-    """
+def _depends_only_on_body(request: HttpRequest) -> bool:
+    """Return whether no header affects the response, and neither body is compressed."""
     headers = request.headers
     return not (
         request.is_http10
@@ -149,7 +148,7 @@ def _infer_repeated(
     body: bytes,
     write_response: WriteResponse,
 ) -> HttpInference | None:
-    """Begin an inference with the head of an earlier one, without a task.
+    """Begin a request with the head of an earlier request on its connection, without a task.
 
     Returns:
         None if the fingerprint of the body is unknown, or the body is invalid. The handler of the
@@ -159,11 +158,11 @@ def _infer_repeated(
     if gateway.models.revision != revision or gateway.is_draining:
         return None
     try:
-        whole_size = len(body)
-        size = whole_size if header_length is None else header_size(header_length, whole_size)
+        body_size = len(body)
+        size = body_size if header_length is None else header_size(header_length, body_size)
         if size > gateway.settings.max_input_size:
             return None
-        fingerprint = Fingerprint(body[:size], whole_size - size)
+        fingerprint = Fingerprint(body[:size], body_size - size)
         built_request = fill_known_template(model.templates, fingerprint, body, size)
         if built_request is None:
             return None
@@ -474,8 +473,8 @@ def streaming_response(
 ) -> HttpResponse:
     """Return an HTTP response that streams the JSON texts of a model's responses.
 
-    A client that does not read receives no credit, so that the model waits. The request is
-    cancelled when the client disconnects.
+    While the client does not read, the model receives no credit for further responses and waits.
+    The request is cancelled when the client disconnects.
     """
     headers = framing.headers + queue.headers
     response = ChunkedResponse(status, _encode_batches(framing, queue, encode), headers)

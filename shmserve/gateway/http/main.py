@@ -52,7 +52,7 @@ class HttpServer(process.ProtocolServer):
         self._metrics_sockets = sockets[start.http_sockets :]
 
     async def open(self) -> None:
-        """Create the servers. Metrics are served while models are loaded."""
+        """Create the servers. Metrics are served at once, also before inference is accepted."""
         exporter = MetricsExporter(self._gateway)
         metrics_app = App(self._gateway, metrics_routes(exporter, self._figures))
         for sock in self._metrics_sockets:
@@ -71,8 +71,8 @@ class HttpServer(process.ProtocolServer):
         host_names = (settings.http_address, socket.gethostname(), *settings.allowed_hosts)
         names = frozenset(map(str.lower, host_names))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
-        http, metrics = len(self._http_sockets), len(self._metrics_sockets)
-        descriptor_limit = fd_limits.connections_share(http, metrics)
+        socket_counts = len(self._http_sockets), len(self._metrics_sockets)
+        descriptor_limit = fd_limits.connections_share(*socket_counts)
         if sock in self._metrics_sockets:
             descriptor_limit = fd_limits.scrapes_share()
         create_connection = partial(HttpConnection, app=app, settings=settings)

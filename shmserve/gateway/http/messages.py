@@ -56,7 +56,7 @@ def read_time_limit(headers: CIMultiDictProxy[str]) -> TimeLimit:
 
 
 class HttpChannel(Protocol):
-    """The connection of a request and its response."""
+    """The interface of the connection that carries a request and its response."""
 
     transport: asyncio.Transport | None
     client: ClientIdentity
@@ -202,7 +202,7 @@ class HttpResponse:
         return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
 
     async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
-        """Write the response; disconnect a client as `drain_or_abort` does.
+        """Write the response, and disconnect a client that reads it too slowly.
 
         Raises:
             ConnectionError: The client has disconnected.
@@ -226,8 +226,8 @@ class HttpResponse:
         head: bytes,
         stall_timeout_s: float,
     ) -> None:
-        # With the mark 0, `drain` returns once nothing is queued, and the pieces' memory may be
-        # released.
+        # With the high-water mark 0, `drain` returns once the socket has all bytes. The memory of
+        # the pieces may then be released.
         transport.set_write_buffer_limits(high=0)
         try:
             transport.write(head)

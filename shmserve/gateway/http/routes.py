@@ -16,11 +16,11 @@ from typing import Any
 import orjson
 
 import shmserve
-from shmserve.common.auth_tokens import METRICS, SIGNATURE
+from shmserve.common.auth_tokens import METRICS, MODEL_METADATA
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import generate, handlers, infer
-from shmserve.gateway.http.dashboard import LiveFigures, show_page
+from shmserve.gateway.http.dashboard import LiveFigures, show_dashboard
 from shmserve.gateway.http.messages import (
     JSON_HEADER,
     HttpRequest,
@@ -70,8 +70,9 @@ def openapi_document(table: RouteTable) -> dict[str, Any]:
 def _paths(template: str) -> list[str]:
     """Return the paths of a route's template, without and with each optional part."""
     paths = [""]
-    for part, optional in optional_parts(template):
-        paths = [path + suffix for path in paths for suffix in (["", part] if optional else [part])]
+    for part, is_optional in optional_parts(template):
+        suffixes = ["", part] if is_optional else [part]
+        paths = [path + suffix for path in paths for suffix in suffixes]
     return paths
 
 
@@ -79,7 +80,7 @@ def _describe_operation(route: Route, operation: dict[str, Any], path: str) -> d
     entry: dict[str, Any] = {
         "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
         "summary": operation["summary"],
-        "tags": ["metadata" if route.scope == SIGNATURE else route.scope],
+        "tags": ["metadata" if route.scope == MODEL_METADATA else route.scope],
         "parameters": [_path_parameter(name) for name in re.findall(r"{(\w+)}", path)],
     }
     error_schema = "Error" if route.encode_error is encode_triton_error else "OpenAIError"
@@ -121,7 +122,7 @@ def _load_docs_page() -> bytes:
     return (_PAGES / "docs.html").read_bytes()
 
 
-async def _show_page(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def _show_docs(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     return HttpResponse(200, (_load_docs_page(),), _PAGE_HEADERS)
 
 
@@ -132,7 +133,7 @@ async def _show_start_page(gateway: Gateway, request: HttpRequest) -> HttpRespon
     links = [("/docs", "the HTTP API"), ("/openapi.json", "its description"), ("/v2", "the server")]
     if gateway.settings.metrics_port:
         links += [(address, "the dashboard"), (f"{address}metrics", "metrics for Prometheus")]
-    # A relative reference also works behind a proxy that adds a prefix.
+    # The links are relative, so that they also work behind a proxy that adds a prefix.
     items = "".join(
         f'<li><a href="{url.removeprefix("/")}">{url}</a>: {title}\n' for url, title in links
     )
@@ -164,7 +165,7 @@ ROUTES = RouteTable(
     _create_route("GET", "/v2/health/ready", "health", handlers.get_ready),
     _create_route("GET", "/v2", "metadata", handlers.get_server),
     _create_route("GET", "/v2/models/stats", "statistics", handlers.get_statistics),
-    _create_route("GET", _MODEL_PATH, SIGNATURE, handlers.get_model),
+    _create_route("GET", _MODEL_PATH, MODEL_METADATA, handlers.get_model),
     _create_route("GET", _MODEL_PATH + "/ready", "health", handlers.get_model_ready),
     _create_route("GET", _MODEL_PATH + "/config", "model-config", handlers.get_model_config),
     _create_route("GET", _MODEL_PATH + "/stats", "statistics", handlers.get_statistics),
@@ -198,11 +199,12 @@ ROUTES = RouteTable(
     _create_route("GET", "/ping", "health", handlers.get_health),
     _create_route("POST", "/ping", "health", handlers.get_health),
     _create_route("GET", "/version", "metadata", handlers.get_version),
-    # These pages contain no data of the server. /docs asks for a token if the server needs one.
+    # No token is needed, since these pages contain no data of the server. The script of /docs asks
+    # for a token if the server requires one.
     _create_route("GET", "/", "health", _show_start_page),
     _create_route("GET", "/openapi.json", "health", _show_document),
-    _create_route("GET", "/docs", "health", _show_page),
-    _create_route("GET", "/docs/models", SIGNATURE, handlers.get_examples),
+    _create_route("GET", "/docs", "health", _show_docs),
+    _create_route("GET", "/docs/models", MODEL_METADATA, handlers.get_examples),
 )
 
 
@@ -211,7 +213,7 @@ def metrics_routes(exporter: MetricsExporter, figures: LiveFigures) -> RouteTabl
     return RouteTable(
         Route("GET", "/metrics[/]", METRICS, partial(handlers.get_metrics, exporter)),
         Route("GET", "/live", METRICS, figures.respond),
-        # The page itself asks for a token if the request has none.
-        Route("GET", "/", "health", show_page),
+        # No token is needed, since the page's script asks for it.
+        Route("GET", "/", "health", show_dashboard),
         Route("", ANY_PATH, METRICS, handlers.get_empty),
     )

@@ -52,11 +52,11 @@ _NAMED_PART = re.compile(r"\\{(\w+)\\}")  # a named part of an escaped template
 _ORIGIN = istr("Origin")
 _REQUEST_ID = istr("x-request-id")
 _VALID_REQUEST_ID = re.compile(r"[ -~]{1,512}")
-ANY_PATH = "*"  # the template of all paths without an earlier route
+ANY_PATH = "*"  # the template that matches any path without a route of its own
 
 
 class MethodNotAllowed(InvalidArgument):
-    """An error about a method that a path does not have; `allowed_methods` are its methods."""
+    """The error for an unsupported method; `allowed_methods` lists the methods of the path."""
 
     status = 405
 
@@ -136,10 +136,7 @@ class RouteTable:
         first_part = "/v1" if _OPENAI_PATH.match(path) else "/".join(path.split("/")[:2])
         for route in self.routes:
             if route.path.startswith(first_part + "/"):
-                route = replace(
-                    _NO_ROUTE, encode_error=route.encode_error, has_request_id=route.has_request_id
-                )
-                return route, ()
+                return replace(route, handler=_not_found), ()
         return _NO_ROUTE, ()
 
 
@@ -152,11 +149,11 @@ def optional_parts(template: str) -> Iterator[tuple[str, bool]]:
 def _compile_template(template: str) -> re.Pattern[str]:
     if template == ANY_PATH:
         return re.compile(".*")
-    parts = (
-        (_NAMED_PART.sub(_part_pattern, re.escape(part)), optional)
-        for part, optional in optional_parts(template)
-    )
-    return re.compile("".join(f"(?:{part})?" if optional else part for part, optional in parts))
+    pattern = ""
+    for part, is_optional in optional_parts(template):
+        part_pattern = _NAMED_PART.sub(_part_pattern, re.escape(part))
+        pattern += f"(?:{part_pattern})?" if is_optional else part_pattern
+    return re.compile(pattern)
 
 
 def _part_pattern(part: re.Match[str]) -> str:
@@ -183,7 +180,7 @@ _PATH_HINTS = {
 
 
 class NoRoute(NotFound):
-    """An error about a path that the server does not have."""
+    """The error for a path without a route."""
 
 
 async def _not_found(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -199,9 +196,9 @@ def check_authorised(route: Route, request: HttpRequest, cors: Cors | None = Non
     """Check that the client may use the API of a route.
 
     A request with the head of the last request on its connection is not checked again
-    (`HttpRequest.route_match`). A page of another site in the user's browser could send a POST
-    without the user's consent, and is refused unless `cors` allows its origin.
-    common/auth_tokens.py has the other rules.
+    (`HttpRequest.route_match`). A POST from a page of another site is refused unless `cors` allows
+    the page's origin, since a browser sends it without the user's consent. common/auth_tokens.py
+    has the other rules.
 
     Raises:
         ShmserveError: The client may not use the API.
@@ -226,8 +223,8 @@ class Cors:
     _METHOD = istr("Access-Control-Request-Method")
     _HEADERS = istr("Access-Control-Request-Headers")
     _NETWORK = istr("Access-Control-Request-Private-Network")
-    _PLAIN_HEADERS = re.compile(r"[\w!#$%&'*+.^`|~, -]{1,4096}", re.ASCII)
-    _EXPOSED = (
+    _HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~, -]{1,4096}", re.ASCII)
+    _EXPOSE_HEADERS = (
         b"Access-Control-Expose-Headers: x-request-id, traceparent, Retry-After, "
         b"WWW-Authenticate, Inference-Header-Content-Length\r\n"
     )
@@ -243,7 +240,7 @@ class Cors:
         return is_tcp and origin is not None and (self._allows_all or origin in self._origins)
 
     def is_preflight(self, request: HttpRequest) -> bool:
-        """Return whether a browser asks if it may send a request of another origin's page."""
+        """Return whether this is a browser's preflight request for another origin's page."""
         is_options = request.method == "OPTIONS" and self._METHOD in request.headers
         return is_options and _ORIGIN in request.headers
 
@@ -257,10 +254,13 @@ class Cors:
         if (refusal := request.connection.client.find_host_error(headers)) is not None:
             raise refusal
         if not self.allows(request):
-            raise PermissionDenied(f"--cors-allow-origin does not allow {headers[_ORIGIN]!r:.80}")
+            origin = f"{headers[_ORIGIN]!r:.80}"
+            raise PermissionDenied(
+                f"pages of the origin {origin} are refused (--cors-allow-origin)"
+            )
         header_lines = ["Access-Control-Allow-Methods: GET, POST", "Access-Control-Max-Age: 600"]
         requested_headers = headers.get(self._HEADERS, "")
-        if self._PLAIN_HEADERS.fullmatch(requested_headers):
+        if self._HEADER_NAMES.fullmatch(requested_headers):
             header_lines.append(f"Access-Control-Allow-Headers: {requested_headers}")
         if headers.get(self._NETWORK) == "true":
             header_lines.append("Access-Control-Allow-Private-Network: true")
@@ -273,7 +273,7 @@ class Cors:
         if self.allows(request):
             origin = "*" if self._allows_all else request.headers[_ORIGIN]
             allow_origin = b"Access-Control-Allow-Origin: %b\r\n" % origin.encode()
-            response.headers += allow_origin + self._EXPOSED
+            response.headers += allow_origin + self._EXPOSE_HEADERS
             request.begin_repeated = None  # a repeated request's response would lack these headers
 
 
@@ -290,7 +290,7 @@ class App(ActiveCount):
         self._cors = cors
 
     def malformed_response(self, error: ShmserveError, head: bytes) -> HttpResponse:
-        """Return the response to malformed HTTP that begins with `head`, in its API's format."""
+        """Return the response to malformed HTTP, in the error format of the path in `head`."""
         target = b"".join(head.split(b" ", 2)[1:2]).decode("latin-1")
         route, _ = self._routes.find(target) or self._routes.unmatched(target)
         headers = _request_id_header("") if route.has_request_id else b""
@@ -299,7 +299,7 @@ class App(ActiveCount):
     async def handle(self, request: HttpRequest) -> HttpResponse:
         """Return the response to any request; raise only CancelledError.
 
-        A request that was started without a task is counted already.
+        A request that was begun without a task is already counted in `active`.
         """
         begun_request, request.begun_request = request.begun_request, None
         if begun_request is None:
@@ -327,7 +327,7 @@ class App(ActiveCount):
         except Exception:
             trace_id = TraceContext.of(_traceparent(request)).trace_id
             request_line = (request.method, request.target)
-            logger.exception("%s %s failed", *request_line, extra={"trace_id": trace_id})
+            logger.exception("request %s %s failed", *request_line, extra={"trace_id": trace_id})
             response = _error_response(Internal(), route.encode_error, request)
         except BaseException:
             self.decrement()

@@ -1,14 +1,14 @@
 """A server's HTTP/2 connection without IO, which converts received bytes to events (RFC 9113).
 
-`receive` parses bytes and returns events; the bytes to send are in `sending.ready`. The work of one
-call is bounded, so that other connections are not delayed. If frames are left,
+`receive` parses bytes and returns events. The bytes to send are in `sending.output`. The work of
+one call is bounded, so that other connections are not delayed. If frames are left,
 `has_pending_frames` is true, and `receive(b"")` continues.
 
 The states of a stream:
 
-    HEADERS ──> open ── client's END_STREAM ──> ended ──┐
-                 └──── server's END_STREAM is sent ─────┴──> closed
-    RST_STREAM of either side ──────────────────────────> closed at once
+    HEADERS ──> open ── client's END_STREAM ──> half-closed ──┐
+                 └───── server's END_STREAM is sent ──────────┴──> closed
+    RST_STREAM of either side ────────────────────────────────> closed at once
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ from shmserve.gateway.http2.outgoing import Outgoing, Stream
 # The number of recorded streams that the server has reset. Clients may still send frames for them.
 _MAX_RECORDED_RESETS = 1024
 _RESET_DEBT = 4  # a reset stream counts as this many useless control frames
-_EARNED_PER_FRAME = 4  # useless control frames that each call, and each sent frame of data, permits
-# Bytes of sent data that permit one more control frame: a frame may hold many messages, and some
-# clients send a window update for each message, long after its arrival.
+# Useless control frames that each new call, and each sent DATA frame, permits.
+_EARNED_PER_FRAME = 4
+# Bytes of sent data that permit one more control frame. Some clients send a window update for each
+# message, long after its arrival, and a frame may contain many messages.
 _BYTES_PER_EARNED_FRAME = 32
 _MAX_SAVED_FRAMES = 1 << 16
 _EMPTY_VIEW = memoryview(b"")
@@ -78,14 +79,17 @@ class Http2Connection(FrameReader[HeadT]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(limits)
-        self._headers = HeaderDecoder(read_head, limits.header_list)
-        self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
-        self._control = Budget(
-            limits.control_frames, limits.control_per_s, clock, "too many frames without effect"
+        self._headers = HeaderDecoder(read_head, limits.header_list_bytes)
+        self._reset_budget = Budget(limits.resets, limits.resets_per_s, clock, "stream resets")
+        self._control_budget = Budget(
+            limits.control_frames,
+            limits.control_frames_per_s,
+            clock,
+            "frames without effect",
         )
         self.sending = Outgoing(self._on_output_sent)
         self.streams: dict[int, Stream] = {}
-        self.last_stream_id = 0  # the highest stream that the client has opened
+        self.last_stream_id = 0  # the highest id of a stream that the client has opened
         # Whether the client has acknowledged the server's SETTINGS.
         self.settings_acknowledged = False
         self._credited_output = 0, 0  # frames and bytes of data already credited to the budget
@@ -97,14 +101,14 @@ class Http2Connection(FrameReader[HeadT]):
         self._reset_streams: dict[int, None] = {}
         self._receive_window = LARGEST_WINDOW  # the receive window of the connection
         settings = {
-            frames.MAX_CONCURRENT_STREAMS: limits.streams,
-            frames.INITIAL_WINDOW_SIZE: limits.window,
-            frames.MAX_FRAME_SIZE: limits.frame,
-            frames.MAX_HEADER_LIST_SIZE: limits.header_list,
+            frames.MAX_CONCURRENT_STREAMS: limits.max_streams,
+            frames.INITIAL_WINDOW_SIZE: limits.window_bytes,
+            frames.MAX_FRAME_SIZE: limits.frame_bytes,
+            frames.MAX_HEADER_LIST_SIZE: limits.header_list_bytes,
         }
         increment = pack_uint32(LARGEST_WINDOW - DEFAULT_WINDOW)
         window_update = frames.encode_frame(WINDOW_UPDATE, 0, 0, increment)
-        self.sending.ready.append(frames.encode_settings(settings) + window_update)
+        self.sending.output.append(frames.encode_settings(settings) + window_update)
 
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
@@ -118,8 +122,8 @@ class Http2Connection(FrameReader[HeadT]):
 
     @property
     def debt(self) -> int:
-        """Return the amount of useless work that the client has caused."""
-        return -self._control.tokens - _RESET_DEBT * self._resets.tokens
+        """Return the client's useless work in control frames; only differences are meaningful."""
+        return -self._control_budget.tokens - _RESET_DEBT * self._reset_budget.tokens
 
     # --- data
 
@@ -129,12 +133,12 @@ class Http2Connection(FrameReader[HeadT]):
         if self._receive_window < LARGEST_WINDOW // 2:
             increment, self._receive_window = LARGEST_WINDOW - self._receive_window, LARGEST_WINDOW
             update = frames.encode_frame(WINDOW_UPDATE, 0, 0, pack_uint32(increment))
-            self.sending.ready.append(update)
+            self.sending.output.append(update)
         stream = self.streams.get(stream_id)
         if stream is None or stream.is_half_closed:
             self._check_closed(stream_id, stream)
             stream = None
-            self._control.take_token()
+            self._control_budget.take_token()
         else:
             stream.receive_window -= size
             if stream.receive_window < 0:
@@ -148,7 +152,7 @@ class Http2Connection(FrameReader[HeadT]):
         self.arriving_stream = stream
         if not self.arriving_bytes:
             if not self._frame_ends_stream:
-                self._control.take_token()
+                self._control_budget.take_token()
             if stream is not None:
                 self._pass_data(stream, _EMPTY_VIEW)
 
@@ -160,7 +164,7 @@ class Http2Connection(FrameReader[HeadT]):
     def _count_padding(self, stream: Stream, size: int) -> None:
         """Account for padding, which uses the stream's window but is not passed to its receiver."""
         stream.padding += size
-        if stream.padding > self._limits.window // 4:
+        if stream.padding > self._limits.window_bytes // 4:
             padding, stream.padding = stream.padding, 0
             self.send_window_update(stream, padding)
 
@@ -188,13 +192,13 @@ class Http2Connection(FrameReader[HeadT]):
         elif frame_type == RST_STREAM:
             self._handle_reset(stream_id, payload)
         elif frame_type == SETTINGS:
-            self._control.take_token()
+            self._control_budget.take_token()
             self._handle_settings(flags, stream_id, payload)
         elif frame_type == PING:
-            self._control.take_token()
+            self._control_budget.take_token()
             self._handle_ping(flags, stream_id, payload)
         elif frame_type == GOAWAY:
-            self._control.take_token()
+            self._control_budget.take_token()
             if stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY on a stream other than 0")
             if len(payload) < 8:
@@ -202,7 +206,7 @@ class Http2Connection(FrameReader[HeadT]):
         elif frame_type == PUSH_PROMISE:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
-            self._control.take_token()
+            self._control_budget.take_token()
             if frame_type == PRIORITY:
                 _check_priority(stream_id, payload)
 
@@ -212,15 +216,15 @@ class Http2Connection(FrameReader[HeadT]):
             return
         self.last_stream_id = stream_id
         has_ended = bool(flags & END_STREAM)
-        if self._is_refusing or len(self.streams) >= self._limits.streams:
+        if self._is_refusing or len(self.streams) >= self._limits.max_streams:
             self._headers.skip_block(block)
             raise StreamFault(FaultCode.REFUSED_STREAM)
         head = self._headers.decode_request(block)
-        stream = Stream(stream_id, self._limits.window, self.sending.initial_window)
+        stream = Stream(stream_id, self._limits.window_bytes, self.sending.initial_window)
         stream.expected_bytes = head.data_size
         self.streams[stream_id] = stream
-        if self._control.tokens < self._limits.control_frames:
-            self._control.add_tokens(_EARNED_PER_FRAME)
+        if self._control_budget.tokens < self._limits.control_frames:
+            self._control_budget.add_tokens(_EARNED_PER_FRAME)
         self._events.append(StreamOpened(stream, head))
         if has_ended:
             if stream.expected_bytes > 0:
@@ -233,7 +237,7 @@ class Http2Connection(FrameReader[HeadT]):
         if stream is None or stream.is_half_closed:
             self._headers.skip_block(block)
             self._check_closed(stream_id, stream)
-            self._control.take_token()
+            self._control_budget.take_token()
             return
         self._headers.decode_trailers(block)
         if not flags & END_STREAM or stream.expected_bytes > 0:
@@ -256,37 +260,37 @@ class Http2Connection(FrameReader[HeadT]):
         stream = self.streams.get(stream_id)
         if stream_id and stream is None:
             self._check_not_idle(stream_id, "WINDOW_UPDATE")
-            self._control.take_token()
+            self._control_budget.take_token()
             return
         if not increment:
             if not stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0 bytes")
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
         self._earn_tokens_for_data()
-        self._control.take_token()
+        self._control_budget.take_token()
         self.sending.receive_window_update(stream, increment)
 
     def _earn_tokens_for_data(self) -> None:
         sending, (frames_before, bytes_before) = self.sending, self._credited_output
         self._credited_output = sending.data_frames, sending.data_bytes
         sent_frames = sending.data_frames - frames_before
-        self._resets.add_tokens(sent_frames)
+        self._reset_budget.add_tokens(sent_frames)
         earned_by_data = (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
         earned = _EARNED_PER_FRAME * sent_frames + earned_by_data
         saved = min(self._saved_control_frames + earned, _MAX_SAVED_FRAMES)
-        needed_frames = min(saved, self._control.debt)
+        needed_frames = min(saved, self._control_budget.debt)
         self._saved_control_frames = saved - needed_frames
-        self._control.add_tokens(needed_frames)
+        self._control_budget.add_tokens(needed_frames)
 
     def _handle_reset(self, stream_id: int, payload: bytes) -> None:
         frames.parse_uint32(payload, "RST_STREAM")
         stream = self.streams.get(stream_id)
         if stream is None:  # the server ended the stream while the frame was in flight
             self._check_not_idle(stream_id, "RST_STREAM")
-            self._control.take_token()
+            self._control_budget.take_token()
             return
         self._earn_tokens_for_data()
-        self._resets.take_token()
+        self._reset_budget.take_token()
         self._remove(stream)
         self._events.append(StreamReset(stream))
 
@@ -310,7 +314,7 @@ class Http2Connection(FrameReader[HeadT]):
             sending.change_initial_window(window, self.streams.values())
         sending.max_frame_size = settings.get(frames.MAX_FRAME_SIZE, sending.max_frame_size)
         self.settings_received = True
-        sending.ready.append(_SETTINGS_ACK)
+        sending.output.append(_SETTINGS_ACK)
 
     def _handle_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
@@ -321,13 +325,13 @@ class Http2Connection(FrameReader[HeadT]):
             self._events.append(PingAcknowledged(payload))
             return
         self.ping_count += 1
-        self.sending.ready.append(frames.encode_frame(PING, ACK, 0, payload))
+        self.sending.output.append(frames.encode_frame(PING, ACK, 0, payload))
 
     # --- ends of streams and of the connection
 
     def _fail_stream(self, stream_id: int, code: FaultCode) -> None:
         """Reset a stream on which the client has violated the protocol."""
-        self._resets.take_token()
+        self._reset_budget.take_token()
         stream = self.streams.get(stream_id)
         if stream_id > self.last_stream_id:
             raise ConnectionFault(code, f"a malformed frame on idle stream {stream_id}")
@@ -347,7 +351,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._queue_reset(stream.id, code)
 
     def _queue_reset(self, stream_id: int, code: FaultCode) -> None:
-        self.sending.ready.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
+        self.sending.output.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
 
     def _remove(self, stream: Stream) -> None:
         stream.is_half_closed = True
@@ -366,8 +370,8 @@ class Http2Connection(FrameReader[HeadT]):
         if stream.is_half_closed:
             self.streams.pop(stream.id, None)
         else:
-            # The server does not need the remaining request (RFC 9113, 8.1). If the response was
-            # cut short, CANCEL reports that even to a client that does not read.
+            # The server does not need the rest of the request (RFC 9113, 8.1). CANCEL reports a
+            # response that was cut short, even to a client that does not read the trailers.
             self.reset(stream, FaultCode.CANCEL if stream.is_cut_short else FaultCode.NO_ERROR)
         if stream.on_sent is not None:
             stream.on_sent()
@@ -377,14 +381,14 @@ class Http2Connection(FrameReader[HeadT]):
         if increment > 0 and not stream.is_half_closed:
             stream.receive_window += increment
             update = frames.encode_frame(WINDOW_UPDATE, 0, stream.id, pack_uint32(increment))
-            self.sending.ready.append(update)
+            self.sending.output.append(update)
 
     def fail(self, code: FaultCode, reason: str = "") -> None:
         """Send GOAWAY and close the connection."""
         if not self.is_closing:
             super().fail(code, reason)
             last_stream = min(self.last_stream_id, self._goaway_stream_id)
-            self.sending.ready.append(frames.encode_goaway(last_stream, code, reason))
+            self.sending.output.append(frames.encode_goaway(last_stream, code, reason))
 
     def send_goaway(self, *, final: bool) -> None:
         """Send GOAWAY, which announces the end of the connection.
@@ -395,11 +399,11 @@ class Http2Connection(FrameReader[HeadT]):
         if final and not self._is_refusing:
             self._is_refusing = True
             self._goaway_stream_id = self.last_stream_id
-        self.sending.ready.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))
+        self.sending.output.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))
 
     def ping(self, payload: bytes) -> None:
         """Send a PING with eight bytes; a `PingAcknowledged` event follows."""
-        self.sending.ready.append(frames.encode_frame(PING, 0, 0, payload))
+        self.sending.output.append(frames.encode_frame(PING, 0, 0, payload))
 
 
 _SETTINGS_ACK = frames.encode_frame(SETTINGS, ACK, 0)

@@ -1,4 +1,4 @@
-"""The layout of HTTP/2 frames (RFC 9113, 4 and 6): kinds, flags, error codes, settings."""
+"""The layout of HTTP/2 frames (RFC 9113, 4 and 6): types, flags, error codes, settings."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FRAME_HEADER = struct.Struct(">HBBBI")
 STREAM_BITS = 0x7FFFFFFF
 LARGEST_WINDOW = 2**31 - 1
 DEFAULT_WINDOW = 65535
-DEFAULT_MAX_FRAME_SIZE, MAX_FRAME_SIZE_LIMIT = 16384, 2**24 - 1
+DEFAULT_MAX_FRAME_SIZE = 16384
 
-# Settings.
+# Identifiers of settings.
 ENABLE_PUSH, MAX_CONCURRENT_STREAMS = 2, 3
 INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 4, 5, 6
 _SETTING_FORMAT = struct.Struct(">HI")
@@ -47,6 +47,14 @@ class FaultCode(IntEnum):
     CANCEL = 0x8
     COMPRESSION_ERROR = 0x9
     ENHANCE_YOUR_CALM = 0xB
+
+
+# By setting: its name, its smallest and largest value, and the error code of other values.
+_SETTING_RANGES = {
+    ENABLE_PUSH: ("ENABLE_PUSH", 0, 1, FaultCode.PROTOCOL_ERROR),
+    INITIAL_WINDOW_SIZE: ("INITIAL_WINDOW_SIZE", 0, LARGEST_WINDOW, FaultCode.FLOW_CONTROL_ERROR),
+    MAX_FRAME_SIZE: ("MAX_FRAME_SIZE", 2**14, 2**24 - 1, FaultCode.PROTOCOL_ERROR),
+}
 
 
 class ConnectionFault(Exception):
@@ -85,9 +93,10 @@ def encode_frame(frame_type: int, flags: int, stream_id: int, payload: bytes = b
 pack_uint32 = _UINT32_FORMAT.pack  # packs a 32-bit integer: a window, an error code or a stream id
 
 
-def encode_goaway(last_id: int, code: FaultCode, reason: str = "") -> bytes:
-    """Return a GOAWAY frame: streams above `last_id` are not processed, for this reason."""
-    return encode_frame(GOAWAY, 0, 0, pack_uint32(last_id) + pack_uint32(code) + reason.encode())
+def encode_goaway(last_stream_id: int, code: FaultCode, reason: str = "") -> bytes:
+    """Return a GOAWAY frame; streams above `last_stream_id` are not processed."""
+    payload = pack_uint32(last_stream_id) + pack_uint32(code) + reason.encode()
+    return encode_frame(GOAWAY, 0, 0, payload)
 
 
 def encode_settings(values: dict[int, int]) -> bytes:
@@ -105,18 +114,11 @@ def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     if len(payload) % _SETTING_FORMAT.size:
         raise length_fault("SETTINGS", len(payload), f"a multiple of {_SETTING_FORMAT.size}")
     for key, value in _SETTING_FORMAT.iter_unpack(payload):
-        if key == ENABLE_PUSH and value > 1:
-            raise ConnectionFault(
-                FaultCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH out of range: {value}"
-            )
-        if key == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
-            raise ConnectionFault(
-                FaultCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE out of range: {value}"
-            )
-        if key == MAX_FRAME_SIZE and not DEFAULT_MAX_FRAME_SIZE <= value <= MAX_FRAME_SIZE_LIMIT:
-            raise ConnectionFault(
-                FaultCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE out of range: {value}"
-            )
+        if key in _SETTING_RANGES:
+            name, minimum, maximum, code = _SETTING_RANGES[key]
+            if not minimum <= value <= maximum:
+                text = f"SETTINGS_{name} out of range: {value} (allowed: {minimum} to {maximum})"
+                raise ConnectionFault(code, text)
         yield key, value
 
 
@@ -124,5 +126,4 @@ def parse_uint32(payload: bytes, frame_name: str) -> int:
     """Return the integer that is a frame's payload; raise ConnectionFault for another size."""
     if len(payload) != _UINT32_FORMAT.size:
         raise length_fault(frame_name, len(payload), str(_UINT32_FORMAT.size))
-    number: int = _UINT32_FORMAT.unpack(payload)[0]
-    return number
+    return int.from_bytes(payload, "big")

@@ -20,7 +20,7 @@ from shmserve.gateway.http2.frames import ConnectionFault, FaultCode, StreamFaul
 
 
 class Head(Protocol):
-    """The headers of a request, as converted by its receiver."""
+    """The interface of a request's converted headers."""
 
     @property
     def data_size(self) -> int:
@@ -63,8 +63,8 @@ class HeaderDecoder(Generic[ConvertedHead]):
     """
 
     def __init__(self, convert: Callable[[Fields], ConvertedHead], max_list_size: int) -> None:
-        # A list above the limit is decoded, too, so that only its stream fails. Otherwise the
-        # dynamic table would be unknown, and all calls of the connection would fail.
+        # A list above the limit is decoded, too, so that only its stream fails. Without decoding
+        # it, the dynamic table would be unknown, and all calls of the connection would fail.
         self._decoder = Decoder(_MAX_DECODED_FACTOR * max_list_size)
         self._convert = convert
         self._max_list_size = max_list_size
@@ -106,7 +106,7 @@ class HeaderDecoder(Generic[ConvertedHead]):
         self._decode(block)
 
     def _decode(self, block: bytes) -> tuple[Fields, bool]:
-        """Return the fields of a block, and whether an identical block will decode identically.
+        """Return the fields of a block, and whether they may be cached for identical blocks.
 
         Raises:
             ConnectionFault: The block cannot be decoded, nor any later block.

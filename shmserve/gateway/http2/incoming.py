@@ -7,8 +7,8 @@ processed once they are complete, and header blocks once all their frames have a
 Two budgets limit the frames that cost the server more work than the client. They are large enough
 for any legitimate program, and refill over time:
 
-    resets      streams that the client has reset (rapid reset), or the server after a deliberate
-                violation (MadeYouReset). Sent data refills the budget, so that clients with short
+    resets      streams that the client has reset (rapid reset), or that the server has reset after
+                a violation (MadeYouReset). Sent data refills the budget, so that clients with short
                 deadlines may cancel as many calls as they complete.
     control     frames without payload for the application: PING, SETTINGS, PRIORITY,
                 WINDOW_UPDATE, empty DATA, unknown types. Calls and sent data refill the budget.
@@ -49,34 +49,34 @@ class Limits:
     """The limits of a connection.
 
     Attributes:
-        streams: The maximum number of concurrent streams.
-        header_list: Bytes of a header list as counted by HPACK, as many as grpcio accepts. A
-            larger one is refused; one larger than `header_block` closes the connection.
-        header_block: Bytes of a header block on the wire. Huffman decoding takes most of a
-            microsecond per byte.
-        continuations: The maximum number of CONTINUATION frames of a block.
+        max_streams: The maximum number of concurrent streams.
+        header_list_bytes: The maximum size of a header list as counted by HPACK, the same as
+            grpcio's. A larger list ends its stream.
+        header_block_bytes: The maximum size of a header block on the wire, since Huffman decoding
+            takes most of a microsecond per byte. A larger block ends the connection.
+        max_continuations: The maximum number of CONTINUATION frames of a block.
         resets: The budget of stream resets.
         resets_per_s: The refill rate of that budget.
         control_frames: The budget of control frames.
-        control_per_s: The refill rate of that budget.
-        frames: The maximum work of one call of `FrameReader.receive`, in frames.
-        stream_cost: The cost of opening a stream, in frames.
-        window: The initial receive window of a stream in bytes.
-        frame: The maximum payload of a DATA frame in bytes.
+        control_frames_per_s: The refill rate of that budget.
+        frames_per_call: The maximum work of one call of `FrameReader.receive`, in frames.
+        stream_cost_frames: The work of opening a stream, in frames.
+        window_bytes: The initial receive window of a stream in bytes.
+        frame_bytes: The maximum payload of a DATA frame in bytes.
     """
 
-    streams: int = 512
-    header_list: int = 16 * 1024
-    header_block: int = 64 * 1024
-    continuations: int = 8
+    max_streams: int = 512
+    header_list_bytes: int = 16 * 1024
+    header_block_bytes: int = 64 * 1024
+    max_continuations: int = 8
     resets: int = 1024
     resets_per_s: float = 64.0
     control_frames: int = 2048
-    control_per_s: float = 256.0
-    frames: int = 256
-    stream_cost: int = 8
-    window: int = 1024 * 1024
-    frame: int = 1024 * 1024
+    control_frames_per_s: float = 256.0
+    frames_per_call: int = 256
+    stream_cost_frames: int = 8
+    window_bytes: int = 1024 * 1024
+    frame_bytes: int = 1024 * 1024
 
 
 class Budget:
@@ -103,7 +103,7 @@ class Budget:
 
     @property
     def debt(self) -> int:
-        """Return the number of tokens spent and not earned back."""
+        """Return the number of tokens that are missing from a full bucket."""
         return self._capacity - self.tokens
 
     def take_token(self) -> None:
@@ -129,7 +129,7 @@ Bytes = bytes | memoryview
 
 _MAX_CONTROL_BYTES = 16384  # the limit of a frame that is buffered, except header blocks
 _CONTROL_FRAME_COST = 3  # additional cost of a control frame, in frames
-_SIZE_SHIFT = 4  # this many bytes (as a power of two) cost as much as a frame
+_SIZE_SHIFT = 4  # 2**4 bytes of a payload cost as much as a frame
 
 
 @final
@@ -154,7 +154,7 @@ class Data:
 @final
 @dataclass(slots=True, eq=False)
 class StreamReset:
-    """A stream was reset by the client, or after a protocol violation on it."""
+    """A stream was reset by the client, or by the server after a protocol violation."""
 
     stream: Stream
 
@@ -176,7 +176,7 @@ class FrameReader(ABC, Generic[HeadT]):
     Attributes:
         is_closing: Whether the connection ends after pending output is written.
         received_frames: The number of received frames, for detecting idle clients.
-        arriving_stream: The stream of the current DATA frame; None: its data is ignored.
+        arriving_stream: The stream of the current DATA frame; None if its data is ignored.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -220,7 +220,7 @@ class FrameReader(ABC, Generic[HeadT]):
             self.fail(fault.code, fault.reason)
             return events
         finally:
-            self._events = []  # so that nothing refers to `data`
+            self._events = []  # drops the references to `data`
         if position < len(data):
             self._buffer += memoryview(data)[position:]
             self.has_pending_frames = len(self._buffer) >= self._needed_bytes
@@ -240,7 +240,7 @@ class FrameReader(ABC, Generic[HeadT]):
             if not self._has_preface:
                 return position
         view = memoryview(data)
-        remaining_work = self._limits.frames
+        remaining_work = self._limits.frames_per_call
         unpack = FRAME_HEADER.unpack_from
         while True:
             if self.arriving_bytes or self._padding_left:
@@ -273,7 +273,7 @@ class FrameReader(ABC, Generic[HeadT]):
                 break
             position += FRAME_HEADER_SIZE
             self.received_frames += 1
-            cost = self._limits.stream_cost if frame_type == HEADERS else _CONTROL_FRAME_COST
+            cost = self._limits.stream_cost_frames if frame_type == HEADERS else _CONTROL_FRAME_COST
             remaining_work -= cost
             remaining_work -= size >> _SIZE_SHIFT
             payload = bytes(view[position : position + size])
@@ -298,13 +298,13 @@ class FrameReader(ABC, Generic[HeadT]):
 
     def _check_size(self, frame_type: int, size: int) -> None:
         is_block = frame_type in (HEADERS, CONTINUATION)
-        limit = self._limits.frame if is_block else _MAX_CONTROL_BYTES
+        limit = self._limits.frame_bytes if is_block else _MAX_CONTROL_BYTES
         if size > limit:
             raise length_fault(f"frame of type {frame_type}", size, f"at most {limit}")
         self._check_block_size(size)
 
     def _check_block_size(self, size: int) -> None:
-        if size > (limit := self._limits.header_block):
+        if size > (limit := self._limits.header_block_bytes):
             text = f"header block of {size} bytes (maximum: {limit})"
             raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text)
 
@@ -312,8 +312,8 @@ class FrameReader(ABC, Generic[HeadT]):
 
     def _start_data(self, stream_id: int, flags: int, size: int, data: Bytes, position: int) -> int:
         """Process the header of a DATA frame; return the size of its padding length field."""
-        if size > self._limits.frame:
-            raise length_fault("DATA", size, f"at most {self._limits.frame}")
+        if size > self._limits.frame_bytes:
+            raise length_fault("DATA", size, f"at most {self._limits.frame_bytes}")
         padding = padding_field = 0
         if flags & PADDED:
             if not size:
@@ -362,7 +362,7 @@ class FrameReader(ABC, Generic[HeadT]):
             )
         self._block += payload
         self._block_frames += 1
-        if self._block_frames > (limit := self._limits.continuations):
+        if self._block_frames > (limit := self._limits.max_continuations):
             text = f"header block in more than {limit} CONTINUATION frames"
             raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text)
         self._check_block_size(len(self._block))

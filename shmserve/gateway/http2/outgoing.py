@@ -1,6 +1,6 @@
 """The sending half of a connection: frames within the flow-control windows (RFC 9113, 5.2).
 
-Output is collected in `ready` and written together. Data is queued at its stream while a window is
+Output is collected in `output` and written together. Data is queued at its stream while a window is
 exhausted or the socket is congested (`is_paused`). Waiting streams are served round-robin.
 """
 
@@ -55,7 +55,7 @@ class Stream:
         self.is_half_closed = False
         self.has_all_output = False
         self.is_cut_short = False  # whether the response was cut short
-        self.expected_bytes = -1  # bytes that its content-length still promises; -1: none given
+        self.expected_bytes = -1  # missing bytes of the request's content-length; -1 without one
         self.receive_window = receive_window
         self.padding = 0  # bytes of padding not yet returned to the client's window
         # --- output
@@ -88,7 +88,9 @@ class Outgoing:
 
     def __init__(self, on_sent: Callable[[Stream], None]) -> None:
         self._on_sent = on_sent  # called with a stream whose frames are all sent
-        self.ready: list[bytes | memoryview] = []
+        self.output: list[
+            bytes | memoryview
+        ] = []  # encoded frames, until the connection writes them
         self.is_paused = False
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
@@ -98,7 +100,7 @@ class Outgoing:
         self.data_bytes = 0  # number of bytes in these frames
         self.window_grown = False  # whether a window has grown, so that `resume` must be called
 
-    # --- called by the receiver of calls
+    # --- called by the code that handles requests
 
     def send_head(self, stream: Stream, block: bytes, *, ends_stream: bool = False) -> None:
         """Send the first header block of a stream; `ends_stream` closes the server's side."""
@@ -166,13 +168,13 @@ class Outgoing:
         self.window -= size
         self.data_frames += 1
         self.data_bytes += size
-        tag, data = stream.packed_id, _pack_start(size >> 8, size & 0xFF, DATA, 0)
-        start = (blocks.head_start, tag, blocks.head, data, tag)
-        trailer_parts = (blocks.trailers_start, tag, blocks.trailers)
+        packed_id, data_start = stream.packed_id, _pack_start(size >> 8, size & 0xFF, DATA, 0)
+        start = (blocks.head_start, packed_id, blocks.head, data_start, packed_id)
+        trailer_parts = (blocks.trailers_start, packed_id, blocks.trailers)
         if size < _MAX_JOINED_BYTES:
-            self.ready.append(b"".join((*start, *pieces, *trailer_parts)))
+            self.output.append(b"".join((*start, *pieces, *trailer_parts)))
         else:
-            self.ready += (b"".join(start), *pieces, b"".join(trailer_parts))
+            self.output += (b"".join(start), *pieces, b"".join(trailer_parts))
         stream.has_all_output = True
         self._on_sent(stream)
 
@@ -189,7 +191,7 @@ class Outgoing:
         stream.trailers = None
         stream.has_all_output = True
 
-    # --- called for the client's frames
+    # --- called when a frame of the client was received
 
     def receive_window_update(self, stream: Stream | None, increment: int) -> None:
         """Enlarge the send window of a stream, or of the connection (None), by `increment` bytes.
@@ -240,7 +242,7 @@ class Outgoing:
     # --- frames
 
     def _pump(self, stream: Stream) -> bool:
-        """Send a stream's data for one turn; return whether more could be sent now."""
+        """Send up to `_TURN_BYTES` of a stream's data; return whether more could be sent now."""
         if stream not in self.waiting_streams:
             return False
         turn_bytes = _TURN_BYTES
@@ -273,20 +275,22 @@ class Outgoing:
         self.window -= size
         self.data_frames += 1
         self.data_bytes += size
-        self.ready += (_encode_frame_start(size, DATA, 0) + stream.packed_id, piece)
+        self.output += (_encode_frame_start(size, DATA, 0) + stream.packed_id, piece)
 
     def _send_block(self, stream: Stream, block: bytes, flags: int) -> None:
         if len(block) <= DEFAULT_MAX_FRAME_SIZE:
             frame_start = _encode_frame_start(len(block), HEADERS, flags)
-            self.ready.append(frame_start + stream.packed_id + block)
+            self.output.append(frame_start + stream.packed_id + block)
             return
         first_part, remaining_block = block[:DEFAULT_MAX_FRAME_SIZE], block[DEFAULT_MAX_FRAME_SIZE:]
-        self.ready.append(frames.encode_frame(HEADERS, flags & ~END_HEADERS, stream.id, first_part))
+        self.output.append(
+            frames.encode_frame(HEADERS, flags & ~END_HEADERS, stream.id, first_part)
+        )
         while remaining_block:
             piece = remaining_block[:DEFAULT_MAX_FRAME_SIZE]
             remaining_block = remaining_block[DEFAULT_MAX_FRAME_SIZE:]
             end_flag = 0 if remaining_block else END_HEADERS
-            self.ready.append(frames.encode_frame(frames.CONTINUATION, end_flag, stream.id, piece))
+            self.output.append(frames.encode_frame(frames.CONTINUATION, end_flag, stream.id, piece))
 
 
 def _encode_frame_start(size: int, frame_type: int, flags: int) -> bytes:

@@ -255,7 +255,7 @@ class LocalTraces:
     def start_trace(self, peer: bytes, submit: Submit) -> Submit:
         """Return a client's request, with a trace if it is measured."""
         context = TraceContext.of(submit.trace)
-        is_sampled = self._sampler.samples(context.is_sampled if context.parent_id else None)
+        is_sampled = self._sampler.should_trace(context.is_sampled if context.parent_id else None)
         if not is_sampled and not self._slow_ns:
             return submit
         if not submit.trace:

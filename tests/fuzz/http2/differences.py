@@ -90,7 +90,7 @@ KNOWN_DIFFERENCES = [
     Known("ngh2",
         r"DATA over: (PROTOCOL_ERROR padding longer than the frame|FRAME_SIZE_ERROR .*) \| -",
         "6.1: it does not look at DATA of a stream that it has reset"),
-    Known("", r"SETTINGS over: \w+_ERROR SETTINGS_\w+ out of range: \d+ \| -",
+    Known("", r"SETTINGS over: \w+_ERROR SETTINGS_\w+ out of range: \d+ \(allowed: .*\) \| -",
         "6.5.3: of a value that is given twice it looks at the last only"),
     Known("ngh2", r"SETTINGS over: - \| PROTOCOL_ERROR SETTINGS: unexpected ACK",
         "6.5.3: we count an acknowledgement of nothing with all that is of no use"),

@@ -16,7 +16,7 @@ from tests.support.wire.http2 import ACK, CLIENT_OPENING, GO_AWAY, PING, RESET, 
 from tests.support.wire.http2_engine import Engine, RequestFields, frames_of
 
 _MAX_WINDOW = 2**31 - 1
-LIMITS = Limits(streams=100, header_list=65536, window=65535, frame=16384)
+LIMITS = Limits(max_streams=100, header_list_bytes=65536, window_bytes=65535, frame_bytes=16384)
 _ANSWER = b"\x88"
 
 

@@ -104,7 +104,7 @@ def test_an_overlap_names_its_request(server: Server, client: triton.InferenceSe
         (refusal,) = call.ModelStreamInfer(iter([request]), timeout=20)
         running_visit.release()
         assert valid_call.result().id == "again"
-    assert "overlaps one of a request in flight" in refusal.error_message
+    assert "overlaps an output of a request in flight" in refusal.error_message
     assert refusal.infer_response.id == "again"
 
 

@@ -362,7 +362,8 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
             refused_reply = http.infer("gated", gated_request(9, region, offset))
             assert refused_reply.status == 400
             assert refused_reply.error == (
-                f"an output in shared memory region '{region}' overlaps one of a request in flight"
+                f"an output in shared memory region '{region}' overlaps an output of a request in "
+                "flight"
             )
         valid = [
             pool.infer("gated", gated_request(7, "a", input_offset)) for input_offset in (960, 1088)

@@ -117,7 +117,7 @@ class Engine:
         self.flush()
 
     def flush(self) -> list[Frame]:
-        ready, self.http2.sending.ready = self.http2.sending.ready, []
+        ready, self.http2.sending.output = self.http2.sending.output, []
         new_frames = frames_of(b"".join(ready))
         self.sent += new_frames
         return new_frames

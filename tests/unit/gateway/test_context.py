@@ -41,13 +41,13 @@ def test_the_number_of_withdrawn_names_is_bounded() -> None:
     models = ModelTable(MagicMock())
     for number in range(5_000):
         models.withdraw(f"m{number}", "1")
-    assert len(models._withdrawn) == 4096
+    assert len(models._withdrawn_versions) == 4096
     with pytest.raises(Unavailable):  # a version that is cached
         models.resolve("m4999", "1")
     models.publish(make_publication())
     models.withdraw("simple", "1")
     models.publish(make_publication())
-    assert "simple" not in models._withdrawn
+    assert "simple" not in models._withdrawn_versions
 
 
 def test_readiness_keeps_prepared_schemas() -> None:

@@ -179,7 +179,7 @@ async def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
 async def test_a_report_is_that_of_the_current_scheduler(tmp_path: Path, end_cause: str) -> None:
     async with running_rig(tmp_path) as rig:
         rig.schedulers.successors.add("ipc://old", rig.endpoint)
-        future = rig.schedulers.report("ipc://old")
+        future = rig.schedulers.request_statistics("ipc://old")
         (request,) = await rig.receive(1)
         match end_cause:
             case "cancelled":

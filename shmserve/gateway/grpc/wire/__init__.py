@@ -1,6 +1,6 @@
-"""The codec of inference messages.
+"""The codec of ModelInferRequest and ModelInferResponse.
 
-fingerprint.py   a message that equals an earlier one, except for its values
-request.py       protobuf to a request
-response.py      a response to protobuf
+fingerprint.py   cached templates of requests, for messages that differ only in their tensors
+request.py       decodes requests
+response.py      encodes responses
 """

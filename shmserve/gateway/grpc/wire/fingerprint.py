@@ -49,12 +49,14 @@ _MAX_HEAD_BYTES = 2048
 KEY_OFFSET, SEQUENCE_KEY_PREFIX = 2, b"sequence_"
 _CORRELATION_ID_ENTRY = b"\x0a\x0bsequence_id\x12"
 _INT64_TAG, _STRING_TAG = 0x10, 0x1A
+# By the serialized entry of a sequence flag: the flag's bit, and the value of this bit.
 _FLAG_ENTRIES = {
     b"\x0a" + key + b"\x12\x02\x08" + value: (bit, bit * value[0])
     for key, bit in ((b"\x0esequence_start", SEQUENCE_START), (b"\x0csequence_end", SEQUENCE_END))
     for value in (b"\0", b"\1")
 }
 
+# The kept parts of a message's head, and the size of each tensor.
 Key = tuple[bytes, tuple[int, ...]]
 
 
@@ -231,7 +233,7 @@ class TemplateCache:
         if cached.revision == self._models.revision:
             built_request = cached.template.fill(cut_parts)
         if built_request is None:
-            # `find_by_fingerprint` finds the template if it is still valid.
+            # If the template is still valid, `find_by_fingerprint` finds it.
             del layout.templates[kept_parts]
         elif identity != cached.identity:
             built_request.identify(identity)

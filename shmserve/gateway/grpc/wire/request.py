@@ -1,6 +1,6 @@
-"""The decoding of ModelInferRequest: parsed as a message, or received into the arena (pure).
+"""The decoder of ModelInferRequest, which parses a message or receives its tensors into the arena.
 
-The checks and the error texts of a parsed message are those of Triton. The bytes of an input are in
+A parsed message is checked as in Triton, with Triton's error texts. The bytes of an input are in
 `raw_input_contents`, which has an entry for each input that is not in a region, or in the typed
 `contents` of the input. The tensors of a large message are received by a `RequestSink`:
 
@@ -40,7 +40,7 @@ _RESERVED_KEYS = (
     "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
     f"starting with 'triton_' are allowed: {_EMPTY_FINAL}"
 )
-# The fields of InferTensorContents, with their datatype and narrower datatypes.
+# The fields of InferTensorContents, with the datatype and the narrower datatypes of their values.
 _CONTENT_FIELDS = (
     ("bool_contents", "BOOL", ()),
     ("int_contents", "INT32", ("INT8", "INT16")),
@@ -264,7 +264,7 @@ def _kind_error(key: str, allowed: tuple[str, ...]) -> InvalidArgument:
 
 
 _MAX_HEAD_BYTES = 64 * 1024
-_INCOMPLETE, _MALFORMED = -1, -2
+_INCOMPLETE, _MALFORMED = -1, -2  # results of `_decode_length` instead of a position
 
 
 class RequestSink:
@@ -378,7 +378,8 @@ def _decode_length(data: bytes | bytearray, position: int) -> tuple[int, int]:
     """Decode the varint length at position `position`.
 
     Returns:
-        The length and the position behind it, or `_INCOMPLETE` or `_MALFORMED`.
+        The length and the position after it. The position is `_INCOMPLETE` or `_MALFORMED` if the
+        length cannot be decoded.
     """
     size = shift = 0
     while position < len(data):

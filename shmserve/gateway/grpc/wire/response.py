@@ -94,7 +94,11 @@ class GrpcResponseTemplate:
         return b"".join(pieces)
 
     def encode(self, request_id: str, contents: Sequence[bytes | memoryview]) -> bytes:
-        """Return the response with these bytes of each output; empty for an output in a region.
+        """Return the response to the request with this id.
+
+        Args:
+            request_id: The id of the request; it may be empty.
+            contents: The bytes of each output; empty for an output in a region of the client.
 
         Raises:
             Internal: The response exceeds the largest message.
@@ -123,8 +127,7 @@ def _encode_parameters(values: dict[str, Any]) -> bytes:
     response = ModelInferResponse()
     for key, value in values.items():
         set_parameter(response.parameters[key], value)
-    serialized: bytes = response.SerializeToString()
-    return serialized
+    return bytes(response.SerializeToString())
 
 
 def set_parameter(parameter: InferParameter, value: Any) -> None:
@@ -178,8 +181,7 @@ def encode_stream_error(
     if model_name:
         response.infer_response.model_name = model_name
         response.infer_response.parameters[_FINAL_PARAMETER].bool_param = final
-    serialized: bytes = response.SerializeToString()
-    return serialized
+    return bytes(response.SerializeToString())
 
 
 def encode_varint(value: int) -> bytes:

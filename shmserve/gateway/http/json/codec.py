@@ -123,14 +123,14 @@ def _warn_of_misspelt(holder: dict[str, Any]) -> None:
         if likely_name not in _warned_names:
             _warned_names.add(likely_name)
             logger.warning(
-                "a request has the unknown field '%s'; did its client mean '%s'?",
+                "a request has the unknown field '%s' (did you mean '%s'?)",
                 clip(name),
                 likely_name,
             )
 
 
 def decode_data(request: InferRequest) -> None:
-    """Decode the inputs in JSON.
+    """Decode the inputs whose values are in the JSON header.
 
     Raises:
         ShmserveError: The values of an input do not match its datatype or shape.
@@ -227,13 +227,13 @@ def _read_output(member: Any) -> InferOutput:
     is_binary = "binary_data" in parameters and check_boolean(
         parameters["binary_data"], "binary_data"
     )
-    classes = 0
+    class_count = 0
     if "classification" in parameters:
-        classes = _read_class_count(parameters["classification"])
+        class_count = _read_class_count(parameters["classification"])
     region_range = None
     if "shared_memory_region" in parameters:
         region_range = _read_range(parameters)
-        for key, is_set in (("classification", classes), ("binary_data", is_binary)):
+        for key, is_set in (("classification", class_count), ("binary_data", is_binary)):
             if is_set:
                 text = f"Output can't set both 'shared_memory_region' and '{key}'"
                 raise InvalidArgument(text)
@@ -241,7 +241,7 @@ def _read_output(member: Any) -> InferOutput:
         for key in ("shared_memory_offset", "shared_memory_byte_size"):
             if key in parameters:
                 check_unsigned(parameters[key], key)
-    return InferOutput(name, is_binary, region_range, classes)
+    return InferOutput(name, is_binary, region_range, class_count)
 
 
 def _read_class_count(value: Any) -> int:
@@ -287,13 +287,13 @@ _SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
 
 
 def move_sequence_parameters(request: InferRequest, parameters: dict[str, Any]) -> None:
-    """Move the parameters of the sequence to the request.
+    """Move the sequence parameters from `parameters` to the request.
 
     Raises:
         JsonFault: A parameter has the wrong type.
     """
-    own = {n: parameters.pop(n) for n in _SEQUENCE_PARAMETERS if n in parameters}
-    _read_parameters(request, own)
+    moved = {name: parameters.pop(name) for name in _SEQUENCE_PARAMETERS if name in parameters}
+    _read_parameters(request, moved)
 
 
 def parameter_value(key: str, value: Any) -> str | int | float | bool:
@@ -387,14 +387,14 @@ class JsonResponseTemplate:
 
         Args:
             request_id: The id of the request; it may be empty.
-            data: The data of the response's message.
+            data: The field `data` of the scheduler's message, with the bytes of each output.
 
         Returns:
             None if the data of an output is not in the message, or has another size than its
             shape, or if the number of outputs differs.
 
         Raises:
-            Internal: As `tensors.encode` does.
+            Internal: The bytes of an output do not match its shape.
         """
         if self._is_all_binary or self._unpackers:
             if {*map(type, data)} != {bytes} or list(map(len, data)) != self._sizes:

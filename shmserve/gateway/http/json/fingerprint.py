@@ -9,8 +9,8 @@ binary tensors have the same JSON header each time. In a JSON request the arrays
 The cut text is an array in every JSON text, and never part of a string, since quotes in strings are
 escaped. Texts with equal remainders therefore differ only in these arrays.
 
-The id is cut out if it is the first member, and the sequence parameters at any index. Before a
-template is stored, the parsed request confirms what was cut.
+The id is cut out if it is the first member, and the sequence parameters at any index. A template is
+stored only if the cut parts equal those of the parsed request.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _NUMBER_ARRAY = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
 MAX_CUT_TEXT_BYTES = 64 * 1024
 _MAX_KEY_BYTES = 2048
 
+# The kept text of a header, and the size of the binary data (`Fingerprint.key`).
 Key = tuple[bytes, int]
 
 
@@ -65,7 +66,7 @@ class Fingerprint:
 
         Args:
             header: The text of the header.
-            tail_size: The size of the binary data behind it.
+            tail_size: The size of the binary data after the header, in bytes.
         """
         self.arrays: Sequence[bytes] = ()
         self.identity: RequestIdentity | None = None
@@ -75,7 +76,8 @@ class Fingerprint:
             parts = _NUMBER_ARRAY.split(header)
             self.arrays = parts[1::2]
             header = b"\0".join(parts[::2])
-        # The complement distinguishes a header without its identity from an equal complete header.
+        # `~tail_size` marks a header without its identity. An equal header, from which nothing was
+        # cut, has another key.
         self.key: Key = (header, tail_size if self.identity is None else ~tail_size)
 
 
@@ -114,10 +116,10 @@ def cut_identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
 
 
 class CachedTemplate(NamedTuple):
-    """A cached template.
+    """A cached template for the requests with one fingerprint.
 
     Attributes:
-        template: The template.
+        template: The template, which needs only the tensors of a request.
         packers: The functions that convert the numbers of each array to the bytes of its tensor.
         array_format: A format string, which joins the texts of the arrays to one JSON array.
     """
@@ -133,11 +135,17 @@ Cache = BoundedCache[Key, CachedTemplate]
 def fill_known_template(
     cache: Cache, fingerprint: Fingerprint, body: bytes, offset: int
 ) -> BuiltRequest | None:
-    """Return the request with a known fingerprint; its binary tensors begin at `offset` in `body`.
+    """Fill the cached template of a fingerprint with the tensors of a request.
+
+    Args:
+        cache: The cached templates of a model.
+        fingerprint: The fingerprint of the request.
+        body: The body of the request.
+        offset: The offset of the binary tensors in the body.
 
     Returns:
-        None if the fingerprint is unknown, or if the numbers are invalid. The parser then reports
-        the fault.
+        The request; None if the fingerprint is unknown, or if the numbers are invalid. The parser
+        then reports the fault.
 
     Raises:
         AlreadyExists: The range of an output is in use, and `shm_overlap` is "error".
@@ -169,9 +177,10 @@ def is_worth_caching(cache: Cache, fingerprint: Fingerprint) -> bool:
 def store_template(
     cache: Cache, fingerprint: Fingerprint, request: InferRequest, template: RequestTemplate
 ) -> None:
-    """Store a template, unless the parsed request shows that other parts were cut out of the text.
+    """Store the template of a parsed request in the cache.
 
-    The cut parts must be its id, its position in a sequence and the arrays of its inputs.
+    The template is not stored if the parts cut out of the text are not the request's id, position
+    in a sequence and input arrays.
     """
     identity, array_count = fingerprint.identity, len(fingerprint.arrays)
     if identity is not None and not identity.is_identity_of(request):

@@ -1,10 +1,10 @@
 """The parser of large bodies with prompts, which runs in a separate process.
 
-Parsing a body of 64 MiB takes a second, in which the gateway would serve no other request. A body
-above 512 KiB, or with many objects, is therefore sent to a process. It finds prompts that are too
-long for every model, other fields that are too large, and JSON errors. It returns the small fields
-of the body as JSON, the prompts as the bytes of their tensors, and other large fields as bytes of
-JSON. The gateway only has to copy these bytes in pieces.
+Parsing a body of 64 MiB in the gateway would delay all other requests by a second. A body above
+512 KiB, or with many objects, is therefore sent to a process. The process detects prompts that are
+too long for the model, other fields that are too large, and JSON errors. It returns the small
+fields of the body as JSON, the prompts as the bytes of their tensors, and other large fields as
+bytes of JSON. The gateway only has to copy these bytes in pieces.
 
     8 bytes: size of the header | header: JSON | the bytes of all packed fields, one after the other
 """
@@ -26,7 +26,7 @@ import numpy as np
 import orjson
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, clip
-from shmserve.gateway.http.json.parser import LARGE, JsonFault, loads, loads_checked
+from shmserve.gateway.http.json.parser import LARGE_BYTES, JsonFault, loads, loads_checked
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.inference.request import check_member_count
 from shmserve.ipc.engine_settings import prompt_too_long
@@ -34,22 +34,22 @@ from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
 
-_PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
-_CHATS = ("messages", "input", "documents")
-# Maximum bytes of the header, and of all fields that are no prompts: the worker parses these.
-_MAX_OTHER_BYTES = 2 * LARGE
-_BYTES_A_TOKEN = 128  # maximum average bytes of a token
-# The maximum number of prompts of OpenAI's APIs, and the error about a longer list.
-_COUNTS = {
+_PROMPT_FIELDS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
+_CHAT_FIELDS = ("messages", "input", "documents")
+# Maximum bytes of all fields that are not prompts. They are limited because the worker parses them.
+_MAX_OTHER_BYTES = 2 * LARGE_BYTES
+_MAX_BYTES_PER_TOKEN = 128  # on average in a prompt
+# The maximum number of prompts in a field of OpenAI's APIs, and the error about a longer list.
+_PROMPT_COUNT_LIMITS = {
     "prompt": (1024, "prompt: {} prompts exceed the limit of {}"),
     "input": (2048, "input: {} strings exceed the limit of {}"),
 }
 _MAX_PACKED_PROMPTS = 2048
-_NESTED = ("parameters", "input")  # objects whose fields are packed like those of the body
-_MAX_WARNINGS = 256  # number of log records that the gateway may repeat
+_NESTED_OBJECTS = ("parameters", "input")  # objects whose fields are packed like those of the body
+_MAX_WARNINGS = 256  # number of the process's warnings that the gateway logs
 _MAX_TOKEN_ID = (1 << 31) - 1
-_PIECE = 1 << 16
-_one_at_a_time = asyncio.Semaphore(1)
+_PIECE_BYTES = 1 << 16
+_parser_slot = asyncio.Semaphore(1)  # permits one process at a time
 
 # Called with the parsed body in the parser's process; returns the body to use instead.
 Convert = Callable[[Any], Any]
@@ -104,8 +104,8 @@ class Packed:
 
 async def parse_large(
     pieces: Sequence[bytes],
-    longest: Mapping[str, int],
-    prompts: Sequence[str],
+    token_limits: Mapping[str, int],
+    prompt_fields: Sequence[str],
     model: str = "",
     convert: Convert | None = None,
 ) -> Any:
@@ -113,9 +113,9 @@ async def parse_large(
 
     Args:
         pieces: The body.
-        longest: The maximum number of tokens of each model.
-        prompts: The fields with prompts.
-        model: The model, unless the body has its name.
+        token_limits: The maximum number of tokens of a prompt, by model.
+        prompt_fields: The names of the fields with prompts.
+        model: The name of the model, unless the body contains the name.
         convert: The function that converts the parsed body, or None; the process imports it.
 
     Raises:
@@ -125,20 +125,20 @@ async def parse_large(
     call = "main()"
     if convert is not None:
         call = f"import {convert.__module__} as m; main(m.{convert.__name__})"
-    # The low priority is for the imports, which need more CPU time than most bodies.
+    # The process has a low priority, since its imports need more CPU time than most bodies.
     code = f"import os; os.nice(10); from {__name__} import main; {call}"
-    arguments = (sys.executable, "-P", "-c", code, json.dumps([longest, prompts, model]))
+    arguments = (sys.executable, "-P", "-c", code, json.dumps([token_limits, prompt_fields, model]))
     pipe = asyncio.subprocess.PIPE
-    async with _one_at_a_time:
+    async with _parser_slot:
         process = await asyncio.create_subprocess_exec(
-            *arguments, stdin=pipe, stdout=pipe, limit=_PIECE
+            *arguments, stdin=pipe, stdout=pipe, limit=_PIECE_BYTES
         )
         try:
             assert process.stdin is not None and process.stdout is not None
             with contextlib.suppress(ConnectionError):
                 for piece in pieces:
-                    for begin in range(0, len(piece), _PIECE):
-                        process.stdin.write(piece[begin : begin + _PIECE])
+                    for begin in range(0, len(piece), _PIECE_BYTES):
+                        process.stdin.write(piece[begin : begin + _PIECE_BYTES])
                         await process.stdin.drain()
             process.stdin.close()
             return await _receive_result(process.stdout)
@@ -162,7 +162,7 @@ async def _receive_result(output: asyncio.StreamReader) -> Any:
     for value in packed.values():
         missing_bytes = value.byte_size
         while missing_bytes:
-            value.pieces.append(await output.readexactly(min(missing_bytes, _PIECE)))
+            value.pieces.append(await output.readexactly(min(missing_bytes, _PIECE_BYTES)))
             missing_bytes -= len(value.pieces[-1])
     body = header["body"]
     if isinstance(body, dict):
@@ -177,39 +177,41 @@ def _insert_packed(fields: dict[str, Any], packed: Mapping[str, Packed]) -> None
             fields[name] = packed.get(value, value)
         elif isinstance(value, list):
             fields[name] = [packed.get(i, i) if isinstance(i, str) else i for i in value]
-        elif isinstance(value, dict) and name in _NESTED:
+        elif isinstance(value, dict) and name in _NESTED_OBJECTS:
             _insert_packed(value, packed)
 
 
-def prompt_size_error(body: Any, longest: Mapping[str, int], model: str) -> str:
+def prompt_size_error(body: Any, token_limits: Mapping[str, int], model: str) -> str:
     """Return the error about a prompt or other fields that are too large, or ""."""
     requested_model = (body.get("model") or model) if isinstance(body, dict) else None
-    token_limit = longest.get(requested_model) if isinstance(requested_model, str) else None
+    token_limit = token_limits.get(requested_model) if isinstance(requested_model, str) else None
     if requested_model == "":  # a request without a name is for the server's only model
-        token_limit = max(longest.values(), default=None)
+        token_limit = max(token_limits.values(), default=None)
     if token_limit is None:
         return ""
     nested = body.get("parameters")
     fields = {**nested, **body, "parameters": None} if isinstance(nested, dict) else body
-    other_sizes = {name: len(orjson.dumps(fields[name])) for name in fields if name not in _PROMPTS}
+    other_fields = [name for name in fields if name not in _PROMPT_FIELDS]
+    other_sizes = {name: len(orjson.dumps(fields[name])) for name in other_fields}
     if sum(other_sizes.values()) > _MAX_OTHER_BYTES:
         name = max(other_sizes, key=other_sizes.__getitem__)
         return f"{clip(name)}: {other_sizes[name]} bytes exceed the limit of {_MAX_OTHER_BYTES}"
     if fields.get("truncate_prompt_tokens") is not None:
         return ""
-    for name in _PROMPTS:
+    for name in _PROMPT_FIELDS:
         value = fields.get(name)
-        is_conversation = name in _CHATS
+        is_conversation = name in _CHAT_FIELDS
         prompts = value if isinstance(value, list) and not is_conversation else [value]
         if prompts and type(prompts[0]) is int:
             prompts = [prompts]
         for prompt in prompts:
-            text = isinstance(prompt, str) or (is_conversation and prompt is not None)
-            limit = max(token_limit * _BYTES_A_TOKEN, LARGE) if text else token_limit
-            measured = orjson.dumps(prompt) if text else prompt
+            is_text = isinstance(prompt, str) or (is_conversation and prompt is not None)
+            byte_limit = max(token_limit * _MAX_BYTES_PER_TOKEN, LARGE_BYTES)
+            limit = byte_limit if is_text else token_limit
+            measured = orjson.dumps(prompt) if is_text else prompt
             size = len(measured) if isinstance(measured, bytes | list | dict) else 0
             if size > limit:
-                unit = "bytes" if text else "tokens"
+                unit = "bytes" if is_text else "tokens"
                 problem = prompt_too_long(token_limit, f"{size} {unit} exceed the limit of {limit}")
                 return f"{name}: {problem}"
     return ""
@@ -241,17 +243,20 @@ def check_tokens(name: str, tokens: Sequence[Any]) -> None:
 
 def check_count(name: str, values: Sequence[Any]) -> None:
     """Raise InvalidArgument if a field of OpenAI's API has too many prompts."""
-    max_count, text = _COUNTS[name]
+    max_count, error_format = _PROMPT_COUNT_LIMITS[name]
     if len(values) > max_count:
-        raise InvalidArgument(text.format(len(values), max_count))
+        raise InvalidArgument(error_format.format(len(values), max_count))
 
 
 class _Packer:
-    """A packer of the large fields of one body. `packed` has the arguments of each `Packed`."""
+    """A packer of the large fields of one body.
 
-    def __init__(self, prompts: Sequence[str]) -> None:
-        self._prompts = prompts
-        self._token = secrets.token_hex(16)  # A client cannot guess the string of a field.
+    `packed` contains the arguments of each `Packed`, by the string that replaces its field.
+    """
+
+    def __init__(self, prompt_fields: Sequence[str]) -> None:
+        self._prompt_fields = prompt_fields
+        self._token = secrets.token_hex(16)  # random, so that no client can send a placeholder
         self.packed: dict[str, tuple[str, int, int, int | None]] = {}
         self.pieces: list[bytes] = []
 
@@ -259,10 +264,10 @@ class _Packer:
         """Replace prompts and large fields by placeholder strings."""
         check_member_count(fields, "fields")
         for name, value in fields.items():
-            if isinstance(value, dict) and name in _NESTED:
+            if isinstance(value, dict) and name in _NESTED_OBJECTS:
                 self.pack_fields(value)
                 continue
-            packed = self._pack_prompt(name, value) if name in self._prompts else None
+            packed = self._pack_prompt(name, value) if name in self._prompt_fields else None
             fields[name] = self._pack_large(value) if packed is None else packed
 
     def _pack_prompt(self, name: str, value: Any) -> str | list[Any] | None:
@@ -293,7 +298,7 @@ class _Packer:
             return value
         text = _encode_json(value)
         count = len(value) if isinstance(value, list) else 1
-        return self._pack("json", count, text) if len(text) > _PIECE else value
+        return self._pack("json", count, text) if len(text) > _PIECE_BYTES else value
 
     def _pack(self, kind: str, count: int, data: bytes, fault_index: int | None = None) -> str:
         name = f"{self._token}.{len(self.packed)}"
@@ -304,13 +309,13 @@ class _Packer:
 
 def main(convert: Convert | None = None) -> None:
     """Parse the body on the standard input, and write its header and its large fields."""
-    longest, prompts, model = json.loads(sys.argv[1])
-    packer = _Packer(prompts)
+    token_limits, prompt_fields, model = json.loads(sys.argv[1])
+    packer = _Packer(prompt_fields)
     records = BufferingHandler(_MAX_WARNINGS)
     logging.basicConfig(handlers=[records])
     try:
         body = loads(sys.stdin.buffer.read())
-        if error := prompt_size_error(body, longest, model):
+        if error := prompt_size_error(body, token_limits, model):
             raise InvalidArgument(error)
         if convert is not None:
             body = convert(body)
@@ -321,8 +326,8 @@ def main(convert: Convert | None = None) -> None:
         warnings = [record.getMessage() for record in records.buffer]
         text = _encode_json({"body": body, "packed": packer.packed, "warnings": warnings})
         if len(text) > _MAX_OTHER_BYTES:
-            problem = f"the fields have {len(text)} bytes besides prompts and messages"
-            raise InvalidArgument(f"{problem} (maximum: {_MAX_OTHER_BYTES})")
+            sizes = f"{len(text)} bytes (maximum: {_MAX_OTHER_BYTES})"
+            raise InvalidArgument(f"the fields besides prompts and messages have {sizes}")
     except ShmserveError as fault:
         text = _encode_json({"error": fault.message, "malformed": isinstance(fault, JsonFault)})
         packer.pieces.clear()
@@ -330,5 +335,5 @@ def main(convert: Convert | None = None) -> None:
 
 
 def _encode_json(value: Any) -> bytes:
-    # orjson would write NaN as null.
+    # The json module, since orjson would write NaN as null.
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,9 +1,9 @@
-"""A parser of clients' JSON with limits, and typed access with Triton's error texts (pure).
+"""A parser of clients' JSON with limits, and typed access with Triton's error texts.
 
-orjson does not report duplicate keys. A JSON text contains one colon for each member, and further
-colons only in strings. The parsed value has fewer members than the text if a key occurs twice.
-A value with as many members as colons therefore has no duplicate keys. Counting is fast for most
-requests, which have members only in the objects that an inference request may contain.
+orjson does not report duplicate keys. The parser detects them by counting: a JSON text contains one
+colon for each member, and further colons only in strings. If a key occurs twice, the parsed value
+has fewer members than the text. Counting is fast for most requests, which have members only in the
+objects that an inference request may contain.
 
 Nearly all bytes of a large body are numbers in `"data": [...]`. `loads_large` cuts these arrays
 out, and `NumberArray.parts` parses them in slices, so that the event loop handles other requests in
@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from shmserve.common.names import DoubledName, members
+from shmserve.common.names import DuplicateKeyError, reject_duplicate_keys
 from shmserve.errors import Internal, InvalidArgument, clip, nearest
 from shmserve.ipc.tensors.descriptors import MAX_UINT64
 
@@ -32,9 +32,9 @@ MAX_DEPTH = 100
 # The limit of objects, and of members: parsing an object takes as long as parsing many numbers.
 MAX_MEMBERS = 256 * 1024
 
-LARGE = 1024 * 1024
+LARGE_BYTES = 1024 * 1024  # the long arrays of texts of at least this size are parsed in slices
 MAX_OBJECTS = 4096  # number of objects that are parsed and converted in 5 ms
-_MAX_LENIENT_BYTES = 8 * LARGE
+_MAX_LENIENT_BYTES = 8 * LARGE_BYTES  # larger texts may not contain NaN or infinity
 _MIN_CUT_BYTES = 64 * 1024
 _SLICE_BYTES = 128 * 1024
 _WHITE_SPACE = b" \t\r\n"
@@ -60,7 +60,7 @@ class JsonFault(Internal):
 class DuplicateKey(InvalidArgument):
     """The error for a key that occurs twice in an object of a client's JSON."""
 
-    def __init__(self, fault: DoubledName) -> None:
+    def __init__(self, fault: DuplicateKeyError) -> None:
         super().__init__(f"{_PARSE_ERROR}{fault}")
         self.name = fault.name
 
@@ -99,7 +99,7 @@ def loads_members(json_text: bytes) -> Any:
     If a text of up to 1 MiB nests too deep, each array or object in the outermost object becomes 0.
     The depth of values that the caller does not read is therefore not an error.
     """
-    if len(json_text) > LARGE or not _is_too_deep(json_text):
+    if len(json_text) > LARGE_BYTES or not _is_too_deep(json_text):
         return loads(json_text)
     masked_text = _STRING_OR_INF.sub(lambda match: b"_" * len(match[0]), json_text)
     masked = np.frombuffer(masked_text, np.uint8)
@@ -112,7 +112,7 @@ def loads_members(json_text: bytes) -> Any:
 
 
 def loads_checked(json_text: bytes) -> Any:
-    """Parse JSON without the checks of `loads`, since the writer of the text has made them."""
+    """Parse JSON from a trusted program, without the checks of `loads`."""
     try:
         return _loads_large(json_text)
     except orjson.JSONDecodeError:  # it contains NaN or Infinity
@@ -131,15 +131,15 @@ def _loads_large(json_text: bytes) -> Any:
             gc.enable()
 
 
-def _loads_lenient(json_text: bytes, strict: orjson.JSONDecodeError) -> Any:
+def _loads_lenient(json_text: bytes, strict_error: orjson.JSONDecodeError) -> Any:
     if json_text.startswith(b"\xef\xbb\xbf"):
         return loads(json_text[3:])
     if _is_too_deep(json_text):
         raise InvalidArgument(_TOO_DEEP)
     # No variable may hold the exception: its traceback would refer to the text in a cycle.
-    reason = f"{_PARSE_ERROR}{strict.msg.partition(': line')[0]}. at {strict.pos}"
+    reason = f"{_PARSE_ERROR}{strict_error.msg.partition(': line')[0]}. at {strict_error.pos}"
     # Only the json module parses NaN and infinity. It takes ten times as long as orjson, and would
-    # block the event loop for larger texts. In these, arrays were taken out and parsed in slices.
+    # block the event loop for larger texts. Their long arrays are cut out and parsed in slices.
     if len(json_text) > _MAX_LENIENT_BYTES or (b"NaN" not in json_text and b"Inf" not in json_text):
         raise JsonFault(reason)
     with_infinity = _STRING_OR_INF.sub(_spell_infinity, json_text)
@@ -148,10 +148,10 @@ def _loads_lenient(json_text: bytes, strict: orjson.JSONDecodeError) -> Any:
             with_infinity,
             parse_float=_parse_finite,
             parse_int=_parse_int_or_float,
-            object_pairs_hook=members,
+            object_pairs_hook=reject_duplicate_keys,
         )
-        orjson.dumps(value)  # raises for a half surrogate pair, which is not text
-    except DoubledName as doubled:
+        orjson.dumps(value)  # raises for an unpaired surrogate, which is not text
+    except DuplicateKeyError as doubled:
         raise DuplicateKey(doubled) from None
     except json.JSONDecodeError as error:
         raise JsonFault(f"{_PARSE_ERROR}{error.msg}. at {error.pos}") from None
@@ -267,7 +267,8 @@ _CONTAINER_TYPES = frozenset((dict, list))
 # Errors about larger texts do not name the duplicate key: the search takes 10 ms and more.
 _MAX_NAMED_BYTES = 1024 * 1024
 
-# The depth of objects: the request, a tensor, its parameters, and an empty object without a colon.
+# The deepest nesting of objects that `_count_request_members` counts: the request, a tensor, its
+# parameters, and an empty object, which has no colon.
 _OBJECTS_IN_REQUEST = 4
 
 
@@ -288,16 +289,16 @@ def _count_request_members(value: Any) -> int:
     return count
 
 
-def _find_duplicate_key(json_text: bytes, value: Any) -> DoubledName | None:
-    """Return the error if the text of `value` has duplicate keys."""
+def _find_duplicate_key(json_text: bytes, value: Any) -> DuplicateKeyError | None:
+    """Return the error if `json_text`, which was parsed to `value`, has duplicate keys."""
     if len(_select_outside_strings(json_text, b":")) == _count_members(value):
         return None
     if len(json_text) <= _MAX_NAMED_BYTES:
         try:
-            json.loads(json_text, object_pairs_hook=members)
-        except DoubledName as doubled:
-            return doubled
-    return DoubledName(None)
+            json.loads(json_text, object_pairs_hook=reject_duplicate_keys)
+        except DuplicateKeyError as duplicate:
+            return duplicate
+    return DuplicateKeyError(None)
 
 
 def _count_members(value: Any) -> int:

@@ -56,14 +56,14 @@ def split_values(values: list[Any]) -> Iterator[list[Any]]:
 
 def _flatten_with_types(values: list[Any]) -> tuple[list[Any], set[type]]:
     """Return the values of nested lists as one list, and the set of their types."""
-    kinds = set(map(type, values))
-    while list in kinds:
-        if len(kinds) == 1:
+    value_types = set(map(type, values))
+    while list in value_types:
+        if len(value_types) == 1:
             values = list(chain.from_iterable(values))
         else:
             values = list(chain.from_iterable(v if type(v) is list else (v,) for v in values))
-        kinds = set(map(type, values))
-    return values, kinds
+        value_types = set(map(type, values))
+    return values, value_types
 
 
 def create_packer(datatype: str, count: int) -> Callable[..., bytes] | None:
@@ -108,8 +108,8 @@ def decode_parts(
         )
     actual_count = 0
     for part in parts:
-        values, kinds = _flatten_with_types(part)
-        data = _pack_values(values, kinds, datatype, name)
+        values, value_types = _flatten_with_types(part)
+        data = _pack_values(values, value_types, datatype, name)
         actual_count += len(values)
         if actual_count > count:
             initial = "s" if datatype == "BYTES" else "S"
@@ -125,23 +125,23 @@ def decode_parts(
         )
 
 
-def _pack_values(values: list[Any], kinds: set[type], datatype: str, name: str) -> bytes:
+def _pack_values(values: list[Any], value_types: set[type], datatype: str, name: str) -> bytes:
     if not values:
         return b""
     if datatype == "BYTES":
         return _pack_strings(values, name)
     if datatype == "BOOL":
-        if kinds != {bool}:
+        if value_types != {bool}:
             raise _misfit_error(values, lambda item: type(item) is bool, "boolean", "boolean", name)
         return bytes(values)
     code = _STRUCT_CODES[datatype]
     if datatype in _FLOAT_DATATYPES:
-        if not kinds <= _REAL_TYPES:
+        if not value_types <= _REAL_TYPES:
             raise _misfit_error(
                 values, lambda value: type(value) in _REAL_TYPES, "number", "double", name
             )
         return array(code, values).tobytes()
-    if len(kinds) == 1 and int in kinds:
+    if len(value_types) == 1 and int in value_types:
         with suppress(OverflowError):
             return array(code, values).tobytes()
     return _pack_wrapped_integers(values, datatype, name)
@@ -228,7 +228,7 @@ def encode_parts(
 def _encode_numbers(data: bytes | memoryview, datatype: str) -> bytes:
     values: list[Any] = memoryview(data).cast(_CAST_FORMATS[datatype]).tolist()  # type: ignore[call-overload]
     text = orjson.dumps(values)
-    # orjson writes numbers that are not finite as null.
+    # orjson writes NaN and infinity as null, which is replaced.
     if datatype not in _FLOAT_DATATYPES or b"null" not in text:
         return text
     non_finite = [_non_finite_word(value) for value in values if value - value != 0.0]
@@ -283,7 +283,7 @@ async def encode_in_turns(
         trim: The timer that returns the memory of a long array to the system.
 
     Raises:
-        Internal: As `encode` does.
+        ShmserveError: The errors of `encode`.
     """
     if len(data) <= _MAX_BYTES_PER_TURN:
         return encode(data, datatype, shape, name)

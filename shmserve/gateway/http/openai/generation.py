@@ -127,7 +127,7 @@ def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
     seen_keys = set()
     for candidate in [*token["top_logprobs"], token]:
         text, key = candidate["token"], candidate.get("token_id", candidate["token"])
-        # Different parts of characters can have the same text.
+        # Different tokens have the same text if they are parts of characters in UTF-8.
         if text in logprob_by_token and key not in seen_keys:
             text = bytes(candidate.get("bytes") or ()).decode(errors="backslashreplace")
         seen_keys.add(key)

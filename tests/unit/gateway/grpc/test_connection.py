@@ -261,6 +261,23 @@ async def test_too_many_pings_end_a_connection_if_limited() -> None:
         assert kind == GO_AWAY and payload.endswith(b"too_many_pings")
 
 
+async def test_pings_of_the_client_do_not_hide_sent_data_from_the_keepalive() -> None:
+    settings = {"keepalive_time_ms": 1000, "max_pings_without_data": 1, "max_ping_strikes": 5}
+    async with open_scene(**settings) as scene:
+        scene.call(1)
+        scene.call(3)
+        for stream in (1, 0):
+            await scene.clock.advance(1.1)
+            await scene.clock.advance(1.1)
+            ((kind, _, _, payload),) = scene.transport.frames()
+            assert kind == PING
+            scene.send(frame(PING, ACK, 0, payload))
+            if stream:
+                scene.calls[0][1].finish(b"")  # the data permits another ping of the server
+                scene.send(frame(PING, 0, 0, bytes(8)))
+                scene.transport.frames()
+
+
 async def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> None:
     async with open_scene(max_connection_age_ms=1000) as scene:
         scene.call(1)
@@ -302,7 +319,7 @@ async def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() ->
 async def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> None:
     async with open_scene() as scene:
         scene.call(1)
-        scene.connection.shut_down(refuses=True)
+        scene.connection.shut_down(refuses_requests=True)
         (_, _, _, first_stream), (_, _, _, last_stream), _ = scene.transport.frames()
         assert (first_stream[:4], last_stream[:4]) == (b"\x7f\xff\xff\xff", (1).to_bytes(4, "big"))
         scene.call(3)
@@ -436,7 +453,7 @@ async def test_reading_messages_enlarges_the_window() -> None:
             return None
 
         scene.serve = take
-        window = scene.connection.context.limits.window
+        window = scene.connection.context.limits.window_bytes
         scene.send(scene.head(1, STREAM))
         sent_size = granted_credit = updates = 0
         for _ in range(300):

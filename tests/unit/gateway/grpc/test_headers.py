@@ -32,7 +32,7 @@ def test_a_minimal_call_head() -> None:
     call_head = head()
     assert call_head.path == "/inference.X/Y"
     assert call_head.refusal is None
-    assert call_head.status == 200
+    assert call_head.http_status == 200
     assert call_head.timeout_s is None
     assert call_head.data_size == -1
     assert call_head.encoding == "identity" and list(call_head.metadata) == []
@@ -46,14 +46,14 @@ def test_content_types_of_calls(kind: bytes) -> None:
 @pytest.mark.parametrize("kind", [b"", b"text/html", b"application/json", b"application/grpc-web"])
 def test_other_requests_are_refused(kind: bytes) -> None:
     call_head = head(kind=kind)
-    assert call_head.status == 415
+    assert call_head.http_status == 415
     assert call_head.refusal is not None and call_head.refusal[0] is StatusCode.UNKNOWN
-    assert CallHead(START_FIELDS).status == 415
+    assert CallHead(START_FIELDS).http_status == 415
 
 
 def test_other_methods_than_post_are_refused() -> None:
     call_head = CallHead([(b":method", b"GET"), *START_FIELDS[1:], CONTENT_TYPE])
-    assert call_head.status == 405
+    assert call_head.http_status == 405
     assert call_head.refusal is not None and call_head.refusal[0] is StatusCode.UNIMPLEMENTED
 
 
@@ -62,14 +62,14 @@ def test_an_unknown_encoding_is_refused() -> None:
         assert head((b"grpc-encoding", name.encode())).refusal is None
     for wrong_value in (b"br", b"", b"GZIP", b"\xff", b"x" * 60000):
         call_head = head((b"grpc-encoding", wrong_value))
-        assert call_head.status == 200
+        assert call_head.http_status == 200
         assert call_head.refusal is not None and call_head.refusal[0] is StatusCode.UNIMPLEMENTED
         assert len(call_head.refusal[1]) < 200  # the client's own words do not grow
 
 
 def test_the_first_error_is_reported() -> None:
     call_head = head((b"grpc-encoding", b"br"), (b"grpc-timeout", b"x"), kind=b"text/html")
-    assert call_head.status == 415
+    assert call_head.http_status == 415
 
 
 @pytest.mark.parametrize(

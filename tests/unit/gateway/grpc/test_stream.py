@@ -50,7 +50,7 @@ class DeafCall:
     """The call of a client that takes one response."""
 
     client: Any = None
-    head = SimpleNamespace(strict=False, traceparent="")
+    head = SimpleNamespace(ends_on_error=False, traceparent="")
 
     def __init__(self, requests: AsyncIterator[bytes]) -> None:
         self.read_messages = lambda: requests

@@ -64,16 +64,16 @@ class Client:
 def connect_client(context: ssl.SSLContext) -> tuple[Client, TlsLayer]:
     client, layer = Client(["h2"]), TlsLayer(context)
     client.shake_hands(layer)
-    assert layer.ready
+    assert layer.is_ready
     return client, layer
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_data_passes_in_two_ways(tls_context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
     client, layer = Client(["http/1.1", "h2"], version), TlsLayer(tls_context)
-    assert not layer.ready
+    assert not layer.is_ready
     client.shake_hands(layer)
-    assert layer.ready
+    assert layer.is_ready
     client.tls.write(b"a request")
     assert layer.receive(client.outgoing.read()) == b"a request"
     layer.send(b"a response")
@@ -123,7 +123,7 @@ def test_clients_with_http1_are_refused(tls_context: ssl.SSLContext, protocols: 
     client, layer = Client(protocols), TlsLayer(tls_context)
     with pytest.raises(BrokenTls):
         client.shake_hands(layer)
-    assert not layer.ready
+    assert not layer.is_ready
 
 
 @given(st.binary(min_size=5, max_size=100))
@@ -132,7 +132,7 @@ def test_clients_without_tls_are_refused(tls_context: ssl.SSLContext, data: byte
     layer = TlsLayer(tls_context)
     with contextlib.suppress(BrokenTls):
         assert layer.receive(data) == b""
-    assert not layer.ready
+    assert not layer.is_ready
     layer.outgoing()
     layer.close()
 
@@ -155,7 +155,7 @@ def test_a_corrupt_record_is_refused(tls_context: ssl.SSLContext) -> None:
 def test_certificates_of_clients(mutual_tls: ssl.SSLContext, keys: Path) -> None:
     known_client, layer = Client(["h2"], certificate=keys / "client.pem"), TlsLayer(mutual_tls)
     known_client.shake_hands(layer)
-    assert layer.ready
+    assert layer.is_ready
     for client in (Client(["h2"]), Client(["h2"], certificate=keys / "stranger.pem")):
         with pytest.raises(BrokenTls):
             client.shake_hands(TlsLayer(mutual_tls))

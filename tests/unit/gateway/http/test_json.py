@@ -27,7 +27,7 @@ from shmserve.gateway.compression import (
     preferred_encoding,
 )
 from shmserve.gateway.grpc.wire.request import decode_request
-from shmserve.gateway.http.body import _parse, header_size
+from shmserve.gateway.http.body import _parse_header, header_size
 from shmserve.gateway.http.json import parser, tensors
 from shmserve.gateway.http.json.codec import JsonResponseTemplate, parse_request
 from shmserve.gateway.http.json.parser import JsonFault, loads, loads_large
@@ -234,7 +234,7 @@ def test_a_misspelt_member_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
     for _ in range(2):
         parse_request(one_input_request() | {"outputz": [], "mine": 1}, 0, "m", 4096)
     assert [record.getMessage() for record in caplog.records] == [
-        "a request has the unknown field 'outputz'; did its client mean 'outputs'?"
+        "a request has the unknown field 'outputz' (did you mean 'outputs'?)"
     ]
 
 
@@ -560,7 +560,7 @@ def test_dimensions_and_parameters_are_limited() -> None:
 def test_the_event_loop_runs_while_a_long_list_is_decoded(datatype: str, values: list[Any]) -> None:
     tensor = {"name": "A", "datatype": datatype, "shape": [300_000], "data": values}
     header = json.dumps({"inputs": [tensor]}).encode()
-    parsed: Any = _parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
+    parsed: Any = _parse_header(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
     wire, turn_count = run_and_count_turns(parsed)
     assert wire.inputs[0].data == tensors.decode(values, datatype, 300_000, "A")
     assert turn_count > 5

@@ -86,9 +86,12 @@ def _describe_state(engine: Engine) -> Any:
 def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: list[int]) -> None:
     """Nor how many frames are handled in a turn."""
     stream = wire.CLIENT_OPENING + b"".join(sent) + rest
-    limits = Limits(frame=16384, window=70000)
+    limits = Limits(frame_bytes=16384, window_bytes=70000)
     whole_engine = Engine(limits).take(stream)
-    split, limited = (Engine(limits), Engine(Limits(frame=16384, window=70000, frames=1)))
+    split, limited = (
+        Engine(limits),
+        Engine(Limits(frame_bytes=16384, window_bytes=70000, frames_per_call=1)),
+    )
     offset = count = 0
     while offset < len(stream):
         step = steps[count % len(steps)]

@@ -35,7 +35,9 @@ from tests.support.wire.http2_engine import Engine
 PADDED_FLAG, UNKNOWN_TYPE = 0x8, 0x16
 REQUEST = b"\x83\x86\x84"
 RESPONSE_BLOCKS = ResponseBlocks(b"\x88", b"\x88")
-LIMITS = Limits(resets=20, resets_per_s=2, control_frames=30, control_per_s=4, streams=16)
+LIMITS = Limits(
+    resets=20, resets_per_s=2, control_frames=30, control_frames_per_s=4, max_streams=16
+)
 _FLOOD_SIZE = 200  # more frames than any small limit allows
 
 
@@ -65,7 +67,7 @@ CLIENT_RESETS: dict[str, Callable[[int], bytes]] = {
     "less data than is said": lambda n: begin(n, end=True,
         block=REQUEST + encode_block([(b"content-length", b"1")])),
     "more data than was granted": lambda n: (begin(n) + frame(DATA, 0, n,
-        bytes(LIMITS.window)) + frame(DATA, 0, n, b"1")),
+        bytes(LIMITS.window_bytes)) + frame(DATA, 0, n, b"1")),
     "a malformed request": lambda n: begin(n, block=REQUEST[:2]),
     "malformed trailers": lambda n: begin(n) + begin(n, end=True, block=REQUEST),
     "trailers that end nothing": lambda n: begin(n) + begin(n, block=b""),
@@ -146,6 +148,7 @@ def test_floods_end_the_connection(name: str) -> None:
     for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
+    assert engine.sent[-1].payload[8:] == b"too many frames without effect (allowed: 4 per second)"
     assert len(engine.sent) - sent_before <= LIMITS.control_frames + 1
 
 
@@ -158,7 +161,7 @@ def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
-        clock.now += 1 / LIMITS.control_per_s
+        clock.now += 1 / LIMITS.control_frames_per_s
     assert engine.gone is None
 
 
@@ -200,14 +203,14 @@ def test_messages_in_one_frame_earn_window_updates_each() -> None:
 def test_endless_continuations_are_refused() -> None:
     for piece in (b"", b"\x84"):
         engine = Engine().take(CLIENT_OPENING + frame(HEADERS, END_STREAM, 1, REQUEST))
-        for _ in range(Limits().continuations):
+        for _ in range(Limits().max_continuations):
             assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is None
         assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
 def test_an_endless_header_block_is_refused() -> None:
     """By its bytes on the wire, before they are here."""
-    limits = Limits(header_block=20000)
+    limits = Limits(header_block_bytes=20000)
     engine = Engine(limits).take(CLIENT_OPENING + frame(HEADERS, 0, 1, bytes(15000)))
     assert engine.take(frame(CONTINUATION, 0, 1, bytes(5000))).gone is None
     assert engine.take(frame(CONTINUATION, 0, 1, b"x")).gone is FaultCode.ENHANCE_YOUR_CALM
@@ -240,7 +243,7 @@ def test_too_many_streams_are_refused() -> None:
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 1000, 2):
         engine.take(begin(number))
-    assert len(engine.requests) == LIMITS.streams
+    assert len(engine.requests) == LIMITS.max_streams
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.resets) == LIMITS.resets
 
@@ -295,7 +298,9 @@ def _frames_per_turn(engine: Engine, sent_data: bytes) -> Iterator[int]:
 )
 def test_the_work_of_a_turn_is_bounded(piece: bytes, frames_per_turn: int) -> None:
     """The limit counts frames, and empty frames count more; all are handled in the end."""
-    engine = Engine(Limits(frames=100, control_frames=10**6)).take(CLIENT_OPENING + begin(1))
+    engine = Engine(Limits(frames_per_call=100, control_frames=10**6)).take(
+        CLIENT_OPENING + begin(1)
+    )
     handled = list(_frames_per_turn(engine, piece * 1000))
     expected_turns = [frames_per_turn] * (1000 // frames_per_turn)
     assert handled in (expected_turns, [*expected_turns, 0])
@@ -312,14 +317,14 @@ def test_requests_count_as_more_work(size: int, requests_per_turn: int) -> None:
             for number in range(1, 81, 2)
         ],
     ):
-        engine = Engine(Limits(frames=100, stream_cost=9)).take(CLIENT_OPENING)
+        engine = Engine(Limits(frames_per_call=100, stream_cost_frames=9)).take(CLIENT_OPENING)
         handled = list(_frames_per_turn(engine, b"".join(sent_frames)))
         assert max(handled) <= 2 * requests_per_turn
         assert len(engine.http2.streams) == 40
 
 
 def test_frames_received_meanwhile_stay_in_order() -> None:
-    engine = Engine(Limits(frames=10)).take(CLIENT_OPENING)
+    engine = Engine(Limits(frames_per_call=10)).take(CLIENT_OPENING)
     pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
     for offset in range(0, 40, 8):
         engine.http2.receive(b"".join(pings[offset : offset + 8]))
@@ -330,7 +335,7 @@ def test_frames_received_meanwhile_stay_in_order() -> None:
 
 
 def test_nothing_is_pending_after_the_connection_failed() -> None:
-    engine = Engine(Limits(frames=10))
+    engine = Engine(Limits(frames_per_call=10))
     engine.http2.receive(CLIENT_OPENING + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
     assert engine.http2.is_closing and not engine.http2.has_pending_frames
     assert not engine.http2._buffer

@@ -139,12 +139,14 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    case.check(Limits(frame=16384))
+    case.check(Limits(frame_bytes=16384))
 
 
 def test_the_servers_settings_are_its_first_frame() -> None:
     """3.4: SETTINGS are the first that a server sends, which may come before the preface."""
-    engine = Engine(Limits(streams=7, window=70000, frame=20000, header_list=5000))
+    engine = Engine(
+        Limits(max_streams=7, window_bytes=70000, frame_bytes=20000, header_list_bytes=5000)
+    )
     first_frame = engine.sent[0]
     assert first_frame[:3] == (SETTINGS, 0, 0)
     values = dict(struct.iter_unpack(">HI", first_frame.payload))

@@ -237,7 +237,7 @@ def test_frames_for_a_completed_stream() -> None:
 
 def test_too_many_concurrent_streams_are_refused() -> None:
     """5.1.2: they are refused, and may be tried again when others are done."""
-    engine = Engine(Limits(streams=2)).take(CLIENT_OPENING)
+    engine = Engine(Limits(max_streams=2)).take(CLIENT_OPENING)
     for stream in (1, 3, 5):
         engine.take(frame(HEADERS, END_HEADERS, stream, POST))
     assert list(engine.requests) == [1, 3]
@@ -263,7 +263,7 @@ def test_a_response_may_overlap_its_request() -> None:
 
 def test_data_beyond_the_window_is_refused() -> None:
     """6.9.1: the window of a stream; window updates and padding count."""
-    limits = Limits(window=65535, frame=16384)
+    limits = Limits(window_bytes=65535, frame_bytes=16384)
     full_window = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
     assert Engine(limits).take(CLIENT_OPENING + BEGUN + full_window).resets == {}
     one_more = Engine(limits).take(CLIENT_OPENING + BEGUN + full_window + frame(DATA, 0, 1, b"x"))
@@ -278,7 +278,7 @@ def test_data_beyond_the_window_is_refused() -> None:
 
 def test_padding_is_returned_to_the_window() -> None:
     """6.9.1: padding uses the window, and the receiver of the data does not see it."""
-    engine = Engine(Limits(window=65535, frame=16384)).take(CLIENT_OPENING + BEGUN)
+    engine = Engine(Limits(window_bytes=65535, frame_bytes=16384)).take(CLIENT_OPENING + BEGUN)
     for _ in range(2000):
         engine.take(frame(DATA, PADDED, 1, b"\xff" + bytes(255)))
     assert engine.resets == {}
@@ -288,7 +288,7 @@ def test_padding_is_returned_to_the_window() -> None:
 
 def test_the_window_of_the_connection_is_refilled() -> None:
     """6.9.1: what streams are granted is all that holds a client back."""
-    engine = Engine(Limits(frame=2**20, window=2**20))
+    engine = Engine(Limits(frame_bytes=2**20, window_bytes=2**20))
     updates = [i for i in engine.sent if i.kind == WINDOW]
     assert [(i.stream, i.payload) for i in updates] == [(0, struct.pack(">I", 2**31 - 65536))]
     engine.take(CLIENT_OPENING + BEGUN)

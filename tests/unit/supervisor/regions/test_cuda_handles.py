@@ -582,7 +582,7 @@ class Stub:
         self.sent: list[Any] = []
         self.supervisor = self
         self.listener = self
-        self.shm = True
+        self.allows_shm = True
 
     async def send_request(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
         self.sent.append(kind(1, *fields))
@@ -626,7 +626,7 @@ async def test_grpc() -> None:
     stub.settings = GatewaySettings()
     with pytest.raises(InvalidArgument, match="GPUs not supported"):
         await call.cuda_register(sent)
-    stub.shm = False
+    stub.allows_shm = False
     assert not (await call.system_status(status_request)).regions
 
 
