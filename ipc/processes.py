@@ -76,13 +76,13 @@ def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> bool:
     """Kill a process and its descendants, except the `excluded_pids` ones and their descendants.
 
     Returns:
-        Whether the process `pid` has a command line. A process without one is not killed.
+        False if the process `pid` is in execve(2), and must be killed later.
     """
     child_pids = [child for child in children(pid) if child not in excluded_pids]
-    has_command_line = _kill(pid)
+    is_decided = _kill(pid)
     for child in child_pids:
         kill_tree(child, excluded_pids)
-    return has_command_line
+    return is_decided
 
 
 def _kill(pid: int) -> bool:
@@ -91,12 +91,15 @@ def _kill(pid: int) -> bool:
     The tracker exits by itself, after it has removed the shared memory of its program.
 
     Returns:
-        Whether the process has a command line. In execve(2) a process has none for a moment (for
-        0.3 s on a busy host), and may become a tracker. A process that has exited has none, either.
+        False if the process has no command line yet. It is in execve(2), for up to 0.3 s on a busy
+        host, and may become a tracker.
     """
     with contextlib.suppress(OSError):  # the process has exited
         command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if not command_line:
+        # A process whose main thread has exited is a zombie without a command line, too, but its
+        # other threads may run.
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
+        if not command_line and state != b"Z":
             return False
         # A process that another user started in this container may be a child of process 1.
         if _RESOURCE_TRACKER not in command_line:

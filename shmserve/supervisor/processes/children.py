@@ -109,6 +109,7 @@ class ProcessTable:
         self._early_exits: dict[int, str] = {}
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
         self._spawn_count = 0
+        self._stray_timer: asyncio.TimerHandle | None = None
         self._oom_kills = oom_kills()
         self._child_exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -226,11 +227,13 @@ class ProcessTable:
         if self._spawn_count:
             return
         self._early_exits.clear()
-        for pid in self._stray_pids():
-            # A stray may be the intermediate process of a dead zygote. Its child is in the table,
-            # and must not be killed.
-            if not processes.kill_tree(pid, excluded_pids=self._children):
-                self._loop.call_later(_EXEC_S, self._kill_strays)
+        if self._stray_timer is not None:
+            self._stray_timer.cancel()
+        # A stray may be the intermediate process of a dead zygote. Its child is in the table, and
+        # must not be killed.
+        kill = partial(processes.kill_tree, excluded_pids=self._children)
+        if not all([*map(kill, self._stray_pids())]):
+            self._stray_timer = self._loop.call_later(_EXEC_S, self._kill_strays)
 
     def _stray_pids(self) -> list[int]:
         known_pids = self._children.keys() | self._inherited_pids

@@ -123,6 +123,48 @@ async def main():
 asyncio.run(main())
 """
 
+_RETRY_PROGRAM = """
+import asyncio, os
+from shmserve.ipc import processes
+from shmserve.supervisor.processes.children import ProcessTable
+
+async def main():
+    children, kills = ProcessTable(), []
+    processes.kill_tree = lambda pid, excluded_pids: kills.append(pid)
+    with children.spawning():
+        pids = [os.posix_spawn("/bin/sleep", ["sleep", "60"], {}) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    print(2 * len(pids) <= len(kills) <= 10 * len(pids))
+    for pid in pids:
+        os.kill(pid, 9)
+
+asyncio.run(main())
+"""
+
+# The first thread ends, and the other one continues.
+_THREAD_PROGRAM = """
+import asyncio, os, sys
+from shmserve.supervisor.processes.children import ProcessTable
+
+program = '''
+import ctypes, os, threading, time
+
+threading.Thread(target=time.sleep, args=(600,)).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+'''
+
+async def main():
+    children = ProcessTable()
+    with children.spawning():
+        pid = os.posix_spawn(sys.executable, ["python", "-c", program], {})
+        while ") Z " not in open(f"/proc/{pid}/stat").read():
+            await asyncio.sleep(0.01)
+    await children.wait_for_trackers(20)
+    print(os.path.exists(f"/proc/{pid}"))
+
+asyncio.run(main())
+"""
+
 # A process of a model has a subprocess with shared memory and a semaphore, as vLLM does. The
 # subprocess exits, and its objects are removed, when its standard input is closed, which happens
 # even if this program is killed.
@@ -201,6 +243,15 @@ def test_a_process_whose_maker_is_a_stray() -> None:
 
 def test_a_stray_that_is_starting_a_program_is_killed() -> None:
     assert output(_EXEC_PROGRAM) == ""
+
+
+def test_strays_that_are_starting_programs_are_killed_later_by_one_timer() -> None:
+    assert output(_RETRY_PROGRAM) == "True\n"
+
+
+def test_a_stray_whose_main_thread_has_exited_is_killed() -> None:
+    """The kernel shows no command line of such a process, either."""
+    assert output(_THREAD_PROGRAM) == "False\n"
 
 
 def test_shared_memory_of_a_killed_process_is_removed() -> None:
