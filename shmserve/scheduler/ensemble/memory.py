@@ -301,7 +301,7 @@ class DeviceBlocks:
         """Allocate a segment for a block of `byte_size`; return False if that is not possible."""
         capacity = sum(s.free_list.capacity for s in self._segments.values() if s.device == device)
         size = min(max(byte_size, _SEGMENT_SIZE), self._byte_size - capacity)
-        if size < byte_size or device in self._full_devices:
+        if size < max(byte_size, 1) or device in self._full_devices:
             return False
         try:
             if self._cuda is None:

@@ -17,6 +17,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
@@ -155,7 +156,8 @@ class Workspaces:
     def on_allocated(self, device: str, memory: Memory) -> None:
         """Open a device's pool, and grant the waiting requests."""
         pool = self._pools[device]
-        self._send_granted(pool, pool.open(memory))
+        # The holder's allocation has at least the capacity, which `_round_to_pages` has rounded.
+        self._send_granted(pool, pool.open(replace(memory, byte_size=pool.capacity)))
 
     def holder_exited(self, device: str) -> None:
         """Close a device's pool, whose holder has died, until `on_allocated` is called again."""

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,16 @@ def test_a_request_for_a_workspace_waits_for_its_holder() -> None:
     workspaces.handle(10, ReturnWorkspace(DEVICE, 77, 0))
     assert sent_messages.take_granted() == [(12, 1, 77, 0)]
     workspaces.close()  # the workspaces hold no descriptor of it
+
+
+def test_the_memory_of_a_lease_has_all_bytes_of_the_pool() -> None:
+    """The size of a pool is rounded up to pages, and its last bytes can be leased, too."""
+    sent_messages = SentMessages()
+    workspaces = Workspaces({DEVICE: 5000}, sent_messages)
+    workspaces.on_allocated(DEVICE, replace(device_memory(77), byte_size=5000))
+    workspaces.handle(10, lease_request(1, 8192))
+    ((_, message),) = sent_messages.messages
+    assert unpack_range(list(message.payload["place"])).memory.byte_size == 8192
 
 
 def test_leases_of_released_memory_are_dropped() -> None:

@@ -142,3 +142,10 @@ def test_blocks_are_used_again_and_bounded() -> None:
     assert used_device_bytes(blocks) == 10 * MB
     assert all(blocks.allocate(0, 60 * MB) for _ in range(2)) and len(cuda.allocated) == 3
     assert blocks.allocate(0, 200 * MB) is None
+
+
+def test_no_empty_block_is_allocated_on_a_device_without_free_space() -> None:
+    cuda: FakeExporting = FakeCuda().exporting()
+    blocks = DeviceBlocks(2 * MB, lambda: cuda)
+    assert blocks.allocate(0, 2 * MB) is not None
+    assert blocks.allocate(0, 0) is None and len(cuda.allocated) == 1
