@@ -458,7 +458,7 @@ class Front(Generic[R]):
         self._reports.restore(snapshot, alive)
 
     def count_unexpected(self) -> None:
-        """Count a message that was dropped because its sender must not send it at this time."""
+        """Count a message that was dropped because its sender must not send it, ever or now."""
         self._reports.unexpected_count += 1
 
     def _collect_gauges(self) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class Limits:
     Attributes:
         max_streams: The maximum number of concurrent streams.
         header_list_bytes: The maximum size of a header list as counted by HPACK, the same as
-            grpcio's. A larger list ends its stream.
+            grpcio's. A larger list ends its stream. A list of more than four times this size ends
+            the connection.
         header_block_bytes: The maximum size of a header block on the wire, since Huffman decoding
             takes most of a microsecond per byte. A larger block ends the connection.
         max_continuations: The maximum number of CONTINUATION frames of a block.
@@ -62,7 +63,7 @@ class Limits:
         frames_per_call: The maximum work of one call of `FrameReader.receive`, in frames.
         stream_cost_frames: The work of opening a stream, in frames.
         window_bytes: The initial receive window of a stream in bytes.
-        frame_bytes: The maximum payload of a DATA frame in bytes.
+        frame_bytes: The maximum payload of a DATA, HEADERS or CONTINUATION frame in bytes.
     """
 
     max_streams: int = 512

@@ -88,9 +88,8 @@ class Outgoing:
 
     def __init__(self, on_sent: Callable[[Stream], None]) -> None:
         self._on_sent = on_sent  # called with a stream whose frames are all sent
-        self.output: list[
-            bytes | memoryview
-        ] = []  # encoded frames, until the connection writes them
+        # Encoded frames, until the connection writes them.
+        self.output: list[bytes | memoryview] = []
         self.is_paused = False
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW

@@ -9,8 +9,9 @@ POST /tokenize and /detokenize work as in vLLM.
     responses.py            the responses of the Responses API, and their events
     models.py               the list of models, their embeddings, and their tokenizers
 
-The way of a prompt to the worker. Files without a folder are in this package, other paths are
-relative to `shmserve/`, and the words in parentheses are messages between processes:
+The way of a prompt to the worker. Paths are those of architecture.md. Files without a folder are in
+this package, or in the folder that the same step has named before. The words in parentheses are
+messages between processes:
 
     1. generation.py                        reads the body by bodies.py (/v1/responses: by
                                             responses_request.py)
