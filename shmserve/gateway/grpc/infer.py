@@ -402,7 +402,7 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
         logger.error("gRPC call %s failed", call.head.path, exc_info=error)
         return INTERNAL_FAILURE
     if call.is_out_of_time():
-        # The scheduler may detect the expired deadline before the client, which expects this status.
+        # The scheduler may detect an expired deadline before the client, which expects this status.
         return DEADLINE_EXPIRED
     return ending_from_error(error)
 
