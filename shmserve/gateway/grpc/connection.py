@@ -404,8 +404,8 @@ class ConnectionLifetime:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._checked_frames = 0  # received frames at the last check
         self._pings_sent = 0  # pings that were sent since the last data
-        # The number of DATA frames sent so far, at the time when the server's pings were last counted
-        # and at the time when the client's pings were last counted.
+        # The number of sent DATA frames at the last count of the server's pings, and at the last
+        # count of the client's pings.
         self._data_frames_at_ping = self._data_frames_at_client_ping = 0
         self._counted_pings = 0
         self._last_ping = float("-inf")
