@@ -90,8 +90,8 @@ def main() -> int:
         The exit status: 2 if torch finds no CUDA device.
     """
     parser = argparse.ArgumentParser(prog="python -m bench.device", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="a sample's (2)")
-    parser.add_argument("--repeats", type=int, default=5, help="samples of each (5)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each sample (2)")
+    parser.add_argument("--repeats", type=int, default=5, help="samples of each case (5)")
     options = parser.parse_args()
     import torch
 

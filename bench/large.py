@@ -30,10 +30,10 @@ from bench.soak import quantile
 from bench.system import machine, processes, resources, servers
 from shmserve.common import fd_limits
 
-_ACTIVE = 100  # connections that send requests
+_ACTIVE_COUNT = 100  # connections that send requests
 _SECONDS = 5
 _PAGE = 4096
-_PART = 500  # number of first and of last regions whose medians are printed
+_EDGE = 500  # number of first and of last regions whose medians are printed
 _BODY = json.dumps(BODIES["simple"])
 
 
@@ -94,7 +94,7 @@ def connections(count: int) -> None:
         with _server([servers.BENCH / "models" / "simple"]) as server:
             port = server.ports.grpc if name == "grpc" else server.ports.http
             gateway = f"gateway {name} 0"
-            active = [open_connection(port) for _ in range(_ACTIVE)]
+            active = [open_connection(port) for _ in range(_ACTIVE_COUNT)]
             alone = _latencies(active)
             before = resources.sample(server.pid).memory_mb
             start_s = time.perf_counter()
@@ -106,7 +106,7 @@ def connections(count: int) -> None:
             kb = (after[_title(after, gateway)] - before[_title(before, gateway)]) / count * 1e3
             print(
                 f"{name}: {count:,} idle, {ended} of them ended; {took / count * 1e6:,.0f} µs and "
-                f"{kb:.1f} KB each; {_ACTIVE} that ask: alone {_quantiles(alone)}, beside them "
+                f"{kb:.1f} KB each; {_ACTIVE_COUNT} active: alone {_quantiles(alone)}, beside them "
                 f"{_quantiles(beside)}",
                 flush=True,
             )
@@ -184,11 +184,11 @@ def regions(count: int) -> None:
             ]
             print(
                 f"{count:,} regions: {added_mb / count * 1e3:.2f} KB each; register p50 of the "
-                f"first {_PART} {quantile(added[:_PART], 0.5):.2f} ms, of the last "
-                f"{quantile(added[-_PART:], 0.5):.2f} ms; status of one {one_ms:.1f} ms, of all "
+                f"first {_EDGE} {quantile(added[:_EDGE], 0.5):.2f} ms, of the last "
+                f"{quantile(added[-_EDGE:], 0.5):.2f} ms; status of one {one_ms:.1f} ms, of all "
                 f"{all_ms:.0f} ms; a request p50 {quantile(infer, 0.5):.2f} ms; unregister first "
-                f"{quantile(removed[:_PART], 0.5):.2f} ms, last "
-                f"{quantile(removed[-_PART:], 0.5):.2f} ms",
+                f"{quantile(removed[:_EDGE], 0.5):.2f} ms, last "
+                f"{quantile(removed[-_EDGE:], 0.5):.2f} ms",
                 flush=True,
             )
     finally:

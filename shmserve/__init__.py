@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name != "serve":
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    # Imported late: it imports numpy, which the server's processes import later.
+    # Imported on first use: it imports numpy, which the server's processes need only later.
     from shmserve.serving import serve
 
     return serve

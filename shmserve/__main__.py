@@ -6,8 +6,8 @@ import sys
 
 def main() -> int:
     """Run the command line. An interrupt during the imports exits with 130, like a later one."""
-    # The verb unblocks the signal after its imports: numpy would convert a KeyboardInterrupt to an
-    # ImportError.
+    # The CLI unblocks SIGINT after its imports: numpy would convert a KeyboardInterrupt during the
+    # imports to an ImportError.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         from shmserve.cli import main as run

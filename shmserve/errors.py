@@ -202,13 +202,13 @@ def nearest(name: str, names: Iterable[str], min_similarity: float = 0.6) -> str
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return the end of an error, `, did you mean 'NAME'?`, or "" if no name is near."""
+    """Return a suffix for an error message: `, did you mean 'NAME'?`, or "" if no name is near."""
     near = nearest(name, names)
     return f", did you mean '{near}'?" if near else ""
 
 
 def how_to_install(package: str, extra: str) -> str:
-    """Return the commands that install a package by an extra of shmserve."""
+    """Return the commands that install a package through an extra of shmserve."""
     command = f"pip install 'shmserve[{extra}]'"
     if package != "torch":
         return command
@@ -217,7 +217,7 @@ def how_to_install(package: str, extra: str) -> str:
 
 
 def missing_package(user: str, error: ImportError, extra: str) -> str:
-    """Return the message that `user`, a part of the server, needs the missing package."""
+    """Return the error message for a component, `user`, whose import of a package failed."""
     package = (error.name or extra).partition(".")[0]
     return (
         f"{user} needs the package {package}, which cannot be imported ({error}): "
@@ -240,7 +240,7 @@ class Collector:
         self.problems: list[str] = []
 
     def __call__(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function, and collect its InvalidArgument.
+        """Call a function, and collect the InvalidArgument that it raises.
 
         Returns:
             The function's result, or None after an error. Call `check` before using the result.

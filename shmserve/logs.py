@@ -29,8 +29,8 @@ MAX_LOG_LEVEL = 2**32 - 1
 
 _LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
-_MAX_LINE = 8192
-_MAX_ROWS = 100  # maximum lines of a traceback, which may contain a client's text
+_MAX_LINE_LENGTH = 8192
+_MAX_EXTRA_LINES = 100  # maximum lines of a traceback, which may contain a client's text
 _MAX_WARNED_NAMES = 1000
 _warned: set[tuple[str, str]] = set()  # messages and names that `warn_once` has logged
 
@@ -67,10 +67,10 @@ class LogSettings:
 
 def clean(text: str) -> str:
     """Escape control characters and cap the length, so that a client cannot forge log lines."""
-    printable = text[: _MAX_LINE + 1]
+    printable = text[: _MAX_LINE_LENGTH + 1]
     if not printable.isprintable():
         printable = "".join(c if c.isprintable() else _escape(c) for c in printable)
-    return printable if len(printable) <= _MAX_LINE else printable[:_MAX_LINE] + "..."
+    return printable if len(printable) <= _MAX_LINE_LENGTH else printable[:_MAX_LINE_LENGTH] + "..."
 
 
 def _escape(character: str) -> str:
@@ -78,9 +78,9 @@ def _escape(character: str) -> str:
 
 
 def _indented(lines: list[str]) -> str:
-    """Return the further lines of a text, indented so that they do not look like records."""
-    if len(lines) > _MAX_ROWS:
-        lines = [*lines[: _MAX_ROWS // 2], "...", *lines[-_MAX_ROWS // 2 :]]
+    """Return the lines after a record's first line, indented so as not to look like records."""
+    if len(lines) > _MAX_EXTRA_LINES:
+        lines = [*lines[: _MAX_EXTRA_LINES // 2], "...", *lines[-_MAX_EXTRA_LINES // 2 :]]
     return "".join(f"\n    {clean(line)}" for line in lines)
 
 
@@ -92,7 +92,7 @@ def enable() -> None:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Write no warnings of the server's loggers; other loggers and levels are not affected."""
+    """Suppress warnings of the server's loggers in this block, but no other records."""
 
     def is_written(record: logging.LogRecord) -> bool:
         return record.levelno != logging.WARNING or not record.name.startswith("shmserve.")
@@ -108,7 +108,10 @@ def without_warnings() -> Iterator[None]:
 
 
 def warn_once(log: logging.Logger, message: str, name: str) -> None:
-    """Log a warning about a name that a client sent, once; at most 1000 warnings in a process."""
+    """Log a warning about a name that a client sent, unless this process has logged it before.
+
+    A process logs at most 1000 of these warnings.
+    """
     if (message, name) not in _warned and len(_warned) < _MAX_WARNED_NAMES:
         _warned.add((message, name))
         log.warning(message, name)
@@ -132,7 +135,7 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as one line, followed by the rest of its text and its traceback."""
         first_line, *more_lines = record.getMessage().split("\n")
-        line = f"{self._start(record)} {clean(first_line)}"
+        line = f"{self._prefix(record)} {clean(first_line)}"
         request_id = getattr(record, "request_id", None)
         if request_id:
             line += f" request={clean(str(request_id))}"
@@ -151,7 +154,7 @@ class LineFormatter(logging.Formatter):
             return ""
         return _indented(self.formatException(record.exc_info).splitlines())
 
-    def _start(self, record: logging.LogRecord) -> str:
+    def _prefix(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         stamp += f".{int(record.msecs):03d}Z"
         letter = _LETTERS.get(record.levelname, "?")
@@ -161,7 +164,7 @@ class LineFormatter(logging.Formatter):
 
 
 _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
-_OF_MODEL = re.compile(r"(?:inference of )?model '?%s")  # the beginning of a text about a model
+_MODEL_MESSAGE = re.compile(r"(?:inference of )?model '?%s")  # %s is the model's name
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
@@ -172,11 +175,11 @@ class Journal:
 
     def __init__(self, formatter: LineFormatter) -> None:
         self._formatter = formatter
-        kind, _, name = formatter.role.partition(" ")
+        process_type, _, name = formatter.role.partition(" ")
         self._fields = {"SYSLOG_IDENTIFIER": "shmserve", "SHMSERVE_PROCESS": formatter.role}
-        if kind == "worker":
+        if process_type == "worker":
             self._fields |= {"SHMSERVE_MODEL": name.rpartition(".")[0], "SHMSERVE_INSTANCE": name}
-        elif kind in ("scheduler", "ensemble"):
+        elif process_type in ("scheduler", "ensemble"):
             self._fields |= {"SHMSERVE_MODEL": name}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
@@ -202,7 +205,7 @@ class Journal:
             "CODE_LINE": record.lineno,
             "CODE_FUNC": record.funcName,
         }
-        if isinstance(record.args, tuple) and record.args and _OF_MODEL.match(str(record.msg)):
+        if isinstance(record.args, tuple) and record.args and _MODEL_MESSAGE.match(str(record.msg)):
             fields["SHMSERVE_MODEL"] = clean(str(record.args[0]))
         if request_id := getattr(record, "request_id", None):
             fields["REQUEST_ID"] = clean(str(request_id))
@@ -242,7 +245,7 @@ def _field(name: str, value: object) -> bytes:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """The handler of a process, which applies the settings."""
+    """The log handler of a process, which filters and formats records by the `LogSettings`."""
 
     def __init__(self, role: str) -> None:
         super().__init__(sys.stderr)
@@ -262,7 +265,7 @@ class _Handler(logging.StreamHandler[TextIO]):
             self._journal = None
         super().close()
 
-    def use(self, settings: LogSettings) -> None:
+    def set_settings(self, settings: LogSettings) -> None:
         self._settings = settings
         self._formatter.log_format = settings.log_format
 
@@ -271,7 +274,7 @@ def configure(role: str, settings: LogSettings) -> None:
     """Configure logging to stderr or the journal for this process.
 
     Args:
-        role: The process in each line, such as "supervisor", "gateway 0" or "worker simple.0".
+        role: The name of this process in the log, such as "gateway 0" or "worker simple.0".
         settings: The settings.
     """
     handlers = logging.getLogger().handlers
@@ -279,7 +282,7 @@ def configure(role: str, settings: LogSettings) -> None:
         if isinstance(handler, _Handler):
             handler.close()
     handlers[:] = [_Handler(role)]
-    _use(settings)
+    _apply_to_handlers(settings)
     # Debug messages and access logs of libraries are not written.
     for library in ("asyncio", "aiohttp", "urllib3"):
         logging.getLogger(library).setLevel(logging.WARNING)
@@ -287,13 +290,13 @@ def configure(role: str, settings: LogSettings) -> None:
 
 def apply(settings: LogSettings) -> None:
     """Apply settings that a client has changed, if `configure` has configured the logging."""
-    _use(settings)
+    _apply_to_handlers(settings)
     logger.debug("the log settings have changed: %s", settings)
 
 
-def _use(settings: LogSettings) -> None:
+def _apply_to_handlers(settings: LogSettings) -> None:
     root = logging.getLogger()
     for handler in root.handlers:
         if isinstance(handler, _Handler):
-            handler.use(settings)
+            handler.set_settings(settings)
             root.setLevel(settings.level)

@@ -22,7 +22,7 @@ numpy array. A type checker sees the array type.
 The datatypes are BOOL, UINT8 to UINT64, INT8 to INT64, FP16, FP32, FP64, BF16 and BYTES. BF16 is
 torch.bfloat16, or the bit patterns as uint16 in numpy. BYTES is a numpy array of bytes objects.
 
-The class may have these attributes. Those with a number show the default:
+The class may have these attributes. A number after `=` is the default:
 
     max_batch_size = 32         the maximum number of rows in a batch; 0: `predict` receives one
                                 request at a time, without a batch dimension. The default is 0 if

@@ -36,14 +36,14 @@ from shmserve.errors import (
 )
 
 Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
-Sources = dict[Path, Path]  # the files generated for classes, and the user's files
+Sources = dict[Path, Path]  # generated file -> the user's file with the class
 
-_STOP_S = 40.0
+_STOP_TIMEOUT_S = 40.0
 # A run directory has at most 85 bytes, since the paths of sockets are limited.
 _LONGEST_TMPDIR = 85 - len("/shmserve-12345678/run")
 _PAUSE_S = 0.05
-# The program of the server's process, which is terminated when its parent exits for any reason.
-# The server then removes the folder that its parent has left behind.
+# The program of the server's process. The kernel terminates it when its parent exits. The program
+# then removes the temporary folder, because the parent may not have removed it.
 _PROGRAM = """
 import os, shutil, signal, sys
 from shmserve.ipc.processes import signal_at_parents_death
@@ -55,7 +55,7 @@ if os.getppid() != parent:
     shutil.rmtree(folder, ignore_errors=True)
 sys.exit(status)
 """
-_INSIDE = "SHMSERVE_IN_SERVER"
+_IN_SERVER_VARIABLE = "SHMSERVE_IN_SERVER"
 
 
 class LocalServer(sync.Server):
@@ -65,7 +65,7 @@ class LocalServer(sync.Server):
         url: The URL of the server's HTTP listener.
         run_dir: The server's run directory, for `shmserve.client.connect` in other processes.
         log: The path of the server's log.
-        sources: The user's files by the files that the server reads instead of them.
+        sources: The user's file for each generated file that the server reads.
     """
 
     url: str
@@ -106,25 +106,25 @@ def serve(
         Internal: The block raises this error of a model. Its note has the model's traceback.
         Unavailable: The server did not become ready in time.
     """
-    if os.environ.get(_INSIDE):
+    if os.environ.get(_IN_SERVER_VARIABLE):
         raise InvalidArgument(
             "a model called shmserve.serve() while the server imported its file; call it below "
             "`if __name__ == '__main__':`"
         )
-    single = isinstance(models, type | str | os.PathLike) or not isinstance(models, Iterable)
-    classes: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
+    is_single = isinstance(models, type | str | os.PathLike) or not isinstance(models, Iterable)
+    served: list[Any] = [models] if is_single else list(models)  # type: ignore[arg-type]
     sources: Sources = {}
     is_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR
     folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if is_long else None))
-    owner = os.getpid()
+    owner_pid = os.getpid()
     try:
-        arguments = [word for model in classes for word in _model_arguments(model, folder, sources)]
+        arguments = [word for model in served for word in _model_arguments(model, folder, sources)]
         run_dir = Path(flags.get("run_dir") or folder / "run")
         options = {"allow_grpc": False, "allow_metrics": False, "http_port": port, **flags}
         options["run_dir"] = run_dir
         arguments += [word for name, value in options.items() for word in _format_flag(name, value)]
-        with _process(arguments, folder / "log") as process:
-            server = _ready_client(process, run_dir, folder / "log", timeout, token, sources)
+        with _server_process(arguments, folder / "log") as process:
+            server = _connect_when_ready(process, run_dir, folder / "log", timeout, token, sources)
             try:
                 yield server
             except Internal as error:
@@ -135,7 +135,7 @@ def serve(
             finally:
                 server.close()
     finally:
-        if os.getpid() == owner:  # not in a forked process that leaves the block
+        if os.getpid() == owner_pid:  # not in a forked process that leaves the block
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -147,11 +147,12 @@ def _format_flag(name: str, value: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _server_process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     paths = [path or os.getcwd() for path in sys.path]  # "" is the working directory
-    environment = {**os.environ, _INSIDE: "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, _IN_SERVER_VARIABLE: "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", _PROGRAM, str(log.parent), "serve", *arguments]
-    # The signal at the parent's death is sent when the thread that started the process ends.
+    # The kernel signals the server when the thread that started it ends, so this thread must last
+    # as long as the server.
     starter = ThreadPoolExecutor(1)
     with log.open("wb") as file:
         process = starter.submit(
@@ -161,7 +162,7 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
                 stdout=file,
                 stderr=file,
                 env=environment,
-                # Jupyter and terminals interrupt the process group of the block, which may go on.
+                # A new session, so that Ctrl-C in Jupyter or a terminal does not interrupt it.
                 start_new_session=True,
             )
         ).result()
@@ -170,14 +171,14 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(_STOP_S)
+            process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         starter.shutdown()
 
 
-def _ready_client(
+def _connect_when_ready(
     process: subprocess.Popen[bytes],
     run_dir: Path,
     log: Path,
@@ -242,7 +243,7 @@ def _model_arguments(
     if isinstance(model, type):
         return [f"{_file_of(model, folder, sources)}:{model.__name__}"]
     if not isinstance(model, str | os.PathLike):
-        message = f"serve() accepts a class, a path or a list of these, not {_article(model)}"
+        message = f"serve() accepts a class, a path or a list of these, not {_describe_type(model)}"
         raise InvalidArgument(message)
     text = os.fspath(model)
     path = Path(text)
@@ -259,7 +260,7 @@ def _model_arguments(
     return [f"--model-repository={repository}"]
 
 
-def _article(model: Any) -> str:
+def _describe_type(model: Any) -> str:
     name = type(model).__name__
     is_named = hasattr(model, "__name__") or model is None
     return f"a {name}" if is_named else f"an instance of '{name}'"
@@ -282,7 +283,7 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
         text += f"from {cls.__module__} import {cls.__qualname__.partition('.')[0]}\n"
         if "." in cls.__qualname__:
             text += f"{cls.__name__} = {cls.__qualname__}\n"
-        if package == path.stem:  # the worker imports the generated file first, under the same name
+        if package == path.stem:  # the generated file has the module's name, and is found first
             resolved = str(path.resolve().parent)
             text = f"import sys\nsys.path.remove({resolved!r})\ndel sys.modules[__name__]\n{text}"
     else:
@@ -345,7 +346,7 @@ def _source_of(cls: type) -> str:
         sources.sort(key=itemgetter(0))
     is_future = any("__future__" in ast.unparse(node) for node, _ in statements)
     header = ["from __future__ import annotations"] if is_future else []
-    header.append(f"__file__ = {_user_file(cls)!r}")  # for files beside it
+    header.append(f"__file__ = {_user_file(cls)!r}")  # the class may open files beside its own
     if any("argparse" in source or "argv" in source for _, source in sources):
         header.append(f"import sys; sys.argv = {sys.argv!r}")
     if package := sys.modules[cls.__module__].__package__:  # relative imports need it
@@ -374,7 +375,7 @@ def _read_class_source(cls: type) -> tuple[int, str]:
 
 
 def _user_file(cls: type) -> str:
-    """Return the path of the file that defines a class; for a notebook, one in its folder."""
+    """Return the path of the file that defines a class; for a notebook, a path in its folder."""
     return os.path.abspath(_source_file(cls) or "notebook.py")
 
 

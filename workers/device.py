@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch import device as TorchDevice
 
-_PACKAGES = {"npu": "torch_npu"}
+_PACKAGES_BY_KIND = {"npu": "torch_npu"}
 _ALIGNMENT = 64  # torch's alignment of tensors in bytes, for vector instructions
 
 
@@ -143,7 +143,7 @@ def open_device(name: str) -> Device:
 def accelerator_kind() -> str:
     """Return the kind of accelerator of this host, or "cuda" if the host has none."""
     torch = import_torch("an instance on an accelerator")
-    for package in _PACKAGES.values():
+    for package in _PACKAGES_BY_KIND.values():
         with contextlib.suppress(ImportError):
             importlib.import_module(package)
     accelerator = torch.accelerator.current_accelerator()
@@ -151,7 +151,7 @@ def accelerator_kind() -> str:
 
 
 def _import_support(kind: str, name: str) -> None:
-    package = _PACKAGES.get(kind)
+    package = _PACKAGES_BY_KIND.get(kind)
     if package is None:
         return
     try:

@@ -212,7 +212,7 @@ def _extract(archive: Path, root: Path) -> None:
                 with path.open("wb") as file:
                     shutil.copyfileobj(content, file)
                 path.chmod(member.mode & 0o755 | 0o600)
-                # Compiled modules contain the modification times of their sources.
+                # Compiled modules are valid only with the modification times of their sources.
                 os.utime(path, (member.mtime, member.mtime))
             else:
                 raise tarfile.TarError(f"'{member.name}' is neither a file nor a folder nor a link")

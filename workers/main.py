@@ -312,7 +312,7 @@ class WorkerInstance:
         """Connect the instance to the scheduler at `endpoint`, and serve until `Stop`."""
         self.attach(endpoint)
         control = self._context.control
-        # The load has freed memory, too.
+        # The load has freed memory, which is returned to the system after the first pause.
         timeout_s: float | None = _TRIM_DELAY_S
         needs_trim = True
         while True:

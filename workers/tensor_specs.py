@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import math
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,3 +143,23 @@ def as_configured(outputs: dict[str, Any], signature: Signature) -> dict[str, An
             dims = specs[name].model_dims
             outputs[name] = value.reshape([1] * len(dims) if math.prod(dims) in (1, -1) else ())
     return outputs
+
+
+@contextlib.contextmanager
+def escaping_surrogates() -> Iterator[None]:
+    """Return a context in which this thread's strict conversions of text escape invalid bytes.
+
+    C++ libraries convert strings by the error handler "strict", and have no option for
+    "surrogateescape".
+    """
+    thread, escape = threading.get_ident(), codecs.lookup_error("surrogateescape")
+    raise_error = codecs.strict_errors
+
+    def convert(error: UnicodeError) -> tuple[str | bytes, int]:
+        return escape(error) if threading.get_ident() == thread else raise_error(error)
+
+    codecs.register_error("strict", convert)
+    try:
+        yield
+    finally:
+        codecs.register_error("strict", raise_error)

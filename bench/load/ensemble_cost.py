@@ -43,8 +43,8 @@ from shmserve.scheduler.settings import Settings
 
 _GATEWAY = b"7000.ab"
 _IDENTITY = b"6000.1"
-_SMALL = 16  # elements of a small tensor
-_DATA = bytes(4 * _SMALL)
+_SMALL_ELEMENTS = 16  # elements of a small tensor
+_DATA = bytes(4 * _SMALL_ELEMENTS)
 
 
 def _io(names: str, elements: int) -> list[dict[str, Any]]:
@@ -102,8 +102,8 @@ class Chain:
         config = {
             "name": "chain",
             "max_batch_size": 0,
-            "input": _io("I", _SMALL),
-            "output": _io("O", _SMALL),
+            "input": _io("I", _SMALL_ELEMENTS),
+            "output": _io("O", _SMALL_ELEMENTS),
             "ensemble_scheduling": {
                 "step": [
                     {
@@ -134,9 +134,9 @@ class Chain:
         self._ensemble = Front(core, self._clients, _Outbox(), time.time_ns, "e")
         add = self._add_instant if ensemble_only else self._add
         for name, input_size, output_size in (
-            ("a", _SMALL, elements),
+            ("a", _SMALL_ELEMENTS, elements),
             ("b", elements, elements),
-            ("c", elements, _SMALL),
+            ("c", elements, _SMALL_ELEMENTS),
         ):
             spec = add(name, input_size, output_size)
             published = ModelPublished(name, "1", spec, {}, name, True, True, 0.0, 0)
@@ -187,7 +187,7 @@ class Chain:
     def run(self) -> None:
         """Run one request from its client to its last response."""
         self._last_id += 1
-        tensor = TensorRef("I", "FP32", (_SMALL,), _DATA)
+        tensor = TensorRef("I", "FP32", (_SMALL_ELEMENTS,), _DATA)
         now_ns = time.monotonic_ns()
         packed = pack_inference(Inference((tensor,), ()))
         self._active[self._ensemble] = None
@@ -222,7 +222,7 @@ class Chain:
         (received,) = frames.unpack(frames.pack([batch]))
         (request,) = received.requests
         schema_entry = self._schemas[request.schema]
-        size, data = _SMALL, _DATA
+        size, data = _SMALL_ELEMENTS, _DATA
         if schema_entry.outputs[0].has_range:
             data = request.data[-1]
             size = data[2] // 4
@@ -249,18 +249,18 @@ def measure(chain: Chain, requests: int = 4000) -> tuple[float, float]:
 
 if __name__ == "__main__":
     if "--profile" in sys.argv:
-        chain = Chain(_SMALL)
+        chain = Chain(_SMALL_ELEMENTS)
         profile = cProfile.Profile()
         with profile:
             for _ in range(3000):
                 chain.run()
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
     else:
-        for size in (_SMALL, 262144):
+        for size in (_SMALL_ELEMENTS, 262144):
             total_us, worker_us = measure(Chain(size))
             print(
                 f"{size * 4} bytes between steps: {total_us:.1f} us a request, "
                 f"{worker_us:.1f} of them for the workers' stand-in"
             )
-        total_us = measure(Chain(_SMALL, ensemble_only=True))[0]
+        total_us = measure(Chain(_SMALL_ELEMENTS, ensemble_only=True))[0]
         print(f"the ensemble alone: {total_us:.1f} us a request")

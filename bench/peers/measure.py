@@ -25,7 +25,7 @@ from bench.system.servers import BENCH, ServerFailed, free_ports, stop_on_signal
 
 _SERVERS = Path(__file__).parent / "servers"
 _CACHE = Path("~/.cache/shmserve-newcomers").expanduser()
-_READY_S = 120.0
+_READY_TIMEOUT_S = 120.0
 _WARM_UP_S = 0.5
 _IN_FLIGHT = (1, 16)
 _IMAGE = np.linspace(0, 1, 3 * 224 * 224, dtype=np.float32)
@@ -229,7 +229,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, request: bytes, log:
     body = json.dumps({"key": f"/{_REGION}", "offset": 0, "byte_size": _IMAGE.nbytes}).encode()
     register = post(f"/v2/systemsharedmemory/region/{_REGION}/register", body)
     failure: Exception | None = None
-    deadline = time.monotonic() + _READY_S
+    deadline = time.monotonic() + _READY_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
         try:
             if _REGION.encode() in request:

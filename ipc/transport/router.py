@@ -346,6 +346,7 @@ class UntrustedRouter(Router):
         self._is_admitted = is_admitted
         # Connections without a registered identity, in order of arrival.
         self._unregistered_connections: dict[Connection, None] = {}
+        self.has_buffered_much = False  # whether a large frame has arrived; the owner resets it
 
     def peers(self) -> list[bytes]:
         """Return the identities of connected peers."""
@@ -383,6 +384,7 @@ class UntrustedRouter(Router):
     def _buffers_too_much(self, connection: Connection) -> bool:
         if connection.decoder.buffered_bytes < _TOLERATED_BUFFER_BYTES:
             return False
+        self.has_buffered_much = True
         return (
             sum(other.decoder.buffered_bytes for other in self._connections.values())
             > _MAX_BUFFERED_BYTES

@@ -48,17 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: success. 1: failure. 2: invalid command line. 130: interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if argv is None and os.path.basename(sys.argv[0]) == _TRITON:  # a link to this program
+    if argv is None and os.path.basename(sys.argv[0]) == _TRITON:  # started as a link of that name
         arguments.insert(0, _TRITON)
     fd_limits.fill_standard_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # the encoding of the locale may lack a letter
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the locale's encoding may lack a character
         sys.stdout.reconfigure(errors="replace")
     try:
         status = _run(arguments)
         sys.stdout.flush()
         return status
     except InvalidArgument as error:
-        # One line per problem, whatever characters the quoted arguments contain.
+        # Each problem is one line, even if it quotes an argument with control characters.
         for problem in getattr(error, "problems", [error.message]):
             line = "".join(char if char.isprintable() else "?" for char in problem)
             print(f"shmserve: {line}", file=sys.stderr)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShmserveError as error:
         print(f"shmserve: {error.message}", file=sys.stderr)
         return 1
-    except UnicodeEncodeError as error:  # of an argument's bytes, or of a surrogate in JSON
+    except UnicodeEncodeError as error:  # an argument has invalid bytes, or JSON a surrogate
         print(f"shmserve: '{clip(error.object)}' is not UTF-8 text", file=sys.stderr)
         return 2
     except MemoryError as error:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if error.errno != errno.EPIPE:
             print(f"shmserve: the output cannot be written: {error.strerror}", file=sys.stderr)
-        # Python flushes again at exit.
+        # Python flushes stdout again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -94,14 +94,14 @@ def _interrupt_on_signals() -> None:
 
     `tune` then restores the model, `perf` releases its regions, and `top` restores the terminal.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, signal.default_int_handler)
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signal_number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(signal_number, signal.default_int_handler)
 
 
 def _run(arguments: list[str]) -> int:
     verb = arguments.pop(0) if arguments else ""
-    if os.path.basename(verb) == _TRITON:  # the first word of a container's arguments
+    if os.path.basename(verb) == _TRITON:  # a container's command may begin with it
         verb = "serve"
     match verb:
         case "--version":
@@ -133,7 +133,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    if _asks_for_help(arguments):
+    if _has_help_flag(arguments):
         from shmserve.cli.guide import flags_reference
 
         print(flags_reference())
@@ -143,20 +143,20 @@ def _serve(arguments: list[str]) -> int:
 
     _unblock_interrupts()
 
-    def read() -> ServerConfig:
+    def read_config() -> ServerConfig:
         return server.from_flags(command_line.parse(arguments), os.environ)
 
-    return serve(read(), read)
+    return serve(read_config(), read_config)
 
 
 def _run_with_server_flags(name: str, arguments: list[str]) -> int:
-    """Run a verb that also accepts the flags of `serve`.
+    """Run a verb that also accepts the flags of `shmserve serve`.
 
     The verb's module defines `HELP` and `run(args, parsed)`. NAME.txt has the verb's own flags.
     """
-    verb = importlib.import_module(f"shmserve.cli.{name}")
-    if _asks_for_help(arguments):
-        print(verb.HELP)
+    module = importlib.import_module(f"shmserve.cli.{name}")
+    if _has_help_flag(arguments):
+        print(module.HELP)
         return 0
     from shmserve.cli.arguments import add_flags
     from shmserve.config import command_line
@@ -165,10 +165,10 @@ def _run_with_server_flags(name: str, arguments: list[str]) -> int:
     _unblock_interrupts()
     add_flags(parser, name)
     args, server_flags = parser.parse_known_args(arguments)
-    return int(verb.run(args, command_line.parse(server_flags)))
+    return int(module.run(args, command_line.parse(server_flags)))
 
 
-def _asks_for_help(arguments: list[str]) -> bool:
+def _has_help_flag(arguments: list[str]) -> bool:
     return "--help" in arguments or "-h" in arguments
 
 
@@ -180,20 +180,20 @@ def _run_with_own_flags(name: str, arguments: list[str]) -> int:
     """
     from shmserve.cli.arguments import add_flags, has_table
 
-    verb = importlib.import_module(f"shmserve.cli.{name}")
+    module = importlib.import_module(f"shmserve.cli.{name}")
     _unblock_interrupts()
     parser = argparse.ArgumentParser(
         prog=f"shmserve {name}", description=_VERBS[name][1], allow_abbrev=False
     )
     if has_table(name):
         add_flags(parser, name)
-    if hasattr(verb, "add_arguments"):
-        verb.add_arguments(parser)
-    return int(verb.run(parser.parse_args(arguments)))
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
+    return int(module.run(parser.parse_args(arguments)))
 
 
 def _read_verbs() -> dict[str, tuple[str, str]]:
-    """Return for each verb its line in the usage and the description in its help."""
+    """Return, for each verb, its line in the usage text and the description in its help."""
     text = Path(__file__).with_name("verbs.txt").read_text(encoding="utf-8")
     blocks = (block.splitlines() for block in text.split("\n\n")[1:])
     return {name: (line, " ".join(description)) for name, line, *description in blocks}

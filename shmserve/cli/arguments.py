@@ -18,13 +18,13 @@ from shmserve.config.flags import Flag, Value, parse_flag_table
 from shmserve.errors import InvalidArgument, convert_os_errors
 
 
-def _table(name: str) -> Path:
+def _table_path(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.txt")
 
 
 def has_table(name: str) -> bool:
     """Return whether a verb has a table of flags."""
-    return _table(name).exists()
+    return _table_path(name).exists()
 
 
 def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None:
@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
         table: The name of the table's file, without its suffix.
         groups: The groups to add; all if none is named.
     """
-    text = _table(table).read_text(encoding="utf-8")
+    text = _table_path(table).read_text(encoding="utf-8")
     for title, flags in parse_flag_table(text).items():
         if groups and title not in groups:
             continue
@@ -66,12 +66,12 @@ def _parse_value(flag: Flag, text: str) -> Value:
 
 
 def with_scheme(url: str) -> str:
-    """Return a URL, to which `http://` is added if it begins with a host."""
+    """Return a URL; one that begins with a host instead of a scheme is prefixed with `http://`."""
     return f"http://{url}" if re.match(r"(\[[^]]+\]|[\w.-]+)(:\d|/|$)", url) else url
 
 
 def check_files(args: argparse.Namespace, *flags: str) -> None:
-    """Check, before a long measurement, that the files that these flags name can be written.
+    """Check that the files of these flags can be written, before a long measurement starts.
 
     Raises:
         InvalidArgument: A file cannot be written, or the file of --plot does not end in .svg.

@@ -55,7 +55,7 @@ _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
 )
-# Parts of errors about outputs, which do not depend on the inputs.
+# Texts of errors about outputs; the inputs do not cause these errors.
 _INVALID_OUTPUTS = ("inference output '", "configuration expects datatype ")
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
     config = dataclasses.replace(from_flags(parsed, os.environ), on_cpu=args.on_cpu)
     values = load_inputs(args.input)
     with os.fdopen(os.dup(1), "w", errors="replace") as report, contextlib.redirect_stdout(report):
-        os.dup2(2, 1)  # what models print goes to stderr: stdout has only the report
+        os.dup2(2, 1)  # the models' output goes to stderr, so that stdout has only the report
         with redirect_stderr(config.log.log_file):
             return _check_models(config, values, as_json=args.json)
 
@@ -116,11 +116,11 @@ async def _check(supervisor: Supervisor, values: dict[str, Any], as_json: bool =
     report = asyncio.ensure_future(_report(supervisor, values, as_json))
     end_signal = asyncio.ensure_future(supervisor.end_signals.get())
     await asyncio.wait({report, end_signal}, return_when=asyncio.FIRST_COMPLETED)
-    interrupted = not report.done()
+    is_interrupted = not report.done()
     for task in (report, end_signal):
         task.cancel()
-    await supervisor.end(int(interrupted))
-    return 128 + end_signal.result() if interrupted else report.result()
+    await supervisor.end(int(is_interrupted))
+    return 128 + end_signal.result() if is_interrupted else report.result()
 
 
 async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool) -> int:
@@ -186,7 +186,7 @@ class _Model:
         """
         try:
             requests = self._build_requests()
-        # ValueError: the tensor is larger than a message.
+        # A ValueError means that the tensor is larger than a message.
         except (MemoryError, OverflowError, ValueError):
             return _Verdict("refused", "not tested: a batch of zeros is too large for a message")
         verdicts = (self._send(*request) for request in requests)
@@ -225,8 +225,8 @@ class _Model:
         return TensorRef(name, spec.datatype, tuple(shape), raw)
 
     def _send(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> _Verdict:
-        """Send a request with these inputs and return its outcome."""
-        fit = self.signature.check("check", inputs, ())
+        """Send a packed request and return its outcome; `inputs` are also packed in `data`."""
+        batch_size = self.signature.check("check", inputs, ()).batch_size
         sequences = self._config.sequence_batching
         has_text_ids = sequences is not None and sequences.correlation_input[1] == "BYTES"
         sequence = "check" if has_text_ids else 1
@@ -247,19 +247,19 @@ class _Model:
             ):
                 for message in dealer.receive():
                     match message:
-                        case Responded(code="", schema=b""):  # the response only marks the end
+                        case Responded(code="", schema=b""):  # the stream ends without outputs
                             return _Verdict("ok")
                         case Failed() | Responded() if any(
-                            part in message.message for part in _INVALID_OUTPUTS
+                            text in message.message for text in _INVALID_OUTPUTS
                         ):
                             return _Verdict("differs", message.message)
                         case Failed() | Responded() if message.code:
-                            # No input may end the process of a model.
+                            # A worker that dies is a failure, even with made-up inputs.
                             died = message.message.startswith("the model's worker died")
                             return _Verdict("FAILED" if died else outcome, message.message + note)
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
-                            differences = self._describe_differences(response, fit.batch_size)
+                            differences = self._describe_differences(response, batch_size)
                             if differences or getattr(message, "final", True):
                                 return _Verdict("differs" if differences else "ok", differences)
                             if not response_count:
@@ -307,5 +307,5 @@ def _zero_tensor(signature: Signature, name: str) -> TensorRef:
     spec = signature.inputs[name]
     dims = tuple(1 if dim == -1 else dim for dim in spec.dims)
     shape = (1, *dims) if signature.max_batch_size > 0 else dims
-    item_size = ITEM_SIZE[spec.datatype] or 4  # or the length prefix of an empty string
+    item_size = ITEM_SIZE[spec.datatype] or 4  # 4: the length prefix of an empty string
     return TensorRef(name, spec.datatype, shape, bytes(element_count(shape) * item_size))

@@ -35,28 +35,29 @@ class Verb(NamedTuple):
     Attributes:
         help: The help text.
         takes_model: Whether the verb requires a model.
-        version: The default of --model-version in the help, for verbs that accept it.
-        optional: The default of the argument MODEL in the help, for verbs that do not require it.
+        version_default: The help's default of --model-version; "": the verb lacks this flag.
+        model_default: The help's default of the argument MODEL; "": MODEL is required.
     """
 
     help: str
     takes_model: bool = False
-    version: str = ""
-    optional: str = ""
+    version_default: str = ""
+    model_default: str = ""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Define the command's arguments."""
-        if self.optional:
-            help_text = f"the name of the model {self.optional}"
-            parser.add_argument("model", metavar="MODEL", nargs="?", type=_name, help=help_text)
-        elif self.takes_model:
-            parser.add_argument("model", metavar="MODEL", type=_name, help="the name of the model")
-        if self.version:
-            help_text = f"the version of the model {self.version}"
+        if self.takes_model:
+            nargs = "?" if self.model_default else None
+            help_text = f"the name of the model {self.model_default}".rstrip()
+            parser.add_argument(
+                "model", metavar="MODEL", nargs=nargs, type=_parse_name, help=help_text
+            )
+        if self.version_default:
+            help_text = f"the version of the model {self.version_default}"
             parser.add_argument("--model-version", default="", metavar="V", help=help_text)
 
 
-def _name(text: str) -> str:
+def _parse_name(text: str) -> str:
     if not text:  # an unset shell variable must not select all models
         raise InvalidArgument("MODEL: the name of the model is empty")
     return text

@@ -15,9 +15,9 @@ from shmserve.supervisor.checks import OK, WARNING, WRONG, Verdict, table
 from shmserve.supervisor.checks.access import gather_peer, judge_peer
 
 _WIDTH = 80
-# Positions in a text, outside commands, at which a line may be broken.
+# The spaces at which the line of a remedy may be broken, since they are not in a command.
 _CLAUSE = re.compile(r"(?<=[,;]) |(?<=\)) | (?=or )")
-_STATUS = {OK: 0, WARNING: 1, WRONG: 2}
+_EXIT_STATUSES = {OK: 0, WARNING: 1, WRONG: 2}
 
 
 HELP = """\
@@ -52,14 +52,14 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
         verdicts.append({"name": name, **verdict._asdict()})
         if not args.json:
             print(text(name, verdict), flush=True)
-    status = max(_STATUS[printed["state"]] for printed in verdicts)
+    status = max(_EXIT_STATUSES[printed["state"]] for printed in verdicts)
     if args.json:
         print(json.dumps({"status": status, "checks": verdicts}, indent=2))
     return status
 
 
 def text(name: str, verdict: Verdict) -> str:
-    """Return a verdict as text, wrapped at 80 columns; long commands are not broken (pure)."""
+    """Return a verdict as text, wrapped at 80 columns; long commands are not broken."""
     label = f"{verdict.state:8}{name:16}"
     parts = (verdict.found, verdict.fix)
     facts, fix = ("".join(c if c.isprintable() else " " for c in part) for part in parts)

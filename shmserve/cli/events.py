@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _format_time(received_event: ReceivedEvent) -> str:
-    ms = received_event.time_ns // 1_000_000
-    return f"{datetime.fromtimestamp(ms // 1000, UTC):%Y-%m-%dT%H:%M:%S}.{ms % 1000:03d}Z"
+    seconds, ms = divmod(received_event.time_ns // 1_000_000, 1000)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{ms:03d}Z"
 
 
 def _as_json(received_event: ReceivedEvent) -> str:

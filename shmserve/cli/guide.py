@@ -21,7 +21,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import shmserve
-from shmserve.config.flags import GROUPS, IDLE, Flag
+from shmserve.config.flags import GROUPS, IGNORED_BY_REASON, Flag
 from shmserve.errors import InvalidArgument, nearest
 
 _CONTENTS = "contents"
@@ -217,7 +217,7 @@ def _describe(module: ModuleType, member_object: Any) -> Iterator[str]:
 def _describe_function(name: str, function: Any) -> Iterator[str]:
     signature = str(inspect.signature(function)) if isinstance(function, FunctionType) else ""
     signature = re.sub(r"\(self(, /)?(, )?", "(", signature, count=1)
-    # Annotations are strings in this signature.
+    # The annotations are strings in this signature, so their quotes are removed.
     signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
     prefix = "await " if inspect.iscoroutinefunction(function) else ""
     yield from textwrap.wrap(f"{prefix}{name}{signature}", 96, subsequent_indent=" " * 8)
@@ -239,7 +239,7 @@ def flags_reference() -> str:
         for flag in flags:
             lines += _flag_help(flag)
     lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
-    for alternative, flags in IDLE.items():
+    for alternative, flags in IGNORED_BY_REASON.items():
         names = ", ".join(f"--{flag.name}" for flag in flags)
         lines += _wrapped(f"{names}: {alternative}", "  ", "    ")
     return "\n".join(lines)

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
         Unavailable: The server is unreachable or exits.
     """
     kind, values = _parse_loads(args)
-    share = args.stability / 100
-    plan = measure.MeasurementPlan(args.warm_up, args.window, args.windows, share)
+    tolerance = args.stability / 100
+    plan = measure.MeasurementPlan(args.warm_up, args.window, args.windows, tolerance)
     check_files(args, "json", "csv", "plot")
     old_report = report.read_report(args.compare) if args.compare else None
     with contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ def _write_files(args: argparse.Namespace, server: str, points: Sequence[measure
     }
     writers: dict[str, Callable[[], str]] = {
         "json": lambda: report.as_json(metadata, points),
-        "csv": lambda: report.rows(points),
+        "csv": lambda: report.as_csv(points),
         "plot": lambda: report.draw(f"{args.model} at {server}", points),
     }
     for flag, render in writers.items():

@@ -93,18 +93,18 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
         throughput.append(generated / (sampled_s - last_s))
         last_sample, last_s = sample, sampled_s
 
-    def grown(name: str) -> float:
+    def delta(name: str) -> float:
         return last_sample[name] - first_sample[name]
 
-    counts = (grown("batch_size_count"), grown("tokens_generated_total"), grown("batch_size_sum"))
-    phases = {phase: grown(f"step_seconds_total.{phase}") for phase in _PHASES}
+    counts = (delta("batch_size_count"), delta("tokens_generated_total"), delta("batch_size_sum"))
+    phases = {phase: delta(f"step_seconds_total.{phase}") for phase in _PHASES}
     return Profile(last_s - began_s, *counts, phases, throughput, was_interrupted)
 
 
 def _scrape(url: str, token: str, model: str) -> defaultdict[str, float]:
-    """Return the current metrics of a model by name, 0 for others.
+    """Return the current metrics of a model by name; absent metrics are 0.
 
-    A metric of a phase is named NAME.PHASE.
+    A metric of a phase has the name NAME.PHASE.
     """
     url = with_scheme(url)
     if urlsplit(url).path in ("", "/") and url.startswith("http"):

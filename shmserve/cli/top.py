@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_LOW_HEIGHT = 10  # number of terminal lines below which mainly models are shown
-_RECEIVE_TIMEOUT_S = 15.0  # a server that is silent for longer is considered gone
+_LOW_HEIGHT = 10  # below this number of terminal lines, the header has one line
+_RECEIVE_TIMEOUT_S = 15.0  # after this silence, the server counts as exited
 _RETRY_DELAY_S = 1.0
 _COLUMN_WIDTH = 8  # width of a column of figures; names are twice as wide
 _KEYS_HELP = "q: quit  sort: h problems n name r rate f fail w wait p p99  arrows Enter: open"
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if args.token_file:
         request.add_header("Authorization", f"Bearer {read_token(args.token_file)}")
     top, console = Top(), Console(highlight=False)
-    # On a dumb terminal, rich displays nothing before the program ends.
+    # On a dumb terminal, rich displays nothing before the program ends, so the figures are shown
+    # once.
     if args.once or console.is_dumb_terminal or not (sys.stdin.isatty() and sys.stdout.isatty()):
         events = watch(request)
         for _ in range(2):  # rates are known from the second update on
@@ -112,7 +113,7 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
 
 
 class Top:
-    """The displayed state: a sorted list of models, of which one is selected (pure)."""
+    """The displayed state: a sorted list of models, of which one is selected."""
 
     def __init__(self) -> None:
         self.models: dict[str, Row] = {}
@@ -169,7 +170,7 @@ class Top:
         if self.selected_name not in keys:
             self.selected_name = keys[0] if keys else ""
         header = self._header()[: 1 if height < _LOW_HEIGHT else 2]
-        # The problem, the keys and a spare line take three lines.
+        # Three lines remain for the problem, the help on keys, and an empty line.
         free_lines = max(height - len(header) - 3, 1)
         if self.is_open and self.selected_name:
             body = self._details(free_lines)
@@ -324,7 +325,7 @@ class _ShortenedName:
 
         name, width = self._name, options.max_width
         if cell_len(name) > width:
-            # A space may stand for half of a wide character.
+            # `set_cell_size` replaces half of a wide character by a space, which is removed.
             end = set_cell_size(name[::-1], (width - 1) // 2).rstrip()[::-1]
             name = f"{set_cell_size(name, width // 2).rstrip()}\u2026{end}"
         yield _single_line(Text(name, self._style))
@@ -337,13 +338,13 @@ def _single_line(text: Text) -> Text:
 
 def _number(row: Row, key: str) -> float:
     recent = row.get("recent", {})
-    ms = recent.get("ms") or (0.0, 0.0, 0.0)
+    quantiles_ms = recent.get("ms") or (0.0, 0.0, 0.0)
     figures = {
         "rate": recent.get("rate"),
         "fail": recent.get("fail_rate"),
         "batch": recent.get("batch"),
-        "p50": ms[0],
-        "p99": ms[-1],
+        "p50": quantiles_ms[0],
+        "p99": quantiles_ms[-1],
     }
     return float(figures.get(key, row.get(key)) or 0)
 

@@ -21,7 +21,7 @@ from shmserve.protocols import AdminTransport, TransportError, servers
 from shmserve.protocols.connection import Poller
 
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
-_MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
+_MS_PER_UNIT = {"us": 0.001, "ms": 1.0, "s": 1000.0}
 _MIN_WINDOW_S = 0.7
 _MIN_WINDOW_LATENCIES = 10  # minimum window, in multiples of the target latency
 _MAX_WINDOWS = 5
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _parse_milliseconds(text: str) -> float:
     match = _TIME.fullmatch(text)
-    value = float(match[1]) * _MS[match[2] or "ms"] if match else 0.0
+    value = float(match[1]) * _MS_PER_UNIT[match[2] or "ms"] if match else 0.0
     if not 0 < value < math.inf:
         raise InvalidArgument(f"--p99: '{text}' is not a time (for example, 30ms, 1.5s or 800us)")
     return value
@@ -66,18 +66,18 @@ def _parse_milliseconds(text: str) -> float:
 
 def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStack) -> int:
     server = stack.enter_context(contextlib.closing(servers.create_admin_transport(args)))
-    with targets.naming_server(server):
+    with targets.prefix_errors(server):
         config = server.config(args.model, "")
     start = search.current_candidate(config)
-    processors = len(os.sched_getaffinity(0))
-    max_instances = args.most_instances or processors
-    space = search.search_space(config, target_ms, processors, max_instances, args.largest_batch)
+    cpu_count = len(os.sched_getaffinity(0))
+    max_instances = args.most_instances or cpu_count
+    space = search.search_space(config, target_ms, cpu_count, max_instances, args.largest_batch)
     poller = stack.enter_context(contextlib.closing(Poller()))
     target = targets.connect(args, poller, stack)
     runner = _TrialRunner(args, server, poller, target, config, target_ms)
     tuning = Search(runner.run_trial, target_ms, space, args.runs)
     interrupted = False
-    with targets.naming_server(server), _restore_at_end(server, args.model, config):
+    with targets.prefix_errors(server), _restore_at_end(server, args.model, config):
         try:
             best_trial = tuning.run(start)
         except KeyboardInterrupt:
@@ -118,7 +118,7 @@ def _restore_at_end(server: AdminTransport, model: str, config: dict[str, Any]) 
             server.load(model)
             if server.config(model, "") != config:
                 server.load(model, config)
-        except BaseException:  # a second interrupt, too
+        except BaseException:  # also a second interrupt
             text = f"{model} has a tested configuration; `shmserve client load {model}` restores it"
             print(text, file=sys.stderr)
             raise
@@ -139,8 +139,8 @@ class _TrialRunner:
     def run_trial(self, candidate: Candidate) -> Trial:
         """Measure a candidate.
 
-        All requests of a candidate that cannot be loaded count as errors. For the first candidate,
-        TransportError is raised instead.
+        If the model cannot be loaded with this configuration, the trial has an error and no
+        throughput. For the first candidate, TransportError is raised instead.
         """
         self.trial_count += 1
         try:
@@ -163,8 +163,8 @@ class _TrialRunner:
         return trial
 
     def _measure_point(self, in_flight: int) -> measure.Point:
-        default_s = max(_MIN_WINDOW_S, _MIN_WINDOW_LATENCIES * self.target_ms / 1000)
-        window_s = self.args.window or default_s
+        default_window_s = max(_MIN_WINDOW_S, _MIN_WINDOW_LATENCIES * self.target_ms / 1000)
+        window_s = self.args.window or default_window_s
         plan = measure.MeasurementPlan(window_s / 2, window_s, _MAX_WINDOWS)
         requests = self.target.requests(in_flight)
         patience_s = self.args.patience

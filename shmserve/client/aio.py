@@ -27,7 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.region import Region, Specs
-from shmserve.client.request.channel import FULL, LATE, ClientRequest, RequestChannel
+from shmserve.client.request.channel import (
+    NO_DESCRIPTOR,
+    NO_RESPONSE,
+    ClientRequest,
+    RequestChannel,
+)
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ClientStream
@@ -119,9 +124,9 @@ class ResponseStream:
         pending = self._pending or await self._ensure_started()
         if pending is None:
             raise StopAsyncIteration
-        responses = pending.read()
-        if responses:
-            self._channel.requests.schedulers.credit(pending, responses)
+        credit = pending.record_read()
+        if credit:
+            self._channel.requests.schedulers.credit(pending, credit)
             self._channel.flush_soon()
         if not pending.items:
             await self._wait_for_item(pending)
@@ -139,7 +144,7 @@ class ResponseStream:
                     await self._arrived.wait()
         except TimeoutError:
             self._cancel()
-            raise TimedOut(LATE) from None
+            raise TimedOut(NO_RESPONSE) from None
         except asyncio.CancelledError:
             self._cancel()
             raise
@@ -181,7 +186,7 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._channel: _LoopChannel | None = None
-        # Channels to a former server that still answers their requests.
+        # Channels to earlier servers that still respond to requests.
         self._former_channels: list[_LoopChannel] = []
 
     @signature_of(call_of)
@@ -244,7 +249,7 @@ class Server:
                 await future
         except TimeoutError:
             channel.cancel(pending)
-            raise TimedOut(LATE) from None
+            raise TimedOut(NO_RESPONSE) from None
         except asyncio.CancelledError:
             channel.cancel(pending)
             raise
@@ -302,7 +307,7 @@ class Server:
             (await server.infer("blur", frames))["output"].shape
             # (1, 512, 512)
 
-        The maker of the memory owns it: `release` unmaps the memory here, and never unlinks it.
+        The maker of the memory owns it: `release` unmaps it in this process, and never unlinks it.
 
         Args:
             memory: A name in /dev/shm, an open descriptor (of a memfd, for instance), a
@@ -491,13 +496,13 @@ class Server:
             try:
                 self._channel = _LoopChannel(connection)
             except OSError as error:
-                raise Unavailable(FULL) from error
+                raise Unavailable(NO_DESCRIPTOR) from error
         assert self._channel is not None
         return self._channel
 
     async def close(self) -> None:
         """Disconnect; the server frees all resources of this client. This method is idempotent."""
-        if self._session.inherited:
+        if self._session.is_inherited:
             return  # a forked child; the parent's event loop owns the connection
         if self._channel is not None:
             self._channel.close()
@@ -512,7 +517,7 @@ class Server:
 
     def __del__(self) -> None:
         self._session.close_later(self._session.close)
-        if self._channel is not None and not self._session.inherited:
+        if self._channel is not None and not self._session.is_inherited:
             self._channel.close_soon()
 
 
@@ -533,7 +538,8 @@ class _PendingServer:
         self._server: Server | None = None
 
     async def _connect(self) -> Server:
-        # Created in the thread: the server of a cancelled `connect` is collected, and thus closed.
+        # `_open` creates the `Server` in the thread: after a cancelled `connect`, the object is
+        # collected and thus closed.
         return await asyncio.to_thread(self._open)
 
     def _open(self) -> Server:

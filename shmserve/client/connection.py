@@ -47,10 +47,10 @@ from shmserve.ipc.timers import NEVER, Timers
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.frames import MalformedMessage
 
-_LARGEST = 4 * 1024 * 1024  # maximum size of a packet in bytes
+_MAX_PACKET_BYTES = 4 * 1024 * 1024  # maximum size of a packet in bytes
 # The bounds of SO_SNDTIMEO in seconds: the kernel reads 0 as unlimited, and stores an int.
-_SHORTEST_S, _LONGEST_S = 1e-3, 2e6
-GONE = "the server is no longer running"
+_MIN_SEND_TIMEOUT_S, _MAX_SEND_TIMEOUT_S = 1e-3, 2e6
+SERVER_EXITED = "the server is no longer running"
 
 
 def _namespace_depth(pid: int) -> int:
@@ -77,7 +77,7 @@ class ListenerLink:
 
         The timeout limits every operation until `remove_timeout`. Raises OSError if it expires.
         """
-        timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
+        timeout_s = min(max(timeout_s, _MIN_SEND_TIMEOUT_S), _MAX_SEND_TIMEOUT_S)
         path = run_dir if run_dir.is_socket() else endpoints.listener(run_dir)
         _connect(self._socket, str(path), timeout_s)
         self._socket.settimeout(timeout_s)
@@ -88,13 +88,13 @@ class ListenerLink:
         self._socket.settimeout(None)
 
     def is_in_other_pid_namespace(self) -> bool:
-        """Check whether the pids of the server's processes are invalid in this program.
+        """Check whether the server is in another PID namespace, so that its pids are useless here.
 
-        The pid of a server in a container of this program's host is valid here, unlike the pids
-        that the server sends.
+        SO_PEERCRED returns the server's pid in this program's namespace. The pid is 0 if the server
+        is outside this namespace. A server in a container on this host has more namespaces.
         """
         raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid = int.from_bytes(raw[:4], sys.byteorder)  # 0 in a namespace that is not visible here
+        pid = int.from_bytes(raw[:4], sys.byteorder)
         return not pid or _namespace_depth(pid) > _namespace_depth(os.getpid())
 
     def fileno(self) -> int:
@@ -108,9 +108,9 @@ class ListenerLink:
             OSError: The server has closed the connection.
             MalformedMessage: The server sent an unknown message.
         """
-        data = self._socket.recv(_LARGEST)
+        data = self._socket.recv(_MAX_PACKET_BYTES)
         if not data:
-            raise ConnectionResetError(GONE)
+            raise ConnectionResetError(SERVER_EXITED)
         return frames.unpack(data)
 
     def send_message(self, message: Any, fds: tuple[int, ...] = ()) -> None:
@@ -123,13 +123,13 @@ class ListenerLink:
         try:
             socket.send_fds(self._socket, [frames.pack([message])], fds)
         except OSError as error:
-            raise Disconnected(GONE) from error
+            raise Disconnected(SERVER_EXITED) from error
 
     def is_closed(self) -> bool:
         """Check whether the server has closed the connection; safe in any thread."""
         poll = select.poll()
         try:
-            # POLLHUP is always reported, whatever events are polled for.
+            # POLLHUP is always reported, so no other event is requested.
             poll.register(self._socket, 0)
             return bool(poll.poll(0))
         except (OSError, ValueError):  # the socket was closed by another thread
@@ -138,13 +138,13 @@ class ListenerLink:
     # --- control requests
 
     def request(self) -> tuple[int, Future[Any]]:
-        """Return the number of a new request, and the future of its response's payload."""
+        """Register a control request; return its number, and a future of its response's payload."""
         number, future = next(self._request_numbers), Future[Any]()
         self._futures[number] = future
         return number, future
 
     def respond(self, request_number: int, response: Any) -> None:
-        """Complete a request with its payload or error."""
+        """Complete the future of a control request with its response: a payload or an error."""
         future = self._futures.pop(request_number, None)
         if future is None:
             return
@@ -163,7 +163,7 @@ class ListenerLink:
     def close(self) -> None:
         """Close the link; requests in flight fail."""
         for number in list(self._futures):
-            self.respond(number, Disconnected(GONE))
+            self.respond(number, Disconnected(SERVER_EXITED))
         self._socket.close()
 
 
@@ -181,7 +181,7 @@ def _connect(client_socket: socket.socket, path: str, timeout_s: float) -> None:
 
 
 class ServerConnection(ServerState):
-    """A local client's connection: the link to the listener, and the thread that reads it."""
+    """A local client's connection: the socket to the listener, and the thread that reads it."""
 
     def __init__(self, run_dir: Path, timeout_s: float, on_wake: Callable[[], None] = noop) -> None:
         """Connect to the server at `run_dir`. `wake_thread` causes a call of `on_wake`.
@@ -192,7 +192,7 @@ class ServerConnection(ServerState):
         """
         super().__init__()
         self.pid = os.getpid()
-        # Whether the listener's socket remains when the server exits, as with systemd.
+        # Whether the listener's socket remains when the server exits: systemd keeps its sockets.
         self._socket_persists = run_dir.is_socket()
         self._on_wake = on_wake
         self._tasks: deque[Callable[[RequestChannel], None]] = deque()
@@ -209,7 +209,7 @@ class ServerConnection(ServerState):
         self._poll = select.epoll()
         self._poll.register(self._link, select.EPOLLIN)
         self._channel = RequestChannel(self, self._watch, self._poll.unregister)
-        # The deadlines of the channel's requests, by the requests' ids; used by the thread.
+        # The deadlines of the channel's requests, by request id; only the thread uses them.
         self.timers: Timers[int] = Timers(lambda number: number not in self._channel.waiting)
         self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
         self._thread.start()
@@ -266,14 +266,16 @@ class ServerConnection(ServerState):
         """Send a control request and wait for its response.
 
         Args:
-            build: Returns the message, and the descriptors to pass, for a request number.
+            build: A function that returns the message with this request number, and the
+                descriptors to pass.
         """
         with self._lock:
             if not self.alive:
-                raise Disconnected(GONE)
+                raise Disconnected(SERVER_EXITED)
             number, response = self._link.request()
         self._link.send_message(*build(number))
-        # A future's callback runs in the connection's thread, which must read the response itself.
+        # In a future's callback, the caller is the connection's thread, so no other thread would
+        # read the response.
         if self.is_current_thread():
             self._read_until(response)
         payload: dict[str, Any] = response.result()
@@ -297,7 +299,7 @@ class ServerConnection(ServerState):
             while not response.done():
                 self._handle_messages()
         except (OSError, MalformedMessage) as error:
-            raise Disconnected(GONE) from error
+            raise Disconnected(SERVER_EXITED) from error
 
     def withdraw(self, segment: AnySegment) -> None:
         """Withdraw a segment from the server, except in a forked child, whose parent owns it."""
@@ -315,7 +317,7 @@ class ServerConnection(ServerState):
         """
         with self._lock:
             if not self.alive:
-                raise Disconnected(GONE)
+                raise Disconnected(SERVER_EXITED)
             self._tasks.append(task)
             self._channel.wake()
 
@@ -345,8 +347,8 @@ class ServerConnection(ServerState):
                 events = dict(self._poll.poll(timeout_s))
                 if listener in events:
                     self._handle_messages()
-                # This resets the wakeup and must come first: a task added meanwhile runs below, and
-                # a task added later wakes the thread again.
+                # `process_events` resets the wakeup. It precedes the tasks, so that a task that is
+                # added after the loop below wakes the thread again.
                 channel.process_events(events)
                 while self._tasks:
                     self._tasks.popleft()(self._channel)
@@ -372,11 +374,12 @@ class ServerConnection(ServerState):
     def close(self) -> None:
         """Disconnect; the server frees this client's resources.
 
-        The owners of channels are woken to close them.
+        All channels are woken, so that the requests in flight fail.
         """
         if self.pid != os.getpid():
             return  # a forked child; the parent owns the connection
-        # `alive` is reset first, because schedulers disconnect the links of a disconnected client.
+        # `alive` is reset first: schedulers disconnect this client's links, and a channel must not
+        # replace these links.
         self.alive = False
         self._link.shut_down()
         # A future's callback runs in the connection's thread, which cannot join itself.

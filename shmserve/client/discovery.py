@@ -1,4 +1,4 @@
-"""Discovery of the server: a trusted run directory."""
+"""Discovery of a running server by its run directory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from pathlib import Path
 from shmserve.errors import Disconnected, InvalidArgument
 from shmserve.ipc import endpoints
 
-VARIABLE = "SHMSERVE_RUN_DIR"
+RUN_DIR_VARIABLE = "SHMSERVE_RUN_DIR"
 
 
-def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> Path:
+def find(run_dir: str | os.PathLike[str] | None, previous: Path | None = None) -> Path:
     """Return the server's run directory.
 
     This is `run_dir`, else $SHMSERVE_RUN_DIR, else the run directory of this user's server. If
-    several servers run, `latest` is preferred. A discovered directory must belong to this user or
-    to root, so that a program does not connect to another user's server by accident.
+    several servers run, and `previous` is the directory of one of them, it is returned. A
+    discovered directory must belong to this user or to root, so that a program does not connect to
+    another user's server by accident.
 
     Raises:
         Disconnected: There is no server.
-        InvalidArgument: The directory is a URL or belongs to another user, or several servers run.
+        InvalidArgument: `run_dir` is a URL or another user's directory, or several servers run.
     """
-    requested_dir = run_dir or os.environ.get(VARIABLE)
+    requested_dir = run_dir or os.environ.get(RUN_DIR_VARIABLE)
     if requested_dir:
         path = Path(requested_dir)
         if "://" in str(requested_dir) or re.fullmatch(r"[^/]+:\d+", str(requested_dir)):
@@ -36,7 +37,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
                 "use tritonclient or `shmserve client --url`"
             )
         if not os.path.lexists(path):
-            origin = "" if run_dir else f" (from {VARIABLE}; a server needs --run-dir)"
+            origin = "" if run_dir else f" (from {RUN_DIR_VARIABLE}; a server needs --run-dir)"
             raise Disconnected(f"no server is running: there is no run directory {path}{origin}")
         if os.path.lexists(path / "lock") and not _is_locked(path):
             raise _server_exited(path)
@@ -44,13 +45,13 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     default = endpoints.default_run_directory(os.environ)
     run_dirs = list(_candidates(default))
     running = [path for path in run_dirs if _is_locked(path)]
-    if latest in running:
-        return latest
+    if previous in running:
+        return previous
     if len(running) > 1:
         server_list = "; ".join(" ".join([str(path), *addresses(path)]) for path in running)
         raise InvalidArgument(
             f"{len(running)} servers are running for this user; choose one with --run-dir, "
-            f"{VARIABLE} or connect(DIR): {server_list}"
+            f"{RUN_DIR_VARIABLE} or connect(DIR): {server_list}"
         )
     if running:
         return running[0]
@@ -58,18 +59,17 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
         raise _server_exited(default)
     if os.path.lexists(default):
         raise InvalidArgument(f"{default} belongs to another user; name it explicitly to use it")
-    variable = os.environ.get("XDG_RUNTIME_DIR") or "not set"
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR") or "not set"
     raise Disconnected(
         f"no server of this user is running: there is no run directory {default} or {default}-*; "
         "start one by `shmserve serve`, or choose another by --run-dir, --url, "
-        f"{VARIABLE} or connect(DIR), for instance if the server has another XDG_RUNTIME_DIR than "
-        f"this program ({variable})"
+        f"{RUN_DIR_VARIABLE} or connect(DIR), for instance if the server has another "
+        f"XDG_RUNTIME_DIR than this program ({runtime_dir})"
     )
 
 
-def _server_exited(run_dir: Path) -> Disconnected:
-    text = f"the server of the run directory {run_dir} has exited"
-    return Disconnected(f"no server is running: {text}")
+def _server_exited(path: Path) -> Disconnected:
+    return Disconnected(f"no server is running: the server of the run directory {path} has exited")
 
 
 def _candidates(default: Path) -> Iterator[Path]:
@@ -83,7 +83,7 @@ def _candidates(default: Path) -> Iterator[Path]:
 
 
 def _is_locked(run_dir: Path) -> bool:
-    """Check whether a running server locks the directory; a killed server may leave its files."""
+    """Check whether a server runs, by its lock: a killed server leaves its files, but no lock."""
     try:
         with (run_dir / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""A reader of a server's events, for other programs of its user: its state, then each change."""
+"""A reader of a server's events, which receives the current state and then each change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOPICS = (HEALTH, MODELS, PROCESSES, REGIONS, COUNTERS)
 
 _SNAPSHOT_TIMEOUT_MS = 10_000
 _SILENCE_MS = 250  # time without events after which the reader checks for losses
-_END_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_DISCONNECT_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class ReceivedEvent:
 
     Attributes:
         topic: The event's topic.
-        event: A message of shmserve.ipc.messages.publications; None if only a loss is reported.
-        time_ns: Nanoseconds since the epoch.
+        event: A message of shmserve.ipc.messages.publications, or None if this object only reports
+            lost events.
+        time_ns: The time of the event in nanoseconds since the epoch.
         lost_count: The number of lost events of the topic before this event.
     """
 
@@ -53,21 +54,21 @@ class ReceivedEvent:
 
 
 class GapDetector:
-    """A detector of lost events, by the sequence numbers of each topic (pure)."""
+    """A detector of lost events, by the sequence numbers of each topic."""
 
     def __init__(self) -> None:
-        self._latest_numbers: dict[str, int] = {}
+        self._latest_by_topic: dict[str, int] = {}
 
     def count_before(self, topic: str, sequence: int) -> int:
         """Return the number of lost events between this event and the last one received."""
-        latest = self._latest_numbers.get(topic, sequence - 1)
-        self._latest_numbers[topic] = sequence
+        latest = self._latest_by_topic.get(topic, sequence - 1)
+        self._latest_by_topic[topic] = sequence
         return max(sequence - latest - 1, 0)
 
     def count_up_to(self, topic: str, sequence: int) -> int:
         """Return the number of lost events if the server's latest event is number `sequence`."""
-        latest = self._latest_numbers.get(topic, sequence)
-        self._latest_numbers[topic] = max(latest, sequence)
+        latest = self._latest_by_topic.get(topic, sequence)
+        self._latest_by_topic[topic] = max(latest, sequence)
         return max(sequence - latest, 0)
 
 
@@ -76,6 +77,7 @@ class EventReader:
 
     Args:
         run_dir: The run directory, as for `shmserve.client.connect`.
+        topics: The topics to receive, by default all.
 
     Raises:
         Disconnected: There is no server.
@@ -94,7 +96,7 @@ class EventReader:
         try:
             self._socket = self._context.socket(zmq.SUB)
             self._socket.set(zmq.LINGER, 0)
-            self._monitor = self._socket.get_monitor_socket(_END_EVENTS)
+            self._monitor = self._socket.get_monitor_socket(_DISCONNECT_EVENTS)
             self._socket.connect(endpoint)
             for topic in self._topics:
                 self._socket.subscribe(topic)
@@ -112,7 +114,7 @@ class EventReader:
         self._socket.subscribe(snapshot_topic)
         try:
             while True:
-                publication = self._next(_SNAPSHOT_TIMEOUT_MS)
+                publication = self._receive(_SNAPSHOT_TIMEOUT_MS)
                 if publication is None:
                     text = f"the server did not send its state within {_SNAPSHOT_TIMEOUT_MS} ms"
                     raise Disconnected(text)
@@ -126,8 +128,8 @@ class EventReader:
     def follow(self, output_fd: int | None = None) -> Iterator[ReceivedEvent]:
         """Yield events as they occur.
 
-        After a silence the reader requests the server's latest sequence numbers, so that losses at
-        the end of a topic are reported too.
+        After 250 ms without an event, the reader requests the server's latest sequence numbers, to
+        detect that a topic's latest events were lost.
 
         Args:
             output_fd: The descriptor to which the caller writes the events.
@@ -139,7 +141,7 @@ class EventReader:
         self._output_fd = output_fd
         is_silent = False
         while True:
-            publication = self._next(None if is_silent else _SILENCE_MS)
+            publication = self._receive(None if is_silent else _SILENCE_MS)
             if publication is None:
                 is_silent = True
                 self._socket.subscribe(SEQUENCES + secrets.token_hex(8))
@@ -163,7 +165,7 @@ class EventReader:
             if lost_count and reached.topic in self._topics:
                 yield ReceivedEvent(reached.topic, None, header.time_ns, lost_count)
 
-    def _next(self, timeout_ms: int | None) -> tuple[str, EventHeader, list[Any]] | None:
+    def _receive(self, timeout_ms: int | None) -> tuple[str, EventHeader, list[Any]] | None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)

@@ -16,8 +16,8 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import BoundedCache, ResponseSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature
 
-_MAX_PREPARED = 64
-_MAX_RESPONSES = 64
+_MAX_TEMPLATES = 64
+_MAX_RESPONSE_SCHEMAS = 64
 
 
 class ClientModel:
@@ -26,7 +26,7 @@ class ClientModel:
     Attributes:
         templates: Templates of the client's requests.
         responses: The schemas of received responses.
-        source: The table of models that contains this model.
+        source: The table of all published models, which contains this model.
         decoupled: Whether the model sends any number of responses to a request.
         may_omit_outputs: Whether a response may lack requested outputs.
         is_closed: Whether the version was withdrawn or has another scheduler.
@@ -41,9 +41,9 @@ class ClientModel:
         self.decoupled = publication.config.decoupled
         self.may_omit_outputs = publication.config.may_omit_outputs
         self.templates: BoundedCache[Any, ClientTemplate] = BoundedCache(
-            _MAX_PREPARED, ClientTemplate.close
+            _MAX_TEMPLATES, ClientTemplate.close
         )
-        self.responses = Schemas(ResponseSchema, _MAX_RESPONSES)
+        self.responses = Schemas(ResponseSchema, _MAX_RESPONSE_SCHEMAS)
         self.is_closed = False
 
     @property
@@ -52,7 +52,7 @@ class ClientModel:
         return self.name, self.version
 
     def store_template(self, key: Any, template: ClientTemplate) -> ClientTemplate:
-        """Store a template; return the one to use, which another thread may have stored before."""
+        """Store a template unless another thread has stored one; return the stored template."""
         stored_template = self.templates.store_if_absent(key, template)
         if self.is_closed:
             self.close()
@@ -65,12 +65,14 @@ class ClientModel:
 
 
 class ClientModels:
-    """The models by (name, version); version "" is the latest. One thread writes, any may read.
+    """The published models by (name, version); version "" is the latest.
+
+    One thread changes this table, and all threads may read it.
 
     Attributes:
         on_demand: The names of models that can be loaded on demand, including loaded ones.
-        ready: Whether the server is ready. If a model fails later, it is not ready any more.
-        started: Whether the loads of the server's start have ended.
+        ready: Whether the server is ready. The failure of a model changes this to False.
+        started: Whether the server has loaded the models of its start, or failed to load them.
     """
 
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ class ClientModels:
         self.started = True
 
     def publish(self, message: ModelPublished) -> None:
-        """Register a version, or replace it after a change."""
+        """Add a version of a model, or replace it if it is in the table."""
         key = (message.name, message.version)
         old_model = self._models.get(key)
         model = self._models[key] = ClientModel(message, self)
@@ -91,7 +93,7 @@ class ClientModels:
             self._models[message.name, ""] = model
 
     def withdraw(self, name: str, version: str) -> None:
-        """Remove a version; "": the model is no longer loaded on demand."""
+        """Remove a version, or with version "" the model's entry in `on_demand`."""
         if not version:
             self.on_demand.discard(name)
             return
@@ -102,7 +104,7 @@ class ClientModels:
             del self._models[name, ""]
 
     def find(self, name: str, version: str) -> ClientModel | None:
-        """Return a model, or None. As for HTTP and gRPC, a version may have leading zeros."""
+        """Return a version of a model, or None. `version` may have leading zeros, as in HTTP."""
         model = self._models.get((name, version))
         if model is None and isinstance(version, str) and version.startswith("0"):
             model = self._models.get((name, version.lstrip("0") or "0"))
@@ -142,7 +144,7 @@ class ClientModels:
     def names(self) -> list[tuple[str, str]]:
         """Return name and version of each model, sorted.
 
-        Unloaded on-demand models have no version.
+        The version of an on-demand model that is not loaded is "".
         """
         loaded_keys = [key for key in list(self._models) if key[1]]
         loaded_names = {name for name, _ in loaded_keys}
@@ -167,15 +169,15 @@ class ServerState(ABC):
     """The models, lost schedulers and liveness of a server.
 
     One thread writes the attributes and all threads read them. The registered channels are woken
-    after each loss of a scheduler.
+    after each loss of a scheduler, and when the connection ends.
 
     Attributes:
         models: The available models.
         successors: The endpoint of the successor, or "", by the endpoint of a lost scheduler.
         loss_count: The number of schedulers lost so far.
         alive: Whether the connection is alive.
-        start_ended: Set when `models.started` is true, or the server must not be used any more.
-        link_numbers: The numbers that identify the links of this connection.
+        start_ended: Set when `models.started` is true, and when the server drains or exits.
+        link_numbers: A counter, which numbers the channels of this connection.
     """
 
     def __init__(self) -> None:
@@ -185,8 +187,8 @@ class ServerState(ABC):
         self.alive = True
         self.start_ended = threading.Event()
         self.is_draining = False  # new requests must go to another server
-        self.identity = ""
-        self.is_in_other_pid_namespace = False  # of the server; set before other threads run
+        self.identity = ""  # the server's number for this client and a token, for schedulers
+        self.is_in_other_pid_namespace = False  # the server; set before threads start
         self.mappings = Mappings()
         self.link_numbers = itertools.count(1)
         self._channels: set[Wakeable] = set()
@@ -195,7 +197,7 @@ class ServerState(ABC):
 
     @abstractmethod
     def is_closed(self) -> bool:
-        """Check whether the connection has ended, even if no thread has processed that yet."""
+        """Check whether the server has disconnected, even if `alive` is not updated yet."""
 
     def on_scheduler_lost(self, endpoint: str, successor: str) -> None:
         """Record that the scheduler at `endpoint` is gone."""
@@ -223,14 +225,14 @@ class ServerState(ABC):
     # --- channels
 
     def add_channel(self, channel: Wakeable) -> None:
-        """Register a channel to be woken after losses."""
+        """Register a channel, to be woken after the loss of a scheduler or of the connection."""
         with self._lock:
             self._channels.add(channel)
             if not self.alive:
                 channel.wake()
 
     def remove_channel(self, channel: Wakeable) -> None:
-        """Remove a closed channel; the last one frees the mappings of a closed connection."""
+        """Remove a channel; unmap the workers' memory if it was the last of a closed connection."""
         with self._lock:
             self._channels.discard(channel)
             is_last = not self._channels and not self.alive

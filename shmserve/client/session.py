@@ -23,7 +23,7 @@ from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.cuda import DeviceSegment, device_number, open_exporter
 from shmserve.client.memory.region import Region, Specs, attach_region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
-from shmserve.client.request.channel import DECOUPLED, FULL
+from shmserve.client.request.channel import DECOUPLED, NO_DESCRIPTOR
 from shmserve.client.request.prepare import Options, PackedRequest, options_of, prepare
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import (
@@ -47,11 +47,11 @@ Outputs = Sequence[str] | Mapping[str, Any]
 # A call: model, inputs, outputs, version, options, and the inputs given by keyword.
 Call = tuple[str, Tensors | None, Outputs | None, str, Options, Tensors]
 
-_WELCOME_S = 10.0
-_SHORTEST_S = 0.1
-_PAUSE_S = 0.05  # seconds between two attempts to find a server
+_DEFAULT_CONNECT_TIMEOUT_S = 10.0
+_MIN_CONNECT_TIMEOUT_S = 0.1
+_RETRY_PAUSE_S = 0.05  # seconds between two attempts to find a server
 # The keywords of a call that are not inputs.
-_OPTIONS = (
+_OPTION_KEYWORDS = (
     *("outputs", "version", "timeout", "priority", "request_id", "parameters", "sequence"),
     *("start", "end", "traceparent"),
 )
@@ -120,7 +120,7 @@ def _check_names(model: ClientModel, inputs: Any, by_keyword: bool) -> None:
     is_mapping = isinstance(inputs, Mapping) and not isinstance(inputs, Region)
     for name in inputs if is_mapping else ():
         if name not in model_inputs:
-            hint = suggestion(str(name), [*model_inputs, *(_OPTIONS if by_keyword else ())])
+            hint = suggestion(str(name), [*model_inputs, *(_OPTION_KEYWORDS if by_keyword else ())])
             raise InvalidArgument(
                 f"unexpected inference input '{name}' for model '{model.name}'"
                 + (hint or f", allowed are: {', '.join(model_inputs)}")
@@ -155,11 +155,11 @@ def open_session(
         if not isinstance(number, Real):
             raise InvalidArgument(f"{name} must be a number, got {number!r:.80}")
     if timeout_s is None:
-        return Session(run_dir, memory_limit, _WELCOME_S, token)
+        return Session(run_dir, memory_limit, _DEFAULT_CONNECT_TIMEOUT_S, token)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            remaining_s = max(_SHORTEST_S, deadline - time.monotonic())
+            remaining_s = max(_MIN_CONNECT_TIMEOUT_S, deadline - time.monotonic())
             session = Session(run_dir, memory_limit, remaining_s, token)
             try:
                 session.wait_started(deadline)
@@ -168,9 +168,9 @@ def open_session(
                 session.close()
                 raise
         except Disconnected:
-            if time.monotonic() + _PAUSE_S >= deadline:
+            if time.monotonic() + _RETRY_PAUSE_S >= deadline:
                 raise
-            time.sleep(_PAUSE_S)
+            time.sleep(_RETRY_PAUSE_S)
 
 
 class Session:
@@ -208,7 +208,7 @@ class Session:
         except Disconnected:
             raise
         except OSError as error:
-            raise Unavailable(FULL) from error
+            raise Unavailable(NO_DESCRIPTOR) from error
 
     def connection(self) -> ServerConnection:
         """Return the connection, re-established if the server has exited or is being replaced.
@@ -223,7 +223,7 @@ class Session:
         return self._reconnect(connection)
 
     def wait_started(self, deadline: float) -> None:
-        """Wait until the server has loaded the models of its start.
+        """Wait until the server has loaded the models that it loads at its start.
 
         Raises:
             Disconnected: The server has exited.
@@ -247,10 +247,11 @@ class Session:
         Raises:
             Disconnected: The session cannot connect to the successor.
         """
-        is_once = options.sequence or (packed is not None and runs_once(packed.schema, packed.data))
-        if not is_once and packed is not None and connection.models.needs_load(*packed.model.key):
+        if options.sequence or (packed is not None and runs_once(packed.schema, packed.data)):
+            return False
+        if packed is not None and connection.models.needs_load(*packed.model.key):
             return True
-        if is_once or not connection.has_successor():
+        if not connection.has_successor():
             return False
         self._reconnect(connection)
         return True
@@ -294,17 +295,17 @@ class Session:
         model, inputs, outputs, version, options, tensors = call
         if connection.models.needs_load(model, version):
             self.load(connection, model, version, options)
-        resolved = connection.models.resolve(model, version)
-        if resolved.decoupled and not stream:
-            raise Unsupported(DECOUPLED % resolved.name)
+        client_model = connection.models.resolve(model, version)
+        if client_model.decoupled and not stream:
+            raise Unsupported(DECOUPLED % client_model.name)
         if inputs is not None and tensors:
-            hint = suggestion(next(iter(tensors)), _OPTIONS)
+            hint = suggestion(next(iter(tensors)), _OPTION_KEYWORDS)
             raise InvalidArgument(f"inputs are given as a mapping or by keyword, not both{hint}")
         try:
-            given = tensors if inputs is None else inputs
-            return prepare(self.memories, resolved, given, outputs, options)
+            given_inputs = tensors if inputs is None else inputs
+            return prepare(self.memories, client_model, given_inputs, outputs, options)
         except InvalidArgument:
-            _check_names(resolved, tensors if inputs is None else inputs, inputs is None)
+            _check_names(client_model, tensors if inputs is None else inputs, inputs is None)
             raise
 
     def ready(self, model: str = "", version: str = "") -> bool:
@@ -433,7 +434,7 @@ class Session:
 
         The garbage collector may run in any thread and at any time, where closing is not safe.
         """
-        if self._is_closed or self.inherited:
+        if self._is_closed or self.is_inherited:
             return
         try:
             self._connection.call(lambda _: close())
@@ -442,13 +443,13 @@ class Session:
         warnings.warn("a client was not closed", ResourceWarning, stacklevel=3)
 
     @property
-    def inherited(self) -> bool:
+    def is_inherited(self) -> bool:
         """Return whether this process was forked, so that its parent owns the connection."""
         return self._connection.pid != os.getpid()
 
     def close(self) -> None:
         """Disconnect; arrays keep their memory. A forked child does not affect its parent."""
-        if self.inherited:
+        if self.is_inherited:
             return
         with self._lock:
             was_open = not self._is_closed

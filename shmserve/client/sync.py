@@ -12,7 +12,7 @@ from typing import Any
 from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
-from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel, Waiter
+from shmserve.client.request.waiting import Channel, ResponseStream, SharedChannel, ThreadChannel
 from shmserve.client.session import (
     Session,
     Tensors,
@@ -25,7 +25,7 @@ from shmserve.errors import ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.endpoints import MAX_LINKS
 
 _MAX_CHANNELS = MAX_LINKS - 1  # the connection itself needs one of the client's links
-_INTERRUPTED = "this thread waits for a response: a signal handler cannot use the client meanwhile"
+_THREAD_WAITS = "this thread waits for a response: a signal handler cannot use the client meanwhile"
 
 
 class Server:
@@ -38,7 +38,7 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._channels: dict[threading.Thread, ThreadChannel] = {}
-        # Channels to a former server that still answers their requests.
+        # Channels to earlier servers that still respond to requests.
         self._former_channels: list[ThreadChannel] = []
         self._lock = threading.Lock()
 
@@ -90,17 +90,17 @@ class Server:
             ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*args, **kwargs)
-        waiter, packed = self._get_waiter(), None
+        channel, packed = self._get_thread_channel(), None
         try:
-            packed = self._session.pack(waiter.connection, call)
-            return waiter.wait(waiter.submit(packed))
+            packed = self._session.pack(channel.connection, call)
+            return channel.wait(channel.submit(packed))
         except TimedOut:
             raise
         except ShmserveError:
-            if not self._session.should_retry(waiter.connection, call[4], packed):
+            if not self._session.should_retry(channel.connection, call[4], packed):
                 raise
-        waiter = self._get_waiter()
-        return waiter.wait(waiter.submit(self._session.pack(waiter.connection, call)))
+        channel = self._get_thread_channel()
+        return channel.wait(channel.submit(self._session.pack(channel.connection, call)))
 
     def map(
         self,
@@ -136,9 +136,10 @@ class Server:
             ShmserveError: The error of a request, as for `infer`.
         """
         check_in_flight(in_flight)
-        waiting_requests: deque[Any] = deque()
-        waiter = self._get_waiter()
-        # The thread wakes up once for several responses. The other requests keep the server busy.
+        pending_requests: deque[Any] = deque()
+        channel = self._get_thread_channel()
+        # Requests are sent in groups, so that the thread wakes up once for several responses. The
+        # requests in flight keep the server busy.
         min_messages = max(1, in_flight // 4)
         try:
             for request_inputs in inputs:
@@ -146,19 +147,19 @@ class Server:
                     model, request_inputs, outputs=outputs, version=version, timeout=timeout
                 )
                 try:
-                    packed = self._session.pack(waiter.connection, call)
+                    packed = self._session.pack(channel.connection, call)
                 except ShmserveError:
-                    while waiting_requests:  # the results of the inputs before the invalid one
-                        yield waiter.wait(waiting_requests.popleft())
+                    while pending_requests:  # the results of the inputs before the invalid one
+                        yield channel.wait(pending_requests.popleft())
                     raise
-                waiting_requests.append(waiter.submit(packed))
-                waiter.send(min_messages=min_messages)
-                if len(waiting_requests) >= in_flight:
-                    yield waiter.wait(waiting_requests.popleft())
-            while waiting_requests:
-                yield waiter.wait(waiting_requests.popleft())
+                pending_requests.append(channel.submit(packed))
+                channel.send(min_messages=min_messages)
+                if len(pending_requests) >= in_flight:
+                    yield channel.wait(pending_requests.popleft())
+            while pending_requests:
+                yield channel.wait(pending_requests.popleft())
         finally:
-            waiter.cancel(waiting_requests)
+            channel.cancel(pending_requests)
 
     @signature_of(call_of)
     def stream(self, /, *args: Any, **kwargs: Any) -> ResponseStream:
@@ -181,9 +182,9 @@ class Server:
                 the iterator.
         """
         call = call_of(*args, **kwargs)
-        waiter = self._get_waiter()
-        packed = self._session.pack(waiter.connection, call, stream=True)
-        return ResponseStream(waiter, waiter.open(packed), self)
+        channel = self._get_thread_channel()
+        packed = self._session.pack(channel.connection, call, stream=True)
+        return ResponseStream(channel, channel.open(packed), self)
 
     @signature_of(call_of)
     def infer_async(self, /, *args: Any, **kwargs: Any) -> Future[Result]:
@@ -248,7 +249,7 @@ class Server:
             server.infer("blur", frames)["output"].shape
             # (1, 512, 512)
 
-        The maker of the memory owns it: `release` unmaps the memory here, and never unlinks it.
+        The maker of the memory owns it: `release` unmaps it in this process, and never unlinks it.
 
         Args:
             memory: A name in /dev/shm, an open descriptor (of a memfd, for instance), a
@@ -373,36 +374,36 @@ class Server:
         """
         return self._session.statistics(model, version)
 
-    def _get_waiter(self) -> Waiter:
+    def _get_thread_channel(self) -> Channel:
         connection = self._session.connection()
         thread = threading.current_thread()
-        waiter = self._channels.get(thread)
-        if waiter is not None and waiter.lock.locked():
-            raise Unavailable(_INTERRUPTED)
-        if waiter is None or waiter.connection is not connection:
+        channel = self._channels.get(thread)
+        if channel is not None and channel.lock.locked():
+            raise Unavailable(_THREAD_WAITS)
+        if channel is None or channel.connection is not connection:
             return self._new_channel(thread, connection)
-        return waiter
+        return channel
 
-    def _new_channel(self, thread: threading.Thread, connection: ServerConnection) -> Waiter:
+    def _new_channel(self, thread: threading.Thread, connection: ServerConnection) -> Channel:
         with self._lock:
-            for owner, waiter in list(self._channels.items()):
-                is_obsolete = waiter.connection is not connection and not owner.is_alive()
+            for owner, channel in list(self._channels.items()):
+                is_obsolete = channel.connection is not connection and not owner.is_alive()
                 if is_obsolete or owner is thread:
                     self._former_channels.append(self._channels.pop(owner))
-            self._close_former()
+            self._close_former_channels()
             # The channel of an ended thread is reused rather than closed: workers may still use the
-            # memory of its requests, and a generator of `map` may await them.
-            for owner, waiter in self._channels.items():
-                if not owner.is_alive() and not waiter.lock.locked():
+            # memory of its requests, and a generator of `map` may still wait for these requests.
+            for owner, channel in self._channels.items():
+                if not owner.is_alive() and not channel.lock.locked():
                     self._channels[thread] = self._channels.pop(owner)
-                    return waiter
+                    return channel
             if len(self._channels) >= _MAX_CHANNELS:
                 return _shared_channel(connection)
             try:
-                waiter = self._channels[thread] = ThreadChannel(connection)
+                channel = self._channels[thread] = ThreadChannel(connection)
             except OSError:  # no free descriptor for another channel
                 return _shared_channel(connection)
-            return waiter
+            return channel
 
     def close(self) -> None:
         """Disconnect; the server frees all resources of this client. This method is idempotent.
@@ -410,26 +411,26 @@ class Server:
         Raises:
             Unavailable: A signal handler calls this while its thread waits for a response.
         """
-        waiter = self._channels.get(threading.current_thread())
-        if waiter is not None and waiter.lock.locked():
-            raise Unavailable(_INTERRUPTED)
+        channel = self._channels.get(threading.current_thread())
+        if channel is not None and channel.lock.locked():
+            raise Unavailable(_THREAD_WAITS)
         self._session.close()
-        if self._session.inherited:
+        if self._session.is_inherited:
             return
         with self._lock:
-            for waiter in self._channels.values():
-                waiter.close()
+            for channel in self._channels.values():
+                channel.close()
             self._channels.clear()
-            for waiter in self._former_channels:
-                waiter.close()
+            for channel in self._former_channels:
+                channel.close()
             self._former_channels.clear()
 
-    def _close_former(self) -> None:
-        for waiter in self._former_channels[:]:
-            connection = waiter.connection
-            if not (connection.is_draining and connection.alive and waiter.channel.waiting):
-                self._former_channels.remove(waiter)
-                waiter.close()
+    def _close_former_channels(self) -> None:
+        for channel in self._former_channels[:]:
+            connection = channel.connection
+            if not (connection.is_draining and connection.alive and channel.requests.waiting):
+                self._former_channels.remove(channel)
+                channel.close()
 
     def __enter__(self) -> Server:
         return self
@@ -445,11 +446,15 @@ class Server:
 
 
 def _keep_client(server: Server, future: Future[Result]) -> None:
-    """Do nothing: the callback keeps a reference to the client until the future completes."""
+    """Do nothing. As a callback, it keeps a reference to `server` until the future completes."""
 
 
 def _shared_channel(connection: ServerConnection) -> SharedChannel:
-    """Return a channel for a thread that has none; raise Unavailable in the connection's thread."""
-    channel = SharedChannel(connection)
-    channel.check_may_wait()
-    return channel
+    """Return the channel that threads without their own channel share.
+
+    Raises:
+        Unavailable: The caller is the connection's own thread.
+    """
+    shared_channel = SharedChannel(connection)
+    shared_channel.check_may_wait()
+    return shared_channel

@@ -34,14 +34,14 @@ RESTRICTABLE = (
 METRICS = "metrics"
 # The scope for the metadata of models. The inference scope includes this scope, since requests
 # depend on the metadata. A restriction of the metadata API also applies to it.
-SIGNATURE = "metadata of models"
+MODEL_METADATA = "metadata of models"
 SCOPES = (*RESTRICTABLE, METRICS)
 # Health probes need no token, because the server's health is not confidential.
-OPEN = frozenset({"health"})
+SCOPES_WITHOUT_TOKEN = frozenset({"health"})
 
 GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
 
-_SHORTEST_TOKEN = 16
+_MIN_TOKEN_LEN = 16
 _TOKENS_FILE = "--auth-token-file"
 
 
@@ -74,13 +74,13 @@ class Authorisation:
     """
 
     def __init__(self, tokens: Tokens | None, rules: Restrictions, api_noun: str = "API") -> None:
-        pairs = (tokens or {}).items()
         self._tokens = [
-            (bytes.fromhex(digest), frozenset((*s, *_implied_scopes(s)))) for digest, s in pairs
+            (bytes.fromhex(digest), frozenset((*scopes, *_implied_scopes(scopes))))
+            for digest, scopes in (tokens or {}).items()
         ]
-        self.asks_for_tokens = bool(self._tokens)
+        self.requires_token = bool(self._tokens)
         if "metadata" in rules:
-            rules = {**rules, SIGNATURE: rules["metadata"]}
+            rules = {**rules, MODEL_METADATA: rules["metadata"]}
         self.restrictions = rules
         self._api_noun = api_noun
 
@@ -93,7 +93,7 @@ class Authorisation:
 
         `metadata` are the request's headers, looked up by lower-case names.
         """
-        if self.asks_for_tokens and scope not in OPEN:
+        if self.requires_token and scope not in SCOPES_WITHOUT_TOKEN:
             scopes = self.scopes(metadata.get("authorization"))
             if (refusal := self.refuse_scope(scope, scopes)) is not None:
                 return refusal
@@ -104,8 +104,8 @@ class Authorisation:
 
         The header's digest is compared with every token's digest, in constant time.
         """
-        kind, _, token = (header or "").partition(" ")
-        if kind.lower() != "bearer":
+        auth_scheme, _, token = (header or "").partition(" ")
+        if auth_scheme.lower() != "bearer":
             return None
         digest = hashlib.sha256(token.strip().encode(errors="surrogateescape")).digest()
         granted: frozenset[str] | None = None
@@ -130,16 +130,16 @@ class Authorisation:
         if rule is None:
             return None
         value = metadata.get(rule.header.lower(), "")
-        if hmac.compare_digest(_raw(value), _raw(rule.value)):
+        if hmac.compare_digest(_encode(value), _encode(rule.value)):
             return None
         return Restricted(f"This {self._api_noun} is restricted, expecting header '{rule.header}'")
 
 
 def _implied_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
-    return (SIGNATURE,) if not {"metadata", "inference"}.isdisjoint(scopes) else ()
+    return (MODEL_METADATA,) if not {"metadata", "inference"}.isdisjoint(scopes) else ()
 
 
-def _raw(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     return text.encode(errors="surrogateescape")
 
 
@@ -168,15 +168,15 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
         if len(words) > 2:
             message = f"{position}: expected TOKEN or TOKEN SCOPE,SCOPE, found more words"
             raise InvalidArgument(message)
-        if len(words[0]) < _SHORTEST_TOKEN:
-            raise InvalidArgument(f"{position}: a token needs {_SHORTEST_TOKEN} characters or more")
+        if len(words[0]) < _MIN_TOKEN_LEN:
+            raise InvalidArgument(f"{position}: a token needs {_MIN_TOKEN_LEN} characters or more")
         scopes = words[1].split(",") if len(words) == 2 else SCOPES
         for scope in scopes:
             if scope not in SCOPES:
                 allowed_names = ", ".join(SCOPES)
                 message = f"{position}: unknown scope '{scope}' (allowed: {allowed_names})"
                 raise InvalidArgument(message)
-        digest = hashlib.sha256(_raw(words[0])).hexdigest()
+        digest = hashlib.sha256(_encode(words[0])).hexdigest()
         if digest in tokens:
             raise InvalidArgument(f"{position}: duplicate token")
         tokens[digest] = tuple(scopes)

@@ -7,11 +7,11 @@ import os
 import resource
 import sys
 
-_UNLIMITED = 1 << 20
-_RESERVED = 128  # a gateway's reserve for everything but connections
+_UNLIMITED = 1 << 20  # the count that represents RLIM_INFINITY
+_RESERVED = 128  # a gateway's descriptors that are not connections
 MIN_FDS = 2 * _RESERVED  # the minimum for a server to start
-_MAX_SHARE = 0.75
-_MAX_SCRAPES = 256
+_MAX_SHARE_OF_PEER = 0.75
+_MAX_SCRAPE_CONNECTIONS = 256
 
 
 def fill_standard_streams() -> None:
@@ -62,8 +62,8 @@ def regions_share(max_fds: int) -> int:
 
 
 def scrapes_share() -> int:
-    """Return how many descriptors a gateway may use for connections to a metrics listener."""
-    return min(_MAX_SCRAPES, (limit() - _RESERVED) // 4)
+    """Return how many descriptors a gateway may use for the connections of one metrics listener."""
+    return min(_MAX_SCRAPE_CONNECTIONS, (limit() - _RESERVED) // 4)
 
 
 def connections_share(listeners: int, metrics_listeners: int = 0) -> int:
@@ -74,6 +74,6 @@ def connections_share(listeners: int, metrics_listeners: int = 0) -> int:
     return max(1, (limit() - _RESERVED - metrics_listeners * scrapes_share()) // max(1, listeners))
 
 
-def share_of(max_connections: int) -> int:
+def max_connections_per_peer(max_connections: int) -> int:
     """Return how many of `max_connections` one user or one remote host may have; at least 1."""
-    return max(1, int(max_connections * _MAX_SHARE))
+    return max(1, int(max_connections * _MAX_SHARE_OF_PEER))

@@ -20,7 +20,7 @@ from shmserve.errors import InvalidArgument
 CUDA_INVALID = "failed to register shared memory region: invalid args"
 _CGROUPS = Path("/sys/fs/cgroup")
 _CPU_PERIOD_US = 100_000
-_IDLE_PAGES = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
+_INACTIVE_FILE_BYTES = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
@@ -67,8 +67,8 @@ def available_memory() -> int:
         limit = _read_number(folder / ("memory.limit_in_bytes" if is_v1 else "memory.max"))
         used_bytes = _read_number(folder / ("memory.usage_in_bytes" if is_v1 else "memory.current"))
         if limit is not None and used_bytes is not None:
-            pages = _IDLE_PAGES.search((folder / "memory.stat").read_text())
-            byte_limits.append(limit - used_bytes + (int(pages[1]) if pages else 0))
+            match = _INACTIVE_FILE_BYTES.search((folder / "memory.stat").read_text())
+            byte_limits.append(limit - used_bytes + (int(match[1]) if match else 0))
     return max(0, min(byte_limits))
 
 
@@ -77,18 +77,18 @@ def oom_kills() -> int:
     for folder, is_v1 in _cgroups("memory"):
         file = folder / ("memory.oom_control" if is_v1 else "memory.events")
         if file.is_file():
-            found = _OOM_KILLS.search(file.read_text())
-            return int(found[1]) if found else 0
+            match = _OOM_KILLS.search(file.read_text())
+            return int(match[1]) if match else 0
     return 0
 
 
 def cgroup_limit(controller: str, name: str, v1_name: str) -> int | None:
-    """Return the least limit that this process's control groups set; None without a limit.
+    """Return the lowest limit that this process's control groups set; None without a limit.
 
-    Each group has its limit of the `controller` in the file `name`, or `v1_name` for cgroup v1.
+    A group's limit for `controller` is in the file `name`, or in `v1_name` for cgroup v1.
     """
     limits = (_read_number(group / (v1_name if v1 else name)) for group, v1 in _cgroups(controller))
-    return min((number for number in limits if number is not None), default=None)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
@@ -109,9 +109,9 @@ def _read_number(file: Path) -> int | None:
     return None if number is None else int(number[0])
 
 
-_TITLE = "shmserve: "
+_TITLE_PREFIX = "shmserve: "
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PSS = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -126,14 +126,14 @@ class Process:
     cpu_seconds: float
 
 
-def proportional_sizes(supervisor: int) -> Iterator[int]:
+def proportional_sizes(supervisor_pid: int) -> Iterator[int]:
     """Yield the memory of each process of the server as proportional set size, in bytes.
 
     A page shared by N processes counts 1/N in each of them, so that the sum is the server's use.
-    If the kernel does not report this size, resident memory is counted. The kernel needs about 1 ms
-    for a process.
+    If the kernel does not report this size, resident memory is counted. Reading one process's size
+    takes about 1 ms.
     """
-    yield from map(_proportional_bytes, processes(supervisor))
+    yield from map(_proportional_bytes, processes(supervisor_pid))
 
 
 def _proportional_bytes(process: Process) -> int:
@@ -144,30 +144,30 @@ def _proportional_bytes(process: Process) -> int:
     return process.resident_bytes
 
 
-def processes(supervisor: int) -> Iterator[Process]:
+def processes(supervisor_pid: int) -> Iterator[Process]:
     """Yield the supervisor and its children, except those that exit meanwhile."""
     try:
-        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+        pids = Path(f"/proc/{supervisor_pid}/task/{supervisor_pid}/children").read_text().split()
     except OSError:
         return
-    for pid in (str(supervisor), *children):
+    for pid in (str(supervisor_pid), *pids):
         try:
-            yield _process(Path("/proc") / pid)
+            yield _read_process(Path("/proc") / pid)
         except (OSError, ValueError, IndexError):
             continue
 
 
-def _process(folder: Path) -> Process:
+def _read_process(folder: Path) -> Process:
     command_line = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
     title = command_line.decode(errors="replace")
-    if not title.startswith(_TITLE):
-        raise ValueError(f"{folder} is not a process of a server")
+    if not title.startswith(_TITLE_PREFIX):
+        raise ValueError(f"{folder} is not a process of shmserve: its title is '{title}'")
     # The command name in parentheses may contain any character, so fields are split after it.
     fields = (folder / "stat").read_text().rpartition(")")[2].split()
     return Process(
         pid=int(folder.name),
-        title=title.removeprefix(_TITLE).strip(),
-        resident_bytes=int(fields[21]) * _PAGE,
+        title=title.removeprefix(_TITLE_PREFIX).strip(),
+        resident_bytes=int(fields[21]) * _PAGE_BYTES,
         open_fds=len(os.listdir(folder / "fd")),
         cpu_seconds=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
     )
@@ -181,25 +181,25 @@ class Accelerators:
     count: int
 
 
-def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None) -> Accelerators:
+def accelerators(folder: Path = Path("/dev"), visible_devices: str | None = None) -> Accelerators:
     """Return the host's accelerators by their device files.
 
     Args:
-        device_folder: The folder of device files.
-        visible: CUDA_VISIBLE_DEVICES, if set.
+        folder: The folder of device files.
+        visible_devices: CUDA_VISIBLE_DEVICES, if set.
     """
     for kind, pattern in (("cuda", r"nvidia\d+"), ("npu", r"davinci\d+")):
-        count = sum(bool(re.fullmatch(pattern, entry.name)) for entry in device_folder.iterdir())
+        count = sum(bool(re.fullmatch(pattern, entry.name)) for entry in folder.iterdir())
         if count:
-            if kind == "cuda" and visible is not None:
-                count = _count_visible(visible, count)
+            if kind == "cuda" and visible_devices is not None:
+                count = _count_visible(visible_devices, count)
             return Accelerators(kind if count else "", count)
     return Accelerators("", 0)
 
 
-def _count_visible(visible: str, count: int) -> int:
-    # Like the driver, ignore all names from the first invalid one on ("-1": no device).
-    names = [part.strip() for part in visible.split(",")]
+def _count_visible(visible_devices: str, count: int) -> int:
+    # Like the driver, ignore the first invalid name and all names after it ("-1": no device).
+    names = [part.strip() for part in visible_devices.split(",")]
 
     def is_device(name: str) -> bool:
         return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)
@@ -207,9 +207,9 @@ def _count_visible(visible: str, count: int) -> int:
     return min(count, len(list(itertools.takewhile(is_device, names))))
 
 
-def cuda_devices(visible: str | None = None) -> int:
-    """Return the number of CUDA devices; `visible` is CUDA_VISIBLE_DEVICES, if set."""
-    devices = accelerators(visible=visible)
+def cuda_devices(visible_devices: str | None = None) -> int:
+    """Return the number of CUDA devices; `visible_devices` is CUDA_VISIBLE_DEVICES, if set."""
+    devices = accelerators(visible_devices=visible_devices)
     return devices.count if devices.kind == "cuda" else 0
 
 

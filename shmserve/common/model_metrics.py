@@ -11,7 +11,8 @@ Families with the same name are merged across models, as in Triton.
 The server's counters of a model continue after a reload. Each scheduler has a table of counters:
 {name: number, list of numbers, numbers by key, or histogram}. Its snapshot has this table, current
 values and, as "base", the sum of the tables of earlier schedulers of this version. Metrics show
-table plus base, so no counter decreases. Requests that a predecessor completes later are counted.
+table plus base, so no counter decreases. Requests that an earlier scheduler completes after its
+successor has started are included.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# The entries of a snapshot that are not counters, so that a successor does not add them.
+# The entries of a snapshot that are not counters. `sum_counters` omits them.
 _NOT_IN_BASE = (
     *("base", "last_ns", "batch_sizes", "responses"),
     *("pending", "executing", "open_sequences", "live", "instances"),
@@ -54,7 +55,7 @@ Families = dict[str, Family]
 
 
 def parse(raw: list[Any]) -> Families:
-    """Return the families from the form of `to_lists`. Raises ValueError for any other form."""
+    """Return the families that `to_lists` encoded as `raw`. Raises ValueError for other lists."""
     try:
         return {
             str(name): Family(
@@ -63,7 +64,7 @@ def parse(raw: list[Any]) -> Families:
             for name, description, kind, rows in raw
         }
     except (TypeError, IndexError, KeyError) as error:
-        raise ValueError(f"malformed families: {error}") from None
+        raise ValueError(f"the list of metric families is malformed: {error}") from None
 
 
 def _decode_labels(raw: list[Any]) -> Labels:
@@ -74,7 +75,7 @@ def _decode_value(kind: str, row: list[Any]) -> Series:
     _, state, buckets = row
     size = {"COUNTER": 1, "GAUGE": 3, "HISTOGRAM": len(buckets) + 2}[kind]
     if len(state) != size or not all(type(n) in (int, float) for n in (*state, *buckets)):
-        raise ValueError(f"the value of a {kind} is malformed")
+        raise ValueError(f"a {kind} needs {size} numbers and numeric buckets, found {row!r:.200}")
     return Series(tuple(state), tuple(buckets))
 
 
@@ -104,12 +105,12 @@ def sum_families(parts: Iterable[Families]) -> Families:
                 values = dict(earlier.values)
                 for labels, value in family.values.items():
                     previous = values.get(labels)
-                    values[labels] = _sum(family.kind, previous, value) if previous else value
+                    values[labels] = _add(family.kind, previous, value) if previous else value
                 total[name] = replace(earlier, values=values)
     return total
 
 
-def _sum(kind: str, first: Series, second: Series) -> Series:
+def _add(kind: str, first: Series, second: Series) -> Series:
     if first.buckets != second.buckets:
         return first
     if kind == "GAUGE":
@@ -148,7 +149,7 @@ class ModelMetrics:
         self._instances[pid] = families
 
     def process_exited(self, pid: int) -> None:
-        """Keep the counts of an instance that has exited, except its gauges."""
+        """Remove an instance that has exited, and keep its counters and histograms."""
         families = self._instances.pop(pid, None)
         if families is not None:
             totals = {name: f for name, f in families.items() if f.kind != "GAUGE"}
@@ -164,7 +165,7 @@ def exposition(families: Families) -> str:
     lines: list[str] = []
     for name, family in families.items():
         if family.values:
-            lines += head_lines(name, family.description, family.kind.lower())
+            lines += header_lines(name, family.description, family.kind.lower())
             for labels, value in family.values.items():
                 lines += _sample_lines(name, family.kind, labels, value)
     return "".join(f"{line}\n" for line in lines)
@@ -174,23 +175,23 @@ def _sample_lines(name: str, kind: str, labels: Labels, value: Series) -> Iterab
     state = value.state
     if kind == "HISTOGRAM":
         total, *counts = state
-        yield sample(f"{name}_count", labels, sum(counts))
-        yield sample(f"{name}_sum", labels, total)
+        yield sample_line(f"{name}_count", labels, sum(counts))
+        yield sample_line(f"{name}_sum", labels, total)
         cumulative = 0.0
         for bound, count in zip((*value.buckets, float("inf")), counts, strict=True):
             cumulative += count
-            yield sample(f"{name}_bucket", (*labels, ("le", _as_text(bound))), cumulative)
+            yield sample_line(f"{name}_bucket", (*labels, ("le", _as_text(bound))), cumulative)
     else:
         number = state[0] + state[2] if kind == "GAUGE" else state[0]
-        yield sample(name, labels, number)
+        yield sample_line(name, labels, number)
 
 
-def head_lines(name: str, description: str, kind: str) -> tuple[str, str]:
+def header_lines(name: str, description: str, kind: str) -> tuple[str, str]:
     """Return the HELP and TYPE lines above the samples of a family of a Prometheus `kind`."""
     return f"# HELP {name} {_escape(description)}", f"# TYPE {name} {kind}"
 
 
-def sample(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
+def sample_line(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
     """Return the line of a sample, with labels in this order; integers have no decimal point."""
     pairs = ",".join(f'{label}="{_escape(text, quote=True)}"' for label, text in labels)
     return f"{name}{{{pairs}}} {_as_text(value)}" if pairs else f"{name} {_as_text(value)}"
@@ -211,7 +212,7 @@ def _as_text(value: float) -> str:
 
 
 def sum_counters(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Return the counters in a snapshot, plus its "base": those of earlier schedulers.
+    """Return each counter of a snapshot plus its value in the snapshot's "base".
 
     The result is the base of the successor. Raises KeyError if the snapshot has no base.
     """

@@ -34,12 +34,12 @@ def check_model_name(name: str) -> None:
 
 
 def is_traversal(name: str) -> bool:
-    """Check whether a name, as a path, could be another folder than a model's in the repository."""
-    return name.strip() in (".", "..") or any(mark in name for mark in "/\\\0")
+    """Check whether a model name, used as a path, could select a folder outside the model's."""
+    return name.strip() in (".", "..") or any(character in name for character in "/\\\0")
 
 
-def is_inline(text: str) -> bool:
-    """Check whether an argument names a model ("path/file.py:Class", a checkpoint).
+def names_one_model(text: str) -> bool:
+    """Check whether an argument names a model ("path/file.py:Class", a checkpoint's folder).
 
     Other arguments name repositories.
     """
@@ -51,10 +51,10 @@ def is_checkpoint(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "config.json"))
 
 
-_LONGEST_SHOWN = 64
+_MAX_SHOWN_CHARS = 64
 
 
-class DoubledName(ValueError):
+class DuplicateKeyError(ValueError):
     """The error for a JSON object with a duplicate key; `name` is None if the key is unknown."""
 
     def __init__(self, name: str | None) -> None:
@@ -62,18 +62,18 @@ class DoubledName(ValueError):
         if name is None:
             super().__init__("duplicate keys in an object")
             return
-        clipped = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
+        clipped = name if len(name) <= _MAX_SHOWN_CHARS else f"{name[:_MAX_SHOWN_CHARS]}..."
         super().__init__(f"duplicate key '{clipped}' in an object")
 
 
-def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's members by name; raise DoubledName if a name is repeated.
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's members by name; raise DuplicateKeyError if a name is repeated.
 
     This function is an `object_pairs_hook` of the module json.
     """
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise DoubledName(name)
+            raise DuplicateKeyError(name)
         result[name] = value
     return result

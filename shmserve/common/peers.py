@@ -52,13 +52,13 @@ _ANY_STATE = 0xFFFFFFFF
 _HEADER = struct.Struct("=IHHII")  # fields: length, type, flags, sequence number, port
 _REQUEST = struct.Struct("=BBBBI")  # fields: family, protocol, extensions, padding, states
 # Fields: source and destination port, source and destination address, interface, cookie.
-_SOCKET = struct.Struct("!HH16s16s12s")
+_SOCKET_ID = struct.Struct("!HH16s16s12s")
 _ANY_COOKIE = bytes(4) + b"\xff" * 8
-_ENDS = struct.Struct("!HH")
-_ENDS_AT = _HEADER.size + 4
+_PORTS = struct.Struct("!HH")
+_PORTS_OFFSET = _HEADER.size + 4
 _OWNER = struct.Struct("=II")  # fields: uid, inode
-_OWNER_AT = _ENDS_AT + _SOCKET.size + 12
-_LARGEST = 4096
+_OWNER_OFFSET = _PORTS_OFFSET + _SOCKET_ID.size + 12
+_MAX_RESPONSE_BYTES = 4096
 
 Address = tuple[str, int]
 
@@ -75,7 +75,7 @@ SHM_DISABLED = (
     "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 )
 REMOTE = Peer(-1)
-# A uid that represents the server's administrator, who may list and unregister everyone's regions.
+# A uid for the server's administrator, who may list and unregister the regions of all users.
 EVERYONE = -2
 # The clients of a listener without shared memory, who own no regions.
 NOBODY = Peer(-3)
@@ -132,14 +132,14 @@ def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -
 
     `group` is the gid of --shm-group. Raises PermissionDenied if the object is not `peer`'s.
     """
-    server = os.geteuid()
-    shared = group != NO_GROUP and gid == group and mode & 0o060 == 0o060
-    if shared and (group in peer.groups or peer == REMOTE):
+    server_uid = os.geteuid()
+    is_group_object = group != NO_GROUP and gid == group and mode & 0o060 == 0o060
+    if is_group_object and (group in peer.groups or peer == REMOTE):
         return Ownership(peer.uid, group, copied=True)
-    if uid == (server if peer == REMOTE else peer.uid):
+    if uid == (server_uid if peer == REMOTE else peer.uid):
         # A user with write permission can truncate the object.
-        is_safe = peer != REMOTE and uid in (server, 0) and not mode & 0o022
-        return Ownership(peer.uid, NO_GROUP, copied=not is_safe)
+        can_map = peer != REMOTE and uid in (server_uid, 0) and not mode & 0o022
+        return Ownership(peer.uid, NO_GROUP, copied=not can_map)
     text = f"shared memory object '{key}' does not belong to the client"
     if peer != REMOTE:
         text += f": it belongs to uid {uid} (mode {mode & 0o777:04o}), the client is uid {peer.uid}"
@@ -147,7 +147,7 @@ def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -
 
 
 def credentials(sock: Any) -> tuple[int, int, int]:
-    """Return pid, uid and gid of the peer of a unix socket; raise OSError if it is no such socket.
+    """Return pid, uid and gid of the peer of a unix socket; raise OSError for other sockets.
 
     The pid is 0 for a process of another pid namespace.
     """
@@ -176,7 +176,7 @@ def unix_pid(transport: asyncio.BaseTransport | None) -> int:
 def loopback_peer(local: Address, remote: Address) -> Peer | None:
     """Return the user at the other end of a TCP connection between addresses of this host.
 
-    The result is None if the kernel does not report it, for instance after that end was closed.
+    The result is None if the kernel reports no user, for instance because that end is closed.
     """
     try:
         owner = tcp_owner(remote, local)
@@ -189,7 +189,7 @@ def loopback_peer(local: Address, remote: Address) -> Peer | None:
 
 
 def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
-    """Return the result of `tcp_owner` from the kernel's list of all connections."""
+    """Return uid and inode of the socket at `remote`, from the kernel's list of connections."""
     for table, addresses in _proc_net_tables(local, remote):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in lines:
@@ -221,10 +221,10 @@ def _proc_address(packed: bytes, port: int) -> str:
 def groups_of(uid: int) -> tuple[int, ...]:
     """Return the groups of a user in the user database, none for an unknown user."""
     try:
-        entry = pwd.getpwuid(uid)
+        user = pwd.getpwuid(uid)
     except KeyError:
         return ()
-    return tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
+    return tuple(os.getgrouplist(user.pw_name, user.pw_gid))
 
 
 def is_loopback(address: str) -> bool:
@@ -259,22 +259,22 @@ def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
         None if there is no such socket. The inode is 0 if no process owns the socket any more.
 
     Raises:
-        OSError: The kernel does not support such queries.
+        OSError: The kernel does not support sock_diag queries.
     """
-    response = _query(end, other)
+    response = _query_sock_diag(end, other)
     if response is None:
-        if not _is_supported():
+        if not _supports_sock_diag():
             raise OSError(errno.ENOENT, "sock_diag")
         return None
     # If the connection does not exist, the kernel returns the listener at that port.
-    if _ENDS.unpack_from(response, _ENDS_AT) != (end[1], other[1]):
+    if _PORTS.unpack_from(response, _PORTS_OFFSET) != (end[1], other[1]):
         return None
-    uid, inode = _OWNER.unpack_from(response, _OWNER_AT)
+    uid, inode = _OWNER.unpack_from(response, _OWNER_OFFSET)
     return uid, inode
 
 
-def _query(end: Address, other: Address) -> bytes | None:
-    """Return the kernel's response; None for an unknown socket.
+def _query_sock_diag(end: Address, other: Address) -> bytes | None:
+    """Return sock_diag's response for the socket at `end` of a connection; None if unknown.
 
     Raises:
         OSError: The kernel rejects the query, or does not respond at once.
@@ -282,12 +282,12 @@ def _query(end: Address, other: Address) -> bytes | None:
     source, target = _parse_ip(end[0]), _parse_ip(other[0])
     family = socket.AF_INET if source.version == target.version == 4 else socket.AF_INET6
     body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
-    body += _SOCKET.pack(end[1], other[1], source.packed, target.packed, _ANY_COOKIE)
+    body += _SOCKET_ID.pack(end[1], other[1], source.packed, target.packed, _ANY_COOKIE)
     size = _HEADER.size + len(body)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
         header = _HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
         netlink.sendto(header + body, (0, 0))
-        response = netlink.recv(_LARGEST, socket.MSG_DONTWAIT)
+        response = netlink.recv(_MAX_RESPONSE_BYTES, socket.MSG_DONTWAIT)
     _, kind, *_ = _HEADER.unpack_from(response)
     if kind != _NLMSG_ERROR:
         return response
@@ -298,11 +298,11 @@ def _query(end: Address, other: Address) -> bytes | None:
 
 
 @functools.cache
-def _is_supported() -> bool:
+def _supports_sock_diag() -> bool:
     """Check whether the kernel finds an existing TCP socket by sock_diag."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = listening.getsockname()
-        return _query(address, address) is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        return _query_sock_diag(address, address) is not None
 
 
 def admit_group(path: Path, group: int) -> None:

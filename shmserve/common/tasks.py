@@ -21,7 +21,7 @@ def in_background(coroutine: Coroutine[Any, Any, None], tasks: set[Task[None]]) 
     def on_done(task: Task[None]) -> None:
         tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            logger.error("a background task failed", exc_info=task.exception())
+            logger.error("a background task failed: %r", task, exc_info=task.exception())
 
     task.add_done_callback(on_done)
     return task
@@ -36,7 +36,7 @@ async def collect(items: Iterable[T]) -> list[T]:
     return collected
 
 
-async def end_all(*tasks: asyncio.Future[Any]) -> None:
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks that have not completed, wait for them, and log the exceptions of all tasks."""
     for task in tasks:
         task.cancel()

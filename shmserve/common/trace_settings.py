@@ -19,8 +19,9 @@ _RANGES = {
 }
 TRITON, OPENTELEMETRY = MODES = ("triton", "opentelemetry")
 OFF, TIMESTAMPS, TENSORS = LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
-# The fields by the names of --trace-config. Names with a prefix concern that mode only.
-_NAMES = {
+# The field of `TraceSettings`, or the name in its `exporter`, for each setting of --trace-config.
+# A setting with a prefix applies to the mode of that name only.
+_FIELDS = {
     "mode": "trace_mode",
     "level": "trace_level",
     "rate": "trace_rate",
@@ -37,12 +38,12 @@ _NAMES = {
 }
 _DIGITS = re.compile(r"[1-9][0-9]{0,8}")
 # As in Triton, a URL may lack its scheme (collector:4318/v1/traces).
-_FORMS = {
+_EXPORTER_PATTERNS = {
     "url": re.compile(r"(https?://\S+)|[^\s/:=]+(:[0-9]+)?(/\S*)?"),
     "resource": re.compile(r"[^=]+=.+"),
 }
 # Triton's words for a level of --trace-config and of --trace-level, in any case.
-_LEVELS = {
+_LEVEL_WORDS = {
     **dict.fromkeys(("off", "false"), OFF),
     **dict.fromkeys(("timestamps", "true", "on", "min", "max"), TIMESTAMPS),
 }
@@ -54,7 +55,7 @@ class TraceSettings:
 
     Attributes:
         trace_level: OFF, or TIMESTAMPS and TENSORS, which select what is traced of requests.
-        trace_rate: One of this number of requests is traced.
+        trace_rate: One request in this many is traced.
         trace_count: The number of traces; -1: unlimited.
         log_frequency: The number of traces per file; 0: all traces are in one file.
         trace_file: The file of traces.
@@ -104,7 +105,7 @@ class TraceSettings:
 
 
 def read_changes(settings: Mapping[str, Sequence[str] | None]) -> dict[str, Any]:
-    """Return the settings that a request changes; None resets one to the server's value.
+    """Return the settings that a request changes; None resets a setting to the server's value.
 
     Settings that the extension does not define are ignored.
 
@@ -122,7 +123,7 @@ def read_changes(settings: Mapping[str, Sequence[str] | None]) -> dict[str, Any]
         if not values:
             changes[name] = None
         elif name == "trace_level":
-            changes[name] = _level(values)
+            changes[name] = _parse_levels(values)
         elif len(values) > 1:
             raise InvalidArgument(f"expect only 1 value for '{name}'")
         else:
@@ -130,7 +131,7 @@ def read_changes(settings: Mapping[str, Sequence[str] | None]) -> dict[str, Any]
     return changes
 
 
-def _level(values: Sequence[str]) -> tuple[str, ...]:
+def _parse_levels(values: Sequence[str]) -> tuple[str, ...]:
     if OFF in values and len(values) > 1:
         raise InvalidArgument("Expect only one trace level 'OFF' is specified")
     for value in values:
@@ -167,10 +168,10 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
         name, equals, value = text.partition("=")
         mode, comma, setting = name.partition(",")
         name = f"{mode.lower()}{comma}{setting}"
-        if not equals or not value or name not in _NAMES:
+        if not equals or not value or name not in _FIELDS:
             raise InvalidArgument(
                 f"{_FLAG}: '{text}' is not SETTING=VALUE, where SETTING is one of "
-                f"{', '.join(_NAMES)}"
+                f"{', '.join(_FIELDS)}"
             )
         all_values.setdefault(name, []).append(value)
     latest_values = {name: [values[-1]] for name, values in all_values.items()}
@@ -180,10 +181,10 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
     if mode == OPENTELEMETRY and find_spec("opentelemetry") is None:
         hint = how_to_install("opentelemetry-sdk", "otel")
         raise InvalidArgument(f"{_FLAG}: mode={mode} needs the package opentelemetry-sdk: {hint}")
-    levels = [_LEVELS.get(level.lower(), level.upper()) for level in all_values.get("level", [])]
+    levels = [_LEVEL_WORDS.get(text.lower(), text.upper()) for text in all_values.get("level", [])]
     changes = {"trace_level": [OFF] if OFF in levels else levels}
     changes |= {
-        _NAMES[name]: value for name, value in latest_values.items() if _NAMES[name] in _RANGES
+        _FIELDS[name]: value for name, value in latest_values.items() if _FIELDS[name] in _RANGES
     }
     try:
         settings = TraceSettings().with_changes(read_changes(changes))
@@ -191,7 +192,7 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
         raise InvalidArgument(f"{_FLAG}: {error.message}") from None
     exporter = tuple(
         (
-            _NAMES[name],
+            _FIELDS[name],
             value if name != f"{OPENTELEMETRY},url" or "://" in value else f"http://{value}",
         )
         for name, values in all_values.items()
@@ -199,7 +200,7 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
         for value in values
     )
     for name, value in exporter:
-        if not _FORMS.get(name, _DIGITS).fullmatch(value):
+        if not _EXPORTER_PATTERNS.get(name, _DIGITS).fullmatch(value):
             expected_texts = {"url": "an http or https URL", "resource": "KEY=VALUE"}
             expected_text = expected_texts.get(name, "a number")
             raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {expected_text}")
@@ -220,13 +221,13 @@ class Sampler:
     settings: TraceSettings
     remaining_count: int = field(init=False)
     pending: list[Any] = field(default_factory=list)
-    _seen_count: int = 0
+    _request_count: int = 0
     _is_enabled: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.remaining_count, self._is_enabled = self.settings.trace_count, self.settings.on
 
-    def samples(self, is_sampled: bool | None = None) -> bool:
+    def should_trace(self, is_sampled: bool | None = None) -> bool:
         """Return whether to trace the next request.
 
         Args:
@@ -235,8 +236,8 @@ class Sampler:
         if not self._is_enabled:
             return False
         if is_sampled is None or self.settings.trace_mode != OPENTELEMETRY:
-            self._seen_count += 1
-            is_sampled = not self._seen_count % self.settings.trace_rate
+            self._request_count += 1
+            is_sampled = not self._request_count % self.settings.trace_rate
         if not is_sampled or not self.remaining_count:
             return False
         if self.remaining_count > 0:

@@ -22,7 +22,7 @@ import yaml
 from shmserve.config.flags import FLAGS, SUPPORTED_FLAGS, Flag, Value, find_flags
 from shmserve.errors import Collector, InvalidArgument, Problems, clip, nearest, read_text
 
-_NULL = "tag:yaml.org,2002:null"
+_YAML_NULL = "tag:yaml.org,2002:null"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ def parse(arguments: Sequence[str]) -> Parsed:
     boolean_flag_before: dict[str, str] = {}
     remaining_words = list(arguments)
     bare_flag = ""  # the preceding boolean flag, if it has no value
-    collected = Collector()
+    collector = Collector()
     for word in remaining_words:
-        collected(_check_text, word)
+        collector(_check_text, word)
     while remaining_words:
         word = remaining_words.pop(0)
         if not word.startswith("-") or word == "-":
@@ -97,17 +97,17 @@ def parse(arguments: Sequence[str]) -> Parsed:
         name, equals, text = word.removeprefix("--").partition("=")
         flags = find_flags(name) if word.startswith("--") and name else []
         if len(flags) != 1:
-            collected.problems.append(_unknown(word.partition("=")[0], flags))
+            collector.problems.append(_unknown_flag_error(word.partition("=")[0], flags))
             continue
         flag = flags[0]
-        count = len(remaining_words)
-        value = collected(_parse_value, flag, text if equals else None, remaining_words)
-        bare_flag = flag.name if not equals and len(remaining_words) == count else ""
+        count_before = len(remaining_words)
+        value = collector(_parse_value, flag, text if equals else None, remaining_words)
+        bare_flag = flag.name if not equals and len(remaining_words) == count_before else ""
         if value is not None:
             flag_values.add(flag, value)
     file_path = flag_values.values.get("config")
-    file_values = FlagValues() if file_path is None else collected(read, str(file_path))
-    collected.check()
+    file_values = FlagValues() if file_path is None else collector(read, str(file_path))
+    collector.check()
     on_command_line = {*flag_values.values, *flag_values.repeated}
     defaults = {flag.name: flag.default for flag in SUPPORTED_FLAGS if not flag.is_repeatable}
     values = {**defaults, **file_values.values, **flag_values.values}
@@ -132,7 +132,7 @@ def _check_text(word: str) -> None:
         raise InvalidArgument(f"{word.partition('=')[0]}: '{word}' is not UTF-8 text") from None
 
 
-def _unknown(word: str, flags: list[Flag]) -> str:
+def _unknown_flag_error(word: str, flags: list[Flag]) -> str:
     if flags:
         return f"{word[:80]} is ambiguous: --{', --'.join(flag.name for flag in flags)}"
     similar = nearest(word.lstrip("-"), FLAGS)
@@ -157,30 +157,30 @@ def parse_file(text: str, path: str) -> FlagValues:
         Problems: The text has invalid lines (see `read`).
     """
     try:
-        top = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
-        raise Problems([f"{_at(path, None)}: invalid YAML: it is nested too deeply"]) from None
+        raise Problems([f"{_position(path, None)}: invalid YAML: nested too deeply"]) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or clip(str(error), 200)
-        raise Problems([f"{_at(path, mark)}: invalid YAML: {reason}"]) from None
-    if top is None:
+        raise Problems([f"{_position(path, mark)}: invalid YAML: {reason}"]) from None
+    if root is None:
         return FlagValues()
-    if not isinstance(top, yaml.MappingNode):
-        kind = "list" if isinstance(top, yaml.SequenceNode) else "string"
+    if not isinstance(root, yaml.MappingNode):
+        kind = "list" if isinstance(root, yaml.SequenceNode) else "string"
         problem = f"expected a mapping (FLAG: VALUE), found a {kind}"
-        raise Problems([f"{_at(path, top.start_mark)}: {problem}"])
+        raise Problems([f"{_position(path, root.start_mark)}: {problem}"])
     settings = FlagValues()
     lines: dict[str, int] = {}
     problems: list[str] = []
-    for key, value in top.value:
-        position = _at(path, key.start_mark)
+    for key, value in root.value:
+        position = _position(path, key.start_mark)
         name = clip(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
         try:
             if name in lines:
                 raise InvalidArgument(f"already set in line {lines[name]}")
             lines[name] = key.start_mark.line + 1
-            flag = _flag_of(name)
+            flag = _find_file_flag(name)
             for text in _value_texts(flag, value):
                 settings.add(flag, flag.parse(text))
             settings.positions[flag.name] = position
@@ -192,11 +192,11 @@ def parse_file(text: str, path: str) -> FlagValues:
     return settings
 
 
-def _at(path: str, mark: yaml.Mark | None) -> str:
+def _position(path: str, mark: yaml.Mark | None) -> str:
     return f"--config: '{path}'" + ("" if mark is None else f" line {mark.line + 1}")
 
 
-def _flag_of(name: str) -> Flag:
+def _find_file_flag(name: str) -> Flag:
     flag = FLAGS.get(name)
     if flag is None:
         similar = nearest(name, FLAGS)
@@ -208,7 +208,7 @@ def _flag_of(name: str) -> Flag:
 
 
 def _value_texts(flag: Flag, value: yaml.Node) -> list[str]:
-    """Return the texts of a YAML value: one, or those of the list for a repeatable flag.
+    """Return the text of a YAML scalar, or of each item of a repeatable flag's list.
 
     Raises:
         InvalidArgument: A value is missing, or is a mapping or a list that the flag forbids.
@@ -221,7 +221,7 @@ def _value_texts(flag: Flag, value: yaml.Node) -> list[str]:
         if not isinstance(node, yaml.ScalarNode):
             kind = "list" if isinstance(node, yaml.SequenceNode) else "mapping"
             raise InvalidArgument(f"expected a value, found a {kind}")
-        if node.tag == _NULL:
+        if node.tag == _YAML_NULL:
             raise InvalidArgument("a value is missing")
         if "\0" in node.value:
             raise InvalidArgument("the value contains a NUL character")

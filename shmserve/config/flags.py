@@ -38,7 +38,7 @@ class Flag:
         default: The value of a flag that is not set.
         low: The lowest number allowed.
         high: The highest number allowed.
-        choices: All the values allowed, if not empty.
+        choices: The values allowed; if empty, any value of the kind is allowed.
         is_repeatable: Whether the flag may be repeated.
         has_effect: False for a flag that is accepted with a warning and has no effect.
         allows_words: Whether true and false stand for 1 and 0.
@@ -65,7 +65,7 @@ class Flag:
     prefix: str = ""
 
     def parse(self, text: str) -> Value:
-        """Return the value of `text`.
+        """Return the value of `text` as the flag's kind.
 
         Raises:
             InvalidArgument: The flag does not allow this value; the message names the flag.
@@ -155,13 +155,13 @@ def _read_table(name: str) -> dict[str, tuple[Flag, ...]]:
 GROUPS = _read_table("flags.txt")
 SUPPORTED_FLAGS: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
 
-# Flags of tritonserver without a counterpart, by the reason or the alternative.
-IDLE: dict[str, tuple[Flag, ...]] = {
+# tritonserver's flags that have no effect here, by the reason or the alternative.
+IGNORED_BY_REASON: dict[str, tuple[Flag, ...]] = {
     alternative: tuple(replace(flag, help=alternative, has_effect=False) for flag in flags)
     for alternative, flags in _read_table("ignored_flags.txt").items()
 }
-ACCEPTED: tuple[Flag, ...] = tuple(flag for flags in IDLE.values() for flag in flags)
-FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*SUPPORTED_FLAGS, *ACCEPTED)}
+IGNORED_FLAGS = tuple(flag for flags in IGNORED_BY_REASON.values() for flag in flags)
+FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*SUPPORTED_FLAGS, *IGNORED_FLAGS)}
 # Triton's older names of flags: the newer flag, and the text before the value in that flag.
 _OLDER_NAMES = {
     "model-store": ("model-repository", ""),
@@ -176,7 +176,7 @@ def find_flags(name: str) -> list[Flag]:
     """Return the flag with this name, or all flags whose names begin with it (getopt_long)."""
     if name in FLAGS:
         return [FLAGS[name]]
-    return list(dict.fromkeys(flag for full, flag in FLAGS.items() if full.startswith(name)))
+    return list(dict.fromkeys(flag for known, flag in FLAGS.items() if known.startswith(name)))
 
 
 _CACHE = "--cache-config"
@@ -199,11 +199,11 @@ def cache_byte_size(configs: Sequence[str], byte_size: int | None) -> int:
             f"{_CACHE}: found multiple cache configurations, but only a single cache is currently "
             "supported"
         )
-    sizes = [_cache_size(text) for text in configs]
+    sizes = [_parse_cache_size(text) for text in configs]
     return sizes[-1] if sizes else byte_size or 0
 
 
-def _cache_size(text: str) -> int:
+def _parse_cache_size(text: str) -> int:
     name, comma, setting = text.partition(",")
     key, equals, value = setting.partition("=")
     if not (name and comma and key and equals):
@@ -243,9 +243,9 @@ def workspace_byte_sizes(settings: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-_RATE = "--rate-limit-resource"
+_RATE_LIMIT = "--rate-limit-resource"
 _COUNT = Flag("rate-limit-resource", kind=int, high=2**31 - 1)
-_GLOBAL = -1
+_GLOBAL = -1  # the device of a resource that all devices share
 
 Resources = tuple[tuple[str, int | None, int], ...]
 
@@ -258,14 +258,14 @@ def parse_resources(texts: Iterable[str]) -> Resources:
     Raises:
         InvalidArgument: A text is malformed.
     """
-    return tuple(_resource(text) for text in texts)
+    return tuple(_parse_resource(text) for text in texts)
 
 
-def _resource(text: str) -> tuple[str, int | None, int]:
+def _parse_resource(text: str) -> tuple[str, int | None, int]:
     name, colon, value_text = text.partition(":")
     count, _, device = value_text.partition(":")
     if not (name and colon and count) or value_text.endswith(":"):
-        raise InvalidArgument(f"{_RATE}: '{text}' is not NAME:COUNT or NAME:COUNT:DEVICE")
+        raise InvalidArgument(f"{_RATE_LIMIT}: '{text}' is not NAME:COUNT or NAME:COUNT:DEVICE")
     number = int(_COUNT.parse(count))
     if not device:
         return name, None, number
@@ -273,7 +273,7 @@ def _resource(text: str) -> tuple[str, int | None, int]:
 
 
 _METRICS = "--metrics-config"
-_SWITCH = Flag("metrics-config", kind=bool)
+_BOOLEAN = Flag("metrics-config", kind=bool)
 # Like C++'s stod, a number is the longest valid prefix; the remainder is ignored.
 _LEADING_NUMBER = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
@@ -298,23 +298,23 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
         name, equals, value = text.partition("=")
         if not name or not equals or not value:
             raise InvalidArgument(f"{_METRICS}: '{text}' is not SETTING=VALUE")
-        parse = _SETTINGS.get(name)
+        parse = _METRICS_PARSERS.get(name)
         if parse is None:
-            allowed_names = ", ".join(_SETTINGS)
+            allowed_names = ", ".join(_METRICS_PARSERS)
             message = f"{_METRICS}: unknown setting '{name}' (allowed: {allowed_names})"
             raise InvalidArgument(message)
         try:
             config = replace(config, **{name: parse(value)})
         except InvalidArgument as error:
-            reason = error.message if parse is _quantiles else "it is not true or false"
+            reason = error.message if parse is _parse_quantiles else "expected true or false"
             raise InvalidArgument(f"{_METRICS}: {name}='{value}': {reason}") from None
     return config if config.summary_latencies else replace(config, summary_quantiles=())
 
 
-def _quantiles(text: str) -> tuple[float, ...]:
+def _parse_quantiles(text: str) -> tuple[float, ...]:
     """Return the quantiles of "QUANTILE:ERROR,...", parsed like Triton.
 
-    Triton's error is the permitted deviation in rank. Quantiles are exact here, so it is ignored.
+    Triton's ERROR is the permitted deviation in rank. It is ignored, because quantiles are exact.
     """
     quantiles = []
     for pair in text.removesuffix(",").split(","):
@@ -329,16 +329,16 @@ def _quantiles(text: str) -> tuple[float, ...]:
     return tuple(dict.fromkeys(quantiles))
 
 
-_SETTINGS: dict[str, Callable[[str], Any]] = {
-    "counter_latencies": _SWITCH.parse,
-    "histogram_latencies": _SWITCH.parse,
-    "summary_latencies": _SWITCH.parse,
-    "summary_quantiles": _quantiles,
+_METRICS_PARSERS: dict[str, Callable[[str], Any]] = {
+    "counter_latencies": _BOOLEAN.parse,
+    "histogram_latencies": _BOOLEAN.parse,
+    "summary_latencies": _BOOLEAN.parse,
+    "summary_quantiles": _parse_quantiles,
 }
 
 
 # Constructs of RE2, the syntax of Triton's patterns, that Python writes differently.
-_RE2 = re.compile(
+_RE2_TOKEN = re.compile(
     r"\\Q(?P<verbatim>.*?)(?:\\E|$)"
     r"|(?P<end>\\z)|\\."
     r"|\[\^?\]?(?:\[:\w+:\]|\\.|[^\]])*\]"
@@ -360,13 +360,13 @@ _CLASSES = {
 }
 
 
-def header_pattern(value: Mapping[str, Any], flag: str) -> str:
+def convert_header_pattern(values: Mapping[str, Any], flag: str) -> str:
     """Return a header-name pattern in Python's syntax.
 
     Raises:
         InvalidArgument: The value is not a regular expression; the message names the flag.
     """
-    re2: str = value[flag] or ""
+    re2: str = values[flag] or ""
     pattern = _convert_re2(re2)
     try:
         re.compile(pattern)
@@ -381,9 +381,9 @@ def _convert_re2(re2: str) -> str:
     An RE2 flag applies up to the end of its group: (?-i)b|c becomes (?-i:b)|(?-i:c). The flag U
     (ungreedy) is dropped because it does not affect whether a text matches.
     """
-    groups: list[list[str]] = [[]]  # the RE2 flags set in each open group
+    group_flags: list[list[str]] = [[]]  # the RE2 flags set in each open group
     parts: list[str] = []
-    for match in _RE2.finditer(re2):
+    for match in _RE2_TOKEN.finditer(re2):
         text = match.group()
         match match.lastgroup:
             case "verbatim":
@@ -395,27 +395,27 @@ def _convert_re2(re2: str) -> str:
             case "colon":
                 text = f"(?{match['flags'].replace('U', '').rstrip('-')}:"
                 if match["colon"] == ":":
-                    groups.append([])
+                    group_flags.append([])
                 else:
-                    groups[-1].append(text)
+                    group_flags[-1].append(text)
             case "bar":
-                text = ")" * len(groups[-1]) + "|" + "".join(groups[-1])
-            case "close" if len(groups) > 1:
-                text = ")" * len(groups.pop()) + ")"
+                text = ")" * len(group_flags[-1]) + "|" + "".join(group_flags[-1])
+            case "close" if len(group_flags) > 1:
+                text = ")" * len(group_flags.pop()) + ")"
             case None if text.startswith("["):
                 for name, ranges in _CLASSES.items():
                     text = text.replace(name, ranges)
         if match.lastgroup in ("open", "name"):
-            groups.append([])
+            group_flags.append([])
         parts.append(text)
-    return "".join(parts) + ")" * sum(map(len, groups))
+    return "".join(parts) + ")" * sum(map(len, group_flags))
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.IGNORECASE)
 
 
-def origin(text: str) -> str:
+def check_origin(text: str) -> str:
     """Return `text` if it is an origin or "*", else raise InvalidArgument (--cors-allow-origin)."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise InvalidArgument(
@@ -425,7 +425,7 @@ def origin(text: str) -> str:
     return text
 
 
-def host_name(text: str) -> str:
+def check_host_name(text: str) -> str:
     """Return `text` if it is a name, *.NAME or "*", else raise InvalidArgument (--allowed-host)."""
     if not _HOST.fullmatch(text):
         raise InvalidArgument(
@@ -434,7 +434,7 @@ def host_name(text: str) -> str:
     return text
 
 
-def served_name(text: str) -> tuple[str, str]:
+def parse_served_name(text: str) -> tuple[str, str]:
     """Return the model and the name in "[MODEL=]NAME"; the model "" stands for the only model.
 
     Raises:

@@ -16,7 +16,7 @@ from shmserve.common.auth_tokens import (
     parse_restrictions,
     read_tokens,
 )
-from shmserve.common.names import CLASS_IN_FILE, is_inline
+from shmserve.common.names import CLASS_IN_FILE, names_one_model
 from shmserve.common.peers import NO_GROUP, ShmPolicy
 from shmserve.common.trace_settings import TraceSettings, parse_trace_config
 from shmserve.config.command_line import Parsed
@@ -24,12 +24,12 @@ from shmserve.config.flags import (
     MetricsConfig,
     Resources,
     cache_byte_size,
-    header_pattern,
-    host_name,
-    origin,
+    check_host_name,
+    check_origin,
+    convert_header_pattern,
     parse_metrics_config,
     parse_resources,
-    served_name,
+    parse_served_name,
     workspace_byte_sizes,
 )
 from shmserve.errors import Collector, InvalidArgument, Problems, convert_os_errors
@@ -135,7 +135,7 @@ class ServerConfig:
 
 
 # Flags whose values are stored unchanged in the fields of the same names.
-_SAME_NAMED = (
+_UNCHANGED_FLAGS = (
     *("model-control-mode", "ensemble-scheduling", "gateways", "allow-metrics", "metrics-port"),
     *("insecure", "arena-byte-size", "rate-limit", "exit-on-error", "strict-readiness"),
     *("take-over", "load-on-demand"),
@@ -150,101 +150,101 @@ def from_flags(
     Raises:
         Problems: Each line names the flag and, if a file sets it, its position there.
     """
-    collected = Collector()
-    config = _from_flags(parsed, environment, needs_models, collected)
-    if collected.problems:
-        raise Problems(map(parsed.with_position, collected.problems))
+    collector = Collector()
+    config = _from_flags(parsed, environment, needs_models, collector)
+    if collector.problems:
+        raise Problems(map(parsed.with_position, collector.problems))
     return config
 
 
 def _from_flags(
-    parsed: Parsed, environment: Mapping[str, str], needs_models: bool, collected: Collector
+    parsed: Parsed, environment: Mapping[str, str], needs_models: bool, collector: Collector
 ) -> ServerConfig:
-    value: dict[str, Any] = parsed.values
-    if value["reload"]:
-        value = {**value, "model-control-mode": "poll", "repository-poll-secs": 1}
-    repositories, files = _find_models(parsed, needs_models, collected)
+    values: dict[str, Any] = parsed.values
+    if values["reload"]:
+        values = {**values, "model-control-mode": "poll", "repository-poll-secs": 1}
+    repositories, files = _split_models(parsed, needs_models, collector)
     repeated = parsed.repeated
 
     def parse_all(parse: Callable[[str], T], flag: str) -> tuple[T, ...]:
-        return tuple(collected(parse, text) for text in repeated[flag])
+        return tuple(collector(parse, text) for text in repeated[flag])
 
     return ServerConfig(
-        **_select_values(value, *_SAME_NAMED),
+        **_select_values(values, *_UNCHANGED_FLAGS),
         model_repositories=tuple(dict.fromkeys(repositories)),
         model_files=tuple(files),
-        class_settings=collected(_class_settings, repeated["set"], files),
-        load_models=collected(_load_models, parsed),
-        idle_unload_s=collected(_on_demand, value, "idle-unload-secs"),
-        max_models_byte_size=collected(_on_demand, value, "max-loaded-byte-size"),
-        repository_poll_s=value["repository-poll-secs"],
-        auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
-        model_config_name=collected(_config_name, value["model-config-name"]),
-        backend_config=parse_all(_backend_setting, "backend-config"),
+        class_settings=collector(_parse_class_settings, repeated["set"], files),
+        load_models=collector(_check_load_models, parsed),
+        idle_unload_s=collector(_require_load_on_demand, values, "idle-unload-secs"),
+        max_models_byte_size=collector(_require_load_on_demand, values, "max-loaded-byte-size"),
+        repository_poll_s=values["repository-poll-secs"],
+        auto_complete=not (values["disable-auto-complete-config"] or values["strict-model-config"]),
+        model_config_name=collector(_check_config_name, values["model-config-name"]),
+        backend_config=parse_all(_parse_backend_setting, "backend-config"),
         model_defaults=ModelDefaults(
-            **_select_values(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
+            **_select_values(values, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
-        load_timeout_s=value["load-timeout-secs"],
+        load_timeout_s=values["load-timeout-secs"],
         http=HttpConfig(
-            *(value["allow-http"], value["http-address"], value["http-port"]),
-            _path(value["http-unix-socket"]),
+            *(values["allow-http"], values["http-address"], values["http-port"]),
+            _path(values["http-unix-socket"]),
         ),
-        grpc=collected(_read_grpc, value),
-        metrics_address=value["metrics-address"] or value["http-address"],
-        metrics=collected(parse_metrics_config, repeated["metrics-config"]),
-        tokens=collected(_tokens, value["auth-token-file"]),
+        grpc=collector(_read_grpc, values),
+        metrics_address=values["metrics-address"] or values["http-address"],
+        metrics=collector(parse_metrics_config, repeated["metrics-config"]),
+        tokens=collector(_read_tokens, values["auth-token-file"]),
         gateway=GatewaySettings(
-            **_select_values(value, "id", "slow-request-ms", "arena-byte-size", "http-address"),
-            **_select_values(value, "request-timeout-us", "request-timeout-is-deadline"),
-            allow_cpu_metrics=value["allow-cpu-metrics"],
-            max_input_size=value["http-max-input-size"],
-            body_timeout_s=value["http-body-timeout-secs"],
-            http_restricted=collected(
+            **_select_values(values, "id", "slow-request-ms", "arena-byte-size", "http-address"),
+            **_select_values(values, "request-timeout-us", "request-timeout-is-deadline"),
+            allow_cpu_metrics=values["allow-cpu-metrics"],
+            max_input_size=values["http-max-input-size"],
+            body_timeout_s=values["http-body-timeout-secs"],
+            http_restricted=collector(
                 parse_restrictions, "--http-restricted-api", repeated["http-restricted-api"]
             ),
-            grpc_restricted=collected(
+            grpc_restricted=collector(
                 parse_restrictions,
                 "--grpc-restricted-protocol",
                 repeated["grpc-restricted-protocol"],
                 GRPC_HEADER_PREFIX,
             ),
-            allow_client_shm=value["allow-client-shm"],
-            shm_overlap=value["shm-overlap"],
-            http_header_forward_pattern=collected(
-                header_pattern, value, "http-header-forward-pattern"
+            allow_client_shm=values["allow-client-shm"],
+            shm_overlap=values["shm-overlap"],
+            http_header_forward_pattern=collector(
+                convert_header_pattern, values, "http-header-forward-pattern"
             ),
-            grpc_header_forward_pattern=collected(
-                header_pattern, value, "grpc-header-forward-pattern"
+            grpc_header_forward_pattern=collector(
+                convert_header_pattern, values, "grpc-header-forward-pattern"
             ),
-            refuse_unknown_fields=value["openai-unknown-fields"] == "refuse",
-            cors_origins=parse_all(origin, "cors-allow-origin"),
-            allowed_hosts=parse_all(host_name, "allowed-host"),
-            served_names=parse_all(served_name, "served-model-name"),
+            refuse_unknown_fields=values["openai-unknown-fields"] == "refuse",
+            cors_origins=parse_all(check_origin, "cors-allow-origin"),
+            allowed_hosts=parse_all(check_host_name, "allowed-host"),
+            served_names=parse_all(parse_served_name, "served-model-name"),
         ),
         scheduling=SchedulingLimits(
             **_select_values(
-                value, "max-queue-size", "request-timeout-us", "request-timeout-is-deadline"
+                values, "max-queue-size", "request-timeout-us", "request-timeout-is-deadline"
             ),
-            execution_timeout_s=value["execution-timeout-secs"],
-            delay_scheduler=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
-            backlog_delay_scheduler=collected(
-                _count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
+            execution_timeout_s=values["execution-timeout-secs"],
+            delay_scheduler=collector(_parse_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
+            backlog_delay_scheduler=collector(
+                _parse_count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
             ),
         ),
-        shm=collected(_read_shm_policy, value),
-        run_dir=_path(value["run-dir"]),
-        cache_byte_size=collected(
-            cache_byte_size, repeated["cache-config"], value["response-cache-byte-size"]
+        shm=collector(_read_shm_policy, values),
+        run_dir=_path(values["run-dir"]),
+        cache_byte_size=collector(
+            cache_byte_size, repeated["cache-config"], values["response-cache-byte-size"]
         ),
-        rate_limit_resources=collected(parse_resources, repeated["rate-limit-resource"]),
-        workspace_byte_sizes=collected(workspace_byte_sizes, repeated["workspace-byte-size"]),
-        exit_timeout_s=value["exit-timeout-secs"],
+        rate_limit_resources=collector(parse_resources, repeated["rate-limit-resource"]),
+        workspace_byte_sizes=collector(workspace_byte_sizes, repeated["workspace-byte-size"]),
+        exit_timeout_s=values["exit-timeout-secs"],
         log=LogSettings(
-            **_select_values(value, "log-info", "log-warning", "log-error", "log-format"),
-            log_file=value["log-file"] or "",
-            log_verbose_level=value["log-verbose"],
+            **_select_values(values, "log-info", "log-warning", "log-error", "log-format"),
+            log_file=values["log-file"] or "",
+            log_verbose_level=values["log-verbose"],
         ),
-        trace=collected(parse_trace_config, repeated["trace-config"]),
+        trace=collector(parse_trace_config, repeated["trace-config"]),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
         flags={**parsed.values, **repeated},
@@ -259,7 +259,7 @@ def _path(text: str | None) -> Path | None:
     return Path(text) if text else None
 
 
-def _load_models(parsed: Parsed) -> tuple[str, ...]:
+def _check_load_models(parsed: Parsed) -> tuple[str, ...]:
     names = tuple(parsed.repeated["load-model"])
     if names and parsed.values["model-control-mode"] != "explicit":
         raise InvalidArgument("--load-model: needs --model-control-mode=explicit")
@@ -270,20 +270,20 @@ def _load_models(parsed: Parsed) -> tuple[str, ...]:
     return names
 
 
-def _on_demand(value: dict[str, Any], name: str) -> Any:
-    if value[name] and not value["load-on-demand"]:
+def _require_load_on_demand(values: dict[str, Any], name: str) -> Any:
+    if values[name] and not values["load-on-demand"]:
         raise InvalidArgument(f"--{name}: needs --load-on-demand")
-    return value[name]
+    return values[name]
 
 
-def _config_name(name: str | None) -> str:
+def _check_config_name(name: str | None) -> str:
     if name is not None and (not name or "/" in name or "\0" in name):
         text = "is not a file name (allowed: at least one character, no / and no NUL)"
         raise InvalidArgument(f"--model-config-name: '{name}' {text}")
     return name or ""
 
 
-def _tokens(file: str | None) -> Tokens:
+def _read_tokens(file: str | None) -> Tokens:
     if file == "":  # an unset shell variable must not disable authentication
         raise InvalidArgument("--auth-token-file: the path is empty; name a file, or omit the flag")
     return {} if file is None else read_tokens(Path(file))
@@ -317,42 +317,42 @@ def _resolve_group(name: str | None) -> int:
         raise InvalidArgument(f"--shm-group: this host has no group '{name}'") from None
 
 
-def _find_models(
-    parsed: Parsed, are_needed: bool, collected: Collector
+def _split_models(
+    parsed: Parsed, are_needed: bool, collector: Collector
 ) -> tuple[list[Path], list[str]]:
     for text in (*parsed.repeated["model-repository"], *parsed.positional):
-        collected(_check_local, text)
+        collector(_reject_url, text)
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]
     files: list[str] = []
     if "" in (*parsed.repeated["model-repository"], *parsed.positional):
         # Path("") is the current folder, which an unset shell variable must not select.
-        collected.problems.append("--model-repository: '' is not a folder")
+        collector.problems.append("--model-repository: '' is not a folder")
     for word in parsed.positional:
-        if is_inline(word):
+        if names_one_model(word):
             files.append(word)
         else:
             repositories.append(Path(word))
     for path in repositories:
         if not _URL.match(str(path)):
-            collected(_check_folder, path, parsed)
+            collector(_check_folder, path, parsed)
     if are_needed and not repositories and not files:
-        text = "--model-repository: at least one is needed (or a path/model.py:Class)"
-        collected.problems.append(text)
+        text = "--model-repository: at least one folder is needed (or a path/model.py:Class)"
+        collector.problems.append(text)
     return repositories, files
 
 
 # The command that copies models from an object store to a folder, by the scheme of the URL.
-_COPIES = {"s3": "aws s3 sync", "gs": "gcloud storage rsync -r", "as": "azcopy sync"}
-_URL = re.compile(r"([a-z][a-z0-9+.-]*):/")  # one slash suffices, because a Path loses the other
+_COPY_COMMANDS = {"s3": "aws s3 sync", "gs": "gcloud storage rsync -r", "as": "azcopy sync"}
+_URL = re.compile(r"([a-z][a-z0-9+.-]*):/")  # one slash, because Path("s3://b") has only one
 
 
-def _check_local(text: str) -> None:
+def _reject_url(text: str) -> None:
     match = _URL.match(text)
     if match and "://" in text:
-        copy = _COPIES.get(match[1])
-        instructions = f"copy its models ({copy} {text} FOLDER)" if copy else "copy its models"
+        command = _COPY_COMMANDS.get(match[1])
+        advice = f"copy its models ({command} {text} FOLDER)" if command else "copy its models"
         raise InvalidArgument(
-            f"--model-repository: '{text}' is not a folder of this host: {instructions} or mount "
+            f"--model-repository: '{text}' is not a folder of this host: {advice} or mount "
             "it, in a pod with an init container or a volume, and give the folder"
         )
 
@@ -367,31 +367,31 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
                 raise InvalidArgument(f"{text} (shmserve guide models), and serve FILE.py:CLASS")
             model = f"FOLDER/{path.stem}/1/model{path.suffix}"
             raise InvalidArgument(f"'{path}' is a file: move it to {model}, and serve FOLDER")
-        # A missing folder may be a volume that is mounted later. It is an error of the start, which
-        # a server without --exit-on-error survives.
-        may_miss = not parsed.values["exit-on-error"] and not path.exists()
-        if not path.is_dir() and (str(path) in parsed.boolean_flag_before or not may_miss):
+        # A missing folder may be a volume that is mounted later, so it is not rejected here. With
+        # --exit-on-error=false, the server starts without it and logs the error.
+        may_be_missing = not parsed.values["exit-on-error"] and not path.exists()
+        if not path.is_dir() and (str(path) in parsed.boolean_flag_before or not may_be_missing):
             if flag := parsed.boolean_flag_before.get(str(path)):
                 text = f"--{flag}: '{path}' is neither true, false nor a folder of models"
                 raise InvalidArgument(text)
             module, colon, name = str(path).partition(":")
-            is_class = colon and Path(f"{module}.py").is_file()  # as uvicorn names an application
+            is_class = colon and Path(f"{module}.py").is_file()  # uvicorn's form: module:name
             hint = f", did you mean {module}.py:{name}?" if is_class else ""
             raise InvalidArgument(f"--model-repository: '{path}' is not a folder{hint}")
 
 
-def _class_settings(references: list[str], files: list[str]) -> dict[str, str]:
-    if references and not any(map(CLASS_IN_FILE.fullmatch, files)):
+def _parse_class_settings(texts: list[str], files: list[str]) -> dict[str, str]:
+    if texts and not any(map(CLASS_IN_FILE.fullmatch, files)):
         raise InvalidArgument("--set: requires the class of a model (path/model.py:Class)")
-    pairs = [text.partition("=") for text in references]
-    for text, (name, equals, _) in zip(references, pairs, strict=True):
+    pairs = [text.partition("=") for text in texts]
+    for text, (name, equals, _) in zip(texts, pairs, strict=True):
         if not name or not equals or name == "class":
             message = f"--set: '{text}' is not NAME=VALUE with a NAME other than 'class'"
             raise InvalidArgument(message)
     return {name: value for name, _, value in pairs}
 
 
-# The settings of --backend-config that built-in backends read, by backend ("": of all backends).
+# The settings of --backend-config that built-in backends read, by backend ("": all backends).
 _MAX_BATCH_SIZE = "default-max-batch-size"
 _BACKEND_SETTINGS = {
     "": {_MAX_BATCH_SIZE},
@@ -400,7 +400,7 @@ _BACKEND_SETTINGS = {
 }
 
 
-def idle_backend_settings(settings: Sequence[tuple[str, str, str]]) -> list[str]:
+def unread_backend_settings(settings: Sequence[tuple[str, str, str]]) -> list[str]:
     """Return the settings of --backend-config that no backend reads, as they were given.
 
     The backends of other packages may read any setting.
@@ -414,7 +414,7 @@ def idle_backend_settings(settings: Sequence[tuple[str, str, str]]) -> list[str]
     ]
 
 
-def _backend_setting(text: str) -> tuple[str, str, str]:
+def _parse_backend_setting(text: str) -> tuple[str, str, str]:
     name, equals, value = text.partition("=")
     backend, comma, setting = name.partition(",")
     if not equals or not name:
@@ -424,14 +424,14 @@ def _backend_setting(text: str) -> tuple[str, str, str]:
     return (backend, setting, value) if comma else ("", backend, value)
 
 
-def _count(environment: Mapping[str, str], name: str) -> int:
+def _parse_count(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "") or "0"
     if not text.isdecimal():
         raise InvalidArgument(f"environment variable {name}: '{text}' is not an integer >= 0")
     return int(text)
 
 
-# The setting of each flag.
+# The field of `GrpcSettings` for each flag.
 _GRPC_SETTINGS = {
     "grpc-keepalive-time": "keepalive_time_ms",
     "grpc-keepalive-timeout": "keepalive_timeout_ms",
@@ -465,16 +465,15 @@ def _read_grpc(values: Mapping[str, Any]) -> GrpcConfig | None:
 
 
 def _read_tls(values: Mapping[str, Any]) -> Tls | None:
-    mutual: bool = values["grpc-use-ssl-mutual"]
-    if not (values["grpc-use-ssl"] or mutual):
+    is_mutual: bool = values["grpc-use-ssl-mutual"]
+    if not (values["grpc-use-ssl"] or is_mutual):
         return None
     tls = Tls(
         server_cert=_resolve_file(values, "grpc-server-cert"),
         server_key=_resolve_file(values, "grpc-server-key"),
-        root_cert=_resolve_file(values, "grpc-root-cert") if mutual else None,
+        root_cert=_resolve_file(values, "grpc-root-cert") if is_mutual else None,
     )
-    # Checked here because a gateway with a wrong file would be restarted forever.
-    tls.context()
+    tls.context()  # checks the files, because a gateway with an invalid file would restart forever
     return tls
 
 

@@ -30,8 +30,8 @@ from typing import Any, cast
 
 from multidict import istr
 
-from shmserve.common.auth_tokens import OPEN, Authorisation
-from shmserve.common.fd_limits import share_of
+from shmserve.common.auth_tokens import SCOPES_WITHOUT_TOKEN, Authorisation
+from shmserve.common.fd_limits import max_connections_per_peer
 from shmserve.common.peers import (
     EVERYONE,
     REMOTE,
@@ -138,7 +138,7 @@ class ClientIdentity:
         if (host_error := self.find_host_error(headers)) is not None:
             return host_error
         rules = self.listener.authorisation
-        if rules.asks_for_tokens and not self.is_server_user and scope not in OPEN:
+        if rules.requires_token and not self.is_server_user and scope not in SCOPES_WITHOUT_TOKEN:
             header = headers.get(_AUTHORIZATION)
             if header is None or header != self._checked_header or rules is not self._checked_rules:
                 self._granted_scopes = rules.scopes(header)
@@ -323,7 +323,7 @@ class Acceptor:
     _max_connections: int
 
     def __post_init__(self) -> None:
-        self._quota = share_of(self._max_connections)
+        self._quota = max_connections_per_peer(self._max_connections)
         self._connections: set[LimitedConnection] = set()
         # Connections by the owner of their quota.
         self._connections_by_peer: dict[object, set[LimitedConnection]] = {}

@@ -111,7 +111,7 @@ class Tracer:
         """Return the trace of a request before it is submitted; None if it is not traced."""
         caller = TraceContext.of_header(traceparent) if traceparent else None
         sampler = self._samplers.of(model)
-        is_sampled = sampler.samples(None if caller is None else caller.is_sampled)
+        is_sampled = sampler.should_trace(None if caller is None else caller.is_sampled)
         if not (has_explanation or is_sampled or caller or self._slow_request_ns):
             return None
         if caller is None:

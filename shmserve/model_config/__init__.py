@@ -20,7 +20,7 @@ from shmserve.model_config.completion import (
     merge_duplicates,
     normalise,
     plugin_backends,
-    unknown_backend,
+    unknown_backend_error,
 )
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
 from shmserve.model_config.message_builder import to_dict
@@ -56,7 +56,7 @@ __all__ = [
     "read_labels",
     "read_pbtxt",
     "to_dict",
-    "unknown_backend",
+    "unknown_backend_error",
     "validate",
     "warnings_of",
 ]

@@ -26,7 +26,7 @@ LIBTORCH = "pytorch_libtorch"
 ONNX = "onnxruntime_onnx"
 # The backend of each platform. Platform is Triton's older term for a backend.
 PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}
-# Triton's further platforms, and the files by which it finds the backends of models.
+# Platforms and files of Triton's backends that this server lacks, for errors that name the backend.
 _FOREIGN_PLATFORMS = {
     "tensorrt_plan": "tensorrt",
     "tensorflow_graphdef": "tensorflow",
@@ -42,21 +42,22 @@ _FOREIGN_FILES = {
     "model.dali": "dali",
 }
 BACKENDS = frozenset({"ascend", "llm", "native", "onnxruntime", "python", "pytorch", "vllm"})
-_PLUGINS = "shmserve.backends"  # the group of entry points that register further backends
+_PLUGIN_GROUP = "shmserve.backends"  # the group of entry points that register further backends
 ENSEMBLE = "ensemble"
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 _TORCH_FILES = ("model.pt", "model.pt2")
 _ONNX_FILE = "model.onnx"
 _VLLM_FILE = "model.json"  # the arguments of vLLM's engine
-CHECKPOINT = "config.json"  # the file of a Hugging Face model, in the folder of its weights
-# The backend `llm` supports only the first of these suffixes, and reports the others.
-_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth")
+CHECKPOINT_FILE = "config.json"  # the file of a Hugging Face model, in the folder of its weights
+# A checkpoint has files with one of these suffixes. The backend `llm` loads only the first, and its
+# error names files with the others.
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pth")
 _ONNX_CPU_INSTANCES = 2
-_COMPLETABLE = (
+_COMPLETABLE_FIELDS = (
     *("max_batch_size", "input", "output", "dynamic_batching", "sequence_batching"),
     *("model_transaction_policy", "batch_input", "batch_output", "instance_group"),
 )
-# The parameters that a model or its backend may set.
+# The parameters that a model or its backend may add to a configuration.
 _PARAMETERS = (*MODEL_SETTINGS, ENGINE, "max_model_len")
 
 
@@ -76,7 +77,7 @@ class ModelDefaults:
 
 
 def detect_backend(config: ModelConfig, model_name: str, files: Collection[str]) -> ModelConfig:
-    """Return `config` with name, backend, platform and default_model_filename where they are known.
+    """Return `config` with name, backend, platform and default_model_filename, as far as known.
 
     The result may still lack some of these fields; `validate` reports them.
 
@@ -91,7 +92,7 @@ def detect_backend(config: ModelConfig, model_name: str, files: Collection[str])
     if detected.platform == ENSEMBLE:
         return detected
     if not detected.backend:
-        detected.backend = _backend_name(detected, files)
+        detected.backend = _detect_backend_name(detected, files)
     if detected.backend == "pytorch":
         _fill_torch(detected, files)
     elif detected.backend == "python" and not detected.default_model_filename:
@@ -116,21 +117,21 @@ def normalise(
         gpu_count: The number of accelerators of the host.
         defaults: The server's defaults, if they apply already.
     """
-    full = copy.deepcopy(config)
-    if not full.name:
-        full.name = model_name
-    if defaults is not None and not full.HasField("ensemble_scheduling"):
-        _apply_defaults(full, defaults)
-    if not full.HasField("version_policy"):
-        full.version_policy.latest.num_versions = 1
-    _fill_scheduling(full)
-    if not full.HasField("ensemble_scheduling"):
-        _fill_pinned_memory(full)
-        _fill_instances(full, gpu_count)
-    return full
+    normalised = copy.deepcopy(config)
+    if not normalised.name:
+        normalised.name = model_name
+    if defaults is not None and not normalised.HasField("ensemble_scheduling"):
+        _apply_defaults(normalised, defaults)
+    if not normalised.HasField("version_policy"):
+        normalised.version_policy.latest.num_versions = 1
+    _fill_scheduling(normalised)
+    if not normalised.HasField("ensemble_scheduling"):
+        _fill_pinned_memory(normalised)
+        _fill_instances(normalised, gpu_count)
+    return normalised
 
 
-def _backend_name(config: ModelConfig, files: Collection[str]) -> str:
+def _detect_backend_name(config: ModelConfig, files: Collection[str]) -> str:
     if config.platform:
         return PLATFORMS.get(config.platform) or _FOREIGN_PLATFORMS.get(config.platform, "")
     filename = config.default_model_filename
@@ -145,18 +146,18 @@ def _backend_name(config: ModelConfig, files: Collection[str]) -> str:
     if file.endswith(".py"):
         return "python"
     foreign = [_FOREIGN_FILES[name] for name in (file, *sorted(files)) if name in _FOREIGN_FILES]
-    has_weights = any(name.endswith(_WEIGHTS) for name in files)
-    if not (file or foreign) and CHECKPOINT in files and has_weights:
+    has_weights = any(name.endswith(_WEIGHT_SUFFIXES) for name in files)
+    if not (file or foreign) and CHECKPOINT_FILE in files and has_weights:
         return LLM_BACKEND
     return foreign[0] if foreign else ""
 
 
 def plugin_backends() -> set[str]:
     """Return the names of the backends that other packages register by entry points."""
-    return {entry.name for entry in entry_points(group=_PLUGINS)} - BACKENDS
+    return {entry.name for entry in entry_points(group=_PLUGIN_GROUP)} - BACKENDS
 
 
-def unknown_backend(config: ModelConfig) -> str:
+def unknown_backend_error(config: ModelConfig) -> str:
     """Return the error text for a backend that this server does not have, or ""."""
     name = config.backend
     if not name or name in BACKENDS:
@@ -264,7 +265,7 @@ def merge_autocomplete(
         InvalidArgument: The model contradicts `config`. The message has one line per conflict, in
             the format of `Source.raise_for_problems`.
     """
-    fields = {name: completed[name] for name in _COMPLETABLE if name in completed}
+    fields = {name: completed[name] for name in _COMPLETABLE_FIELDS if name in completed}
     parameters = completed.get("parameters") or {}
     fields["parameters"] = {name: parameters[name] for name in _PARAMETERS if name in parameters}
     model = from_json(fields, "auto-completed configuration")
@@ -282,15 +283,15 @@ def merge_autocomplete(
         merged_config.batch_input.extend(model.batch_input)
     if not merged_config.batch_output:
         merged_config.batch_output.extend(model.batch_output)
-    for kind, written_tensors, derived in (
+    for kind, written_tensors, model_tensors in (
         ("input", merged_config.input, model.input),
         ("output", merged_config.output, model.output),
     ):
-        positions: dict[str, int] = {}
+        indices: dict[str, int] = {}
         for index, name in enumerate([tensor.name for tensor in written_tensors]):
-            positions.setdefault(name, index)
-        for tensor in derived:
-            index = positions.setdefault(tensor.name, len(written_tensors))
+            indices.setdefault(name, index)
+        for tensor in model_tensors:
+            index = indices.setdefault(tensor.name, len(written_tensors))
             if index < len(written_tensors):
                 path = (kind, index)
                 conflicts += _merge_tensor(config.name, path, written_tensors[index], tensor)
@@ -344,28 +345,28 @@ def _merge_tensor(
     model_name: str,
     path: Key,
     written_tensor: ModelInput | ModelOutput,
-    derived: ModelInput | ModelOutput,
+    model_tensor: ModelInput | ModelOutput,
 ) -> list[Problem]:
-    data_types = (written_tensor.data_type, derived.data_type)
+    data_types = (written_tensor.data_type, model_tensor.data_type)
     if all(data_types) and data_types[0] != data_types[1]:
         text = (
             f"unable to load model '{model_name}', configuration expects datatype "
             f"{DataType.Name(written_tensor.data_type)} for {path[0]} '{written_tensor.name}', "
-            f"model provides {DataType.Name(derived.data_type)}"
+            f"model provides {DataType.Name(model_tensor.data_type)}"
         )
         return [Problem((*path, "data_type"), text)]
-    if written_tensor.dims and derived.dims and written_tensor.dims != derived.dims:
+    if written_tensor.dims and model_tensor.dims and written_tensor.dims != model_tensor.dims:
         text = (
             f"model '{model_name}', tensor '{written_tensor.name}': the model expects dims "
-            f"{list(derived.dims)} but the model configuration specifies dims "
+            f"{list(model_tensor.dims)} but the model configuration specifies dims "
             f"{list(written_tensor.dims)}"
         )
         return [Problem((*path, "dims"), text)]
     if not written_tensor.data_type:
-        written_tensor.data_type = derived.data_type
+        written_tensor.data_type = model_tensor.data_type
     if not written_tensor.dims:
-        written_tensor.dims.extend(derived.dims)
-    if isinstance(written_tensor, ModelInput) and isinstance(derived, ModelInput):
-        written_tensor.optional |= derived.optional
-        written_tensor.allow_ragged_batch |= derived.allow_ragged_batch
+        written_tensor.dims.extend(model_tensor.dims)
+    if isinstance(written_tensor, ModelInput) and isinstance(model_tensor, ModelInput):
+        written_tensor.optional |= model_tensor.optional
+        written_tensor.allow_ragged_batch |= model_tensor.allow_ragged_batch
     return []

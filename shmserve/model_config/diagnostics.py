@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from shmserve.errors import InvalidArgument, clip
 from shmserve.proto.model_config_pb2 import ModelConfig
 
-# ("output", 0, "name") is output[0].name; `member` returns the element of a map's key.
+# ("output", 0, "name") is output[0].name. `map_key` returns the element for a key of a map.
 Key = tuple[str | int, ...]
 
 
@@ -62,9 +62,9 @@ class Source:
         self,
         config: ModelConfig,
         problems: Iterable[Problem] = (),
-        kind: type[InvalidArgument] = InvalidArgument,
+        error_type: type[InvalidArgument] = InvalidArgument,
     ) -> None:
-        """Raise `kind` if the text or `config` has problems, with one line per problem.
+        """Raise `error_type` if the text or `config` has problems, with one line per problem.
 
         A line has the format `ORIGIN:LINE:COLUMN: KEY: TEXT`. A missing key has the position of the
         message that lacks it, and no position if that message is the whole text. A value that the
@@ -73,13 +73,13 @@ class Source:
         """
         origin = self.origin
         rows = [f"{position_text(origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems]
-        gaps = _Gaps(self)
+        unread_keys = _UnreadKeys(self)
         for problem in problems:
-            if not any(map(gaps.concerns, (problem.key, *problem.related_keys))):
+            if not any(map(unread_keys.concerns, (problem.key, *problem.related_keys))):
                 prefix = self._prefix(problem.key, config)
                 rows.append(f"{prefix}{key_text(problem.key)}: {problem.text}")
         if rows:
-            raise kind("\n".join(dict.fromkeys(rows)))
+            raise error_type("\n".join(dict.fromkeys(rows)))
 
     def _prefix(self, key: Key, config: ModelConfig) -> str:
         at = self._find_position(key, config)
@@ -101,10 +101,10 @@ class Source:
         return "" if self.origin else None
 
 
-UNWRITTEN = Source()
+UNWRITTEN = Source()  # the source of a configuration that was not read from a text
 
 
-class _Gaps:
+class _UnreadKeys:
     """The parts of a configuration that are unknown because values could not be read."""
 
     def __init__(self, source: Source) -> None:
@@ -116,8 +116,8 @@ class _Gaps:
 
     def concerns(self, key: Key) -> bool:
         """Check whether the unread parts of the text may contain a value for `key`."""
-        enclosing = (key[:end] for end in range(1, len(key) + 1))
-        is_unread = key in self._incomplete or not self._unread.isdisjoint(enclosing)
+        enclosing_keys = (key[:end] for end in range(1, len(key) + 1))
+        is_unread = key in self._incomplete or not self._unread.isdisjoint(enclosing_keys)
         return is_unread or (key not in self._positions and key[:-1] in self._maybe_misspelt)
 
 
@@ -135,8 +135,8 @@ def key_text(key: Key) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def member(name: str | int) -> str | int:
-    """Return the name of a map's entry as it follows the map in a key: `["a"]`."""
+def map_key(name: str | int) -> str | int:
+    """Return the element of a `Key` for a map's entry: `["a"]` for the name "a"."""
     return name if isinstance(name, int) else f"[{json.dumps(name)}]"
 
 
@@ -150,7 +150,7 @@ def find_repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, 
 
 
 def _has_value(config: ModelConfig, key: Key) -> bool:
-    """Check whether the configuration has a value at `key`, whose list indices must exist."""
+    """Check whether the configuration has a value at `key`. List indices in `key` must exist."""
     current: Any = config
     for part in key:
         if isinstance(current, Message):

@@ -1,6 +1,7 @@
-"""Protobuf messages: built from a syntax tree, with all violations of the schema, and as JSON.
+"""Conversion of syntax trees to protobuf messages, and of messages to JSON.
 
-Messages are converted to exactly the JSON of GET /v2/models/NAME/config.
+`Builder` reports all violations of the schema. `to_dict` returns exactly the JSON of
+GET /v2/models/NAME/config.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 
 from shmserve.errors import clip, nearest
-from shmserve.model_config.diagnostics import Key, Problem, member
+from shmserve.model_config.diagnostics import Key, Problem, map_key
 from shmserve.model_config.syntax import Entry, MessageValue, Scalar
 
 _INT_RANGES: dict[int, tuple[int, int]] = {
@@ -24,7 +25,7 @@ _INT_RANGES: dict[int, tuple[int, int]] = {
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
-FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
+FLOAT_TYPES = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 _FLOAT_WORDS = {
     "inf": math.inf,
     "infinity": math.inf,
@@ -37,7 +38,7 @@ _BOOL_WORDS = {"true": True, "True": True, "t": True, "false": False, "False": F
 
 # The datatypes to suggest for common wrong names (both without TYPE_), where the most similar name
 # would be a wrong suggestion.
-_DATA_TYPES = {
+_SUGGESTED_TYPES = {
     "BYTES": "STRING",
     "HALF": "FP16",
     "FLOAT16": "FP16",
@@ -82,7 +83,7 @@ class Builder:
         descriptor = cast("Descriptor", message.DESCRIPTOR)
         set_fields: dict[str, str] = {}
         for entry in block.entries:
-            target = self._find(descriptor, entry)
+            target = self._find_field(descriptor, entry)
             if target is None:
                 self._add_problem(
                     entry.at, (*path, entry.name), _unknown_field(descriptor, entry.name)
@@ -90,16 +91,16 @@ class Builder:
                 continue
             field_path = (*path, target.name)
             self.positions.setdefault(field_path, entry.at)
-            clash = _describe_clash(target, set_fields)
-            if clash:
-                self._add_problem(entry.at, field_path, clash)
+            conflict = _describe_conflict(target, set_fields)
+            if conflict:
+                self._add_problem(entry.at, field_path, conflict)
                 continue
             self._set(message, target, entry, field_path)
 
     def _add_problem(self, at: str, key: Key, text: str) -> None:
         self.problems.append(Problem(key, text, at=at))
 
-    def _find(self, descriptor: Descriptor, entry: Entry) -> FieldDescriptor | None:
+    def _find_field(self, descriptor: Descriptor, entry: Entry) -> FieldDescriptor | None:
         descriptor_field = descriptor.fields_by_name.get(entry.name)
         if descriptor_field is None and self.is_json:
             descriptor_field = descriptor.fields_by_camelcase_name.get(entry.name)
@@ -126,9 +127,9 @@ class Builder:
                 if is_message:
                     self._set_message(message, target, value, position)
                 else:
-                    _assign(message, target, self._scalar(target, value))
-            except _Misfit as wrong:
-                self._add_problem(value.at, position, str(wrong))
+                    _assign(message, target, self._convert_scalar(target, value))
+            except _Misfit as misfit:
+                self._add_problem(value.at, position, str(misfit))
                 if repeated:
                     _add_empty(getattr(message, target.name), target)
 
@@ -160,16 +161,16 @@ class Builder:
                 problem_count = len(self.problems)
                 self.fill(pair, block, path)
                 if len(self.problems) == problem_count:
-                    self.positions[*path, member(pair.key)] = block.at
+                    self.positions[*path, map_key(pair.key)] = block.at
                     _store_pair(container, pair)
 
-    def _scalar(self, target: FieldDescriptor, value: Scalar | MessageValue) -> Any:
+    def _convert_scalar(self, target: FieldDescriptor, value: Scalar | MessageValue) -> Any:
         if isinstance(value, MessageValue):
             raise _Misfit(f"expected {_describe_kind(target)}, found {{ ... }}")
         kind = target.cpp_type
         if kind in _INT_RANGES:
             return self._convert_integer(target, value)
-        if kind in FLOATS:
+        if kind in FLOAT_TYPES:
             return self._convert_float(target, value)
         if kind == FieldDescriptor.CPPTYPE_BOOL:
             return self._convert_bool(value)
@@ -253,16 +254,16 @@ def is_map(target: FieldDescriptor) -> bool:
     return target.message_type is not None and bool(target.message_type.GetOptions().map_entry)
 
 
-def _describe_clash(target: FieldDescriptor, set_fields: dict[str, str]) -> str | None:
+def _describe_conflict(target: FieldDescriptor, set_fields: dict[str, str]) -> str | None:
     """Return why a singular field cannot be set, or None, and record the field in `set_fields`.
 
     A field is rejected if it, or another field of its oneof, is set already.
     """
     if is_repeated(target):
         return None
-    group = target.containing_oneof.name if target.containing_oneof else target.name
-    earlier = set_fields.get(group)
-    set_fields[group] = target.name
+    oneof_name = target.containing_oneof.name if target.containing_oneof else target.name
+    earlier = set_fields.get(oneof_name)
+    set_fields[oneof_name] = target.name
     if earlier is None:
         return None
     if earlier == target.name:
@@ -292,7 +293,7 @@ def _store_pair(container: Any, pair: Any) -> None:
 
 
 def _pair(item: Entry) -> MessageValue:
-    """Return the entry `"key": value` of a JSON map as the map entry of the text format."""
+    """Return an entry `"key": value` of a JSON map in the text format's form, key and value."""
     key = Scalar("string", item.name.encode("utf-8", "surrogatepass"), item.name, item.at)
     value = Entry("value", item.values, item.is_list, True, item.at)
     return MessageValue(item.at, [Entry("key", [key], False, True, item.at), value])
@@ -309,7 +310,7 @@ def _number_in_string(text: bytes) -> int | float | None:
 def _describe_kind(target: FieldDescriptor) -> str:
     if target.cpp_type in _INT_RANGES:
         return "an integer"
-    if target.cpp_type in FLOATS:
+    if target.cpp_type in FLOAT_TYPES:
         return "a number"
     return {
         FieldDescriptor.CPPTYPE_BOOL: "true or false",
@@ -318,9 +319,9 @@ def _describe_kind(target: FieldDescriptor) -> str:
 
 
 def _unknown_field(descriptor: Descriptor, name: str) -> str:
-    near = nearest(name.lower(), descriptor.fields_by_name)
-    if near:
-        return f'no such field; did you mean "{near}"?'
+    similar_name = nearest(name.lower(), descriptor.fields_by_name)
+    if similar_name:
+        return f'no such field; did you mean "{similar_name}"?'
     return f"no such field; known are {', '.join(sorted(descriptor.fields_by_name))}"
 
 
@@ -329,9 +330,9 @@ def _enum_hint(enum: EnumDescriptor, name: str) -> str:
     prefix = next(iter(enum.values_by_name)).partition("_")[0] + "_"
     names = {enum_name.removeprefix(prefix).lower(): enum_name for enum_name in enum.values_by_name}
     suffix = name.upper().removeprefix(prefix)
-    near = nearest(_DATA_TYPES.get(suffix, suffix).lower(), names)
-    if near:
-        return f'; did you mean "{names[near]}"?'
+    similar_name = nearest(_SUGGESTED_TYPES.get(suffix, suffix).lower(), names)
+    if similar_name:
+        return f'; did you mean "{names[similar_name]}"?'
     return f"; expected one of {', '.join(enum.values_by_name)}"
 
 
@@ -369,17 +370,17 @@ def _json_value(target: FieldDescriptor, value: Any) -> Any:
     if target.enum_type is not None:
         enum_value = target.enum_type.values_by_number.get(value)
         return enum_value.name if enum_value else value
-    if target.cpp_type in FLOATS:
-        return _json_float(value, is_single=target.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
+    if target.cpp_type in FLOAT_TYPES:
+        return _json_float(value, is_float32=target.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
     return value
 
 
-def _json_float(value: float, *, is_single: bool) -> float | str:
+def _json_float(value: float, *, is_float32: bool) -> float | str:
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
         return "Infinity" if value > 0 else "-Infinity"
-    if is_single:
+    if is_float32:
         stored_bytes = struct.pack("f", value)
         # The shortest text that reads back as the same float32; 9 digits always suffice.
         for digits in range(6, 10):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shmserve.common.names import members
+from shmserve.common.names import reject_duplicate_keys
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.class_source import source_positions
 from shmserve.ipc.model_spec import MODEL_SETTINGS
-from shmserve.model_config.diagnostics import Key, Source, member, position_text
+from shmserve.model_config.diagnostics import Key, Source, map_key, position_text
 from shmserve.model_config.message_builder import Builder
 from shmserve.model_config.syntax import Malformed, MessageValue, decode_json, parse, tree_from_json
 from shmserve.proto.model_config_pb2 import ModelConfig
@@ -44,12 +44,12 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
     """
     text = value if isinstance(value, str) else ""
     try:
-        decoded = decode_json(value, members) if isinstance(value, str) else value
+        decoded = decode_json(value, reject_duplicate_keys) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None
     if not isinstance(decoded, dict):
-        raise InvalidArgument(f"{origin}: expected a JSON object")
+        raise InvalidArgument(f"{origin}: expected a JSON object, found {type(decoded).__name__}")
     return _build(Builder(is_json=True), partial(tree_from_json, decoded, text), origin)
 
 
@@ -73,22 +73,22 @@ def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfi
 
 
 def _build(
-    builder: Builder, read: Callable[[], MessageValue], origin: str
+    builder: Builder, read_tree: Callable[[], MessageValue], origin: str
 ) -> tuple[ModelConfig, Source]:
     config = ModelConfig()
     try:
-        builder.fill(config, read())
+        builder.fill(config, read_tree())
     except Malformed as error:
         raise InvalidArgument(f"{position_text(origin, error.at)} {error.message}") from None
     return config, Source(origin, builder.positions, tuple(builder.problems))
 
 
-# The keys of a configuration that a class's attribute or method sets, if its name is not the key.
-_KEYS: dict[str, tuple[Key, ...]] = {
+# The keys of a configuration that a class's attribute or method sets, unless its name is the key.
+_KEYS_OF_ATTRIBUTE: dict[str, tuple[Key, ...]] = {
     "instances": (("instance_group",),),
     "max_queue_delay_us": (("dynamic_batching", "max_queue_delay_microseconds"),),
     "predict": (("input",), ("output",)),
-    **{name: (("parameters", member(name)),) for name in MODEL_SETTINGS},
+    **{name: (("parameters", map_key(name)),) for name in MODEL_SETTINGS},
 }
 
 
@@ -96,6 +96,6 @@ def class_source(text: str | bytes, name: str, origin: str) -> Source:
     """Return the positions of the attributes of class `name` in the text of the file `origin`."""
     positions: dict[Key, str] = {}
     for attribute, position in source_positions(text, name).items():
-        for key in _KEYS.get(attribute, ((attribute,),)):
+        for key in _KEYS_OF_ATTRIBUTE.get(attribute, ((attribute,),)):
             positions[key] = position
     return Source(origin, positions)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from shmserve.errors import clip
 
-# The schema nests 8 levels; the interpreter's stack is exhausted only far above this limit.
+# The schema has 8 levels. The recursion limit of Python is far higher.
 MAX_DEPTH = 64
 
 Kind = Literal["word", "number", "string", "bool"]
@@ -45,8 +45,8 @@ class Scalar:
 class Entry:
     """A field of a message: `name: value`.
 
-    Only an entry with `is_list` (in brackets) may have several values, or none. `has_colon` is
-    whether a colon follows the name.
+    Only an entry with `is_list` (in brackets) may have several values, or none. `has_colon` is true
+    if a colon follows the name.
     """
 
     name: str
@@ -101,7 +101,7 @@ _TOKEN = re.compile(
 _ESCAPE = re.compile(
     rb"\\(?:([abfnrtv\\'\"?])|([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[\s\S]?)"
 )
-_PLAIN = dict(zip(b"abfnrtv\\'\"?", b"\a\b\f\n\r\t\v\\'\"?", strict=True))
+_SIMPLE_ESCAPES = dict(zip(b"abfnrtv\\'\"?", b"\a\b\f\n\r\t\v\\'\"?", strict=True))
 _CLOSING = {"{": "}", "<": ">"}
 _MAX_DIGITS = 1000  # int() rejects thousands of digits with an unsuitable error
 
@@ -158,7 +158,7 @@ class _Parser:
         self._next_index += token.kind != "end"
         return token
 
-    def _is_mark(self, *marks: str) -> bool:
+    def _next_is(self, *marks: str) -> bool:
         token = self._peek()
         return token.kind == "mark" and token.text in marks
 
@@ -172,46 +172,46 @@ class _Parser:
         if name.kind != "word":
             raise self._expected_error("a field name")
         self._take()
-        has_colon = self._is_mark(":")
+        has_colon = self._next_is(":")
         if has_colon:
             self._take()
-        elif not self._is_mark("{", "<", "["):
+        elif not self._next_is("{", "<", "["):
             raise self._expected_error(f'":" or "{{" after "{clip(name.text)}"')
-        is_list = self._is_mark("[")
+        is_list = self._next_is("[")
         values = self._parse_list(depth) if is_list else [self._parse_value(depth)]
-        if self._is_mark(",", ";"):
+        if self._next_is(",", ";"):
             self._take()
         return Entry(name.text, values, is_list, has_colon, self._at(name.offset))
 
     def _parse_list(self, depth: int) -> list[Scalar | MessageValue]:
         self._take()
         values: list[Scalar | MessageValue] = []
-        if not self._is_mark("]"):
+        if not self._next_is("]"):
             values.append(self._parse_value(depth))
-            while self._is_mark(","):
+            while self._next_is(","):
                 self._take()
                 values.append(self._parse_value(depth))
-        if not self._is_mark("]"):
+        if not self._next_is("]"):
             raise self._expected_error('"," or "]" in the list')
         self._take()
         return values
 
     def _parse_value(self, depth: int) -> Scalar | MessageValue:
-        if self._is_mark("{", "<"):
+        if self._next_is("{", "<"):
             return self._parse_block(depth)
         token = self._peek()
         if token.kind == "string":
-            return self._strings()
-        negative = self._is_mark("-")
-        if negative:
+            return self._parse_strings()
+        is_negative = self._next_is("-")
+        if is_negative:
             self._take()
         value = self._take()
         at = self._at(token.offset)
-        sign = "-" if negative else ""
+        sign = "-" if is_negative else ""
         if value.kind == "number":
             number = self._parse_number(value)
-            return Scalar("number", -number if negative else number, sign + value.text, at)
-        if value.kind == "word" and not (negative and not _is_float_word(value.text)):
+            return Scalar("number", -number if is_negative else number, sign + value.text, at)
+        if value.kind == "word" and not (is_negative and not _is_float_word(value.text)):
             return Scalar("word", sign + value.text, sign + value.text, at)
         self._next_index -= value.kind != "end"
         raise self._expected_error("a value")
@@ -222,7 +222,7 @@ class _Parser:
             raise Malformed(self._at(opening.offset), f"nested deeper than {MAX_DEPTH}")
         block = MessageValue(self._at(opening.offset))
         closing = _CLOSING[opening.text]
-        while not self._is_mark(closing):
+        while not self._next_is(closing):
             if self._peek().kind != "word":
                 expected_text = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
                 raise self._expected_error(expected_text)
@@ -230,7 +230,7 @@ class _Parser:
         self._take()
         return block
 
-    def _strings(self) -> Scalar:
+    def _parse_strings(self) -> Scalar:
         first_token = self._peek()
         parts = []
         while self._peek().kind == "string":
@@ -241,17 +241,17 @@ class _Parser:
 
     def _unescape(self, token: _Token) -> bytes:
         def replace(match: re.Match[bytes]) -> bytes:
-            plain, octal, hexadecimal, short, long = match.groups()
-            if plain:
-                return bytes([_PLAIN[plain[0]]])
+            simple, octal, hexadecimal, short, long = match.groups()
+            if simple:
+                return bytes([_SIMPLE_ESCAPES[simple[0]]])
             code = int(octal, 8) if octal else int(hexadecimal or short or long or b"-1", 16)
             if octal or hexadecimal:
                 if code < 256:
                     return bytes([code])
             elif 0 <= code < 0x110000 and not 0xD800 <= code < 0xE000:
                 return chr(code).encode()
-            found = match[0].decode(errors="replace")
-            raise Malformed(self._at(token.offset), f"invalid escape '{found}' in the string")
+            escape = match[0].decode(errors="replace")
+            raise Malformed(self._at(token.offset), f"invalid escape '{escape}' in the string")
 
         return _ESCAPE.sub(replace, token.text[1:-1].encode("utf-8", "surrogatepass"))
 
@@ -262,10 +262,10 @@ class _Parser:
         if text.startswith("0x"):
             return int(text, 16)
         if text.isdigit():
-            octal = len(text) > 1 and text[0] == "0"
-            if octal and ("8" in text or "9" in text):
+            is_octal = len(text) > 1 and text[0] == "0"
+            if is_octal and ("8" in text or "9" in text):
                 raise Malformed(self._at(token.offset), f'"{text}" is not an octal number')
-            return int(text, 8 if octal else 10)
+            return int(text, 8 if is_octal else 10)
         return float(text.rstrip("f"))
 
 
@@ -340,7 +340,7 @@ def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
         text: The text that it was decoded from, for positions; "" if there is none.
 
     Raises:
-        Malformed: A member is no JSON value, a list contains a list, or the nesting exceeds
+        Malformed: A member is not a JSON value, a list contains a list, or the nesting exceeds
             `MAX_DEPTH`.
     """
     positions: Iterator[str] = repeat("")

@@ -29,7 +29,7 @@ from shmserve.protocols.tensors import ModelTensor, find_input, load_inputs
 _MAX_REQUESTS = 1000  # maximum number of requests read from a file or a program
 _MAX_ELEMENTS = 2**48  # far above the memory of any host, and below the limit of numpy
 _SEED = 0
-# The exclusive bound of random integers, small because many models use them as indices.
+# The exclusive upper bound of random integers. It is small, since models may use them as indices.
 _INTEGER_BOUND = 128
 
 Inputs = list[InputTensor]
@@ -96,7 +96,7 @@ def read_interface(transport: Any, model: str, version: str) -> ModelInterface:
 
 
 def read_requests(interface: ModelInterface, options: DataOptions) -> list[Inputs]:
-    """Return the requests that are sent in turn.
+    """Return the inputs of each request; a load sends these requests in turn.
 
     Args:
         interface: The model's interface.
@@ -119,15 +119,15 @@ def read_requests(interface: ModelInterface, options: DataOptions) -> list[Input
     else:
         path = Path(options.source)
         requests = itertools.islice(_read_entries(path, maker), _MAX_REQUESTS)
-    found_items = [list((request | flag_inputs).values()) for request in requests]
-    if not found_items:
+    request_inputs = [list((request | flag_inputs).values()) for request in requests]
+    if not request_inputs:
         raise InvalidArgument(f"--data: '{options.source}' has no request")
-    return found_items
+    return request_inputs
 
 
 @dataclass(frozen=True)
 class _TensorMaker:
-    """A factory of the input tensors of requests."""
+    """A maker of the input tensors of requests."""
 
     model: ModelInterface
     options: DataOptions
@@ -139,21 +139,21 @@ class _TensorMaker:
         return find_input(name, self.model.inputs)
 
     def shape(self, name: str, row_shape: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Return the shape of an input as sent; `row_shape` is the shape of a row, if known."""
+        """Return the shape of an input with its batch; `row_shape` overrides the model's."""
         tensor = self.tensor(name)
         row = tensor.shape[1:] if self.model.supports_batching else tensor.shape
         row = self.shapes.get(name, row) if row_shape is None else tuple(row_shape)
         if -1 in row:
             dims = ",".join(map(str, row))
             reason = self.model.config_error
-            remark = (
+            hint = (
                 f". The server sent no configuration of the model ({reason}): if the model has a "
                 "batch dimension, leave out the first number"
             )
             raise InvalidArgument(
                 f"input '{name}' has the shape [{dims}], with dimensions of any size (-1). "
                 f"Choose them with --shape {name}:{dims.replace('-1', 'N')}"
-                f"{remark if reason else ''}"
+                f"{hint if reason else ''}"
             )
         shape = (self.options.batch, *row) if self.model.supports_batching else row
         if element_count(shape) > _MAX_ELEMENTS:
@@ -271,7 +271,7 @@ def run_program(path: Path, *arguments: Any) -> Iterator[Any]:
 
 
 def output_sizes(interface: ModelInterface, batch: int, default_size: int) -> dict[str, int]:
-    """Return the bytes of each output of a request; `default_size` for variable sizes."""
+    """Return the byte size of each output of a request; variable sizes are `default_size`."""
     sizes = {}
     for name, (datatype, dims) in interface.outputs.items():
         is_fixed = ITEM_SIZE[datatype] and -1 not in dims

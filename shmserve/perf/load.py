@@ -1,4 +1,4 @@
-"""A load: slots with one request each, their schedule, and the records of requests.
+"""A load: slots that have one request in flight each, their schedule, and the measured times.
 
 closed loop    each slot sends its next request when the previous one has completed
 open loop      requests follow a schedule of offsets from the start. A request without a free
@@ -24,7 +24,7 @@ _MAX_ERRORS = 20  # maximum number of distinct error texts that are counted
 _OTHER_ERRORS = "other errors"
 _CHECK_INTERVAL_NS = 1_000_000_000
 _MAX_LOADS = 1000  # maximum number of loads in a sweep
-# Far below a useful load, and far above what one process can send.
+# The minimum is far below a useful load, the maximum far above what one process can send.
 _MIN_LOAD, _MAX_LOAD = 0.001, 1_000_000
 _NS = 1e9
 _clock = time.monotonic_ns
@@ -36,9 +36,9 @@ def _column() -> array[int]:
 
 @dataclass(slots=True)
 class Records:
-    """A row for each successful request, in order of completion.
+    """The measured times of successful requests, in order of completion, and the errors.
 
-    Times are nanoseconds of one clock.
+    All times are nanoseconds of the same clock.
 
     Attributes:
         scheduled_ns: The scheduled time.
@@ -67,7 +67,7 @@ class Mark(NamedTuple):
     """The counts at the boundary between two windows.
 
     Attributes:
-        at_ns: The time.
+        at_ns: The time of the boundary.
         requests: The number of successful requests.
         gaps: The number of gaps recorded.
         failed: The number of failed requests.
@@ -82,7 +82,7 @@ class Mark(NamedTuple):
 
 
 class LoadSlot:
-    """A lane (a channel of one request at a time), and the encoded requests to send in turn."""
+    """A lane and the encoded requests that it sends in turn, one at a time."""
 
     def __init__(self, load: LoadGenerator, requests: Sequence[Any]) -> None:
         self._load = load
@@ -108,7 +108,7 @@ class LoadSlot:
         self._last_response_ns = now_ns
         self._response_count += 1
 
-    def on_end(self, error: str = "", responses: int = -1) -> None:
+    def on_end(self, error: str = "", response_count: int = -1) -> None:
         """Record the completion of the request; implements `LaneObserver`."""
         now_ns = _clock()
         if error:
@@ -119,12 +119,13 @@ class LoadSlot:
             records.delays_ns.append(self._delay_ns)
             records.first_ns.append(self._first_ns if self._response_count else now_ns)
             records.ended_ns.append(now_ns)
-            records.responses.append(self._response_count if responses < 0 else responses)
+            count = self._response_count if response_count < 0 else response_count
+            records.responses.append(count)
         self._load.finish_slot(self, now_ns)
 
 
 class LoadGenerator:
-    """Slots in a closed loop, or in an open loop with a schedule; `finish` ends the load."""
+    """A load generator, whose slots send requests in a closed loop, or in an open loop."""
 
     def __init__(
         self,
@@ -139,10 +140,10 @@ class LoadGenerator:
 
         Args:
             poller: The event loop.
-            lane_factory: Opens the lane of each slot.
-            requests: Returns the requests that slot n sends in turn.
+            lane_factory: The factory of the slots' lanes.
+            requests: A function that returns the requests of slot n, which it sends in turn.
             slot_count: The number of slots, each with at most one request in flight.
-            schedule: Offsets of requests from the start in nanoseconds; None: a closed loop.
+            schedule: The offsets of requests from the start, in nanoseconds; None: a closed loop.
             patience_s: Seconds without a response after which the server counts as lost.
 
         Raises:
@@ -154,12 +155,12 @@ class LoadGenerator:
         self._patience_ns = int(patience_s * 1e9)
         self._schedule = schedule
         self._start_ns = 0
-        self._due_ns = 0
+        self._next_due_ns = 0
         self._queued: deque[int] = deque()  # scheduled times of requests without a free slot
         self._is_running = False
         self._free_slots: list[LoadSlot] = []
         self._slot_count = slot_count
-        self._last_completion_ns = 0  # the time of the last completion
+        self._last_completion_ns = 0
         for number in range(slot_count):
             slot = LoadSlot(self, requests(number))
             slot.lane = lane_factory.lane(slot)
@@ -175,10 +176,10 @@ class LoadGenerator:
             for slot in free_slots:
                 slot.start(now_ns, now_ns)
         else:
-            self._due_ns = now_ns + next(self._schedule)
+            self._next_due_ns = now_ns + next(self._schedule)
 
     def run(self, seconds: float) -> None:
-        """Run for `seconds`, or longer until a request has completed.
+        """Run for `seconds`, and then until at least one request has completed.
 
         Raises:
             Unavailable: The server stops responding.
@@ -205,13 +206,13 @@ class LoadGenerator:
         """Send the requests that are due, and return the nanoseconds until the next one."""
         if self._schedule is None:
             return _CHECK_INTERVAL_NS
-        while self._due_ns <= now_ns:
+        while self._next_due_ns <= now_ns:
             if self._free_slots:
-                self._free_slots.pop().start(self._due_ns, now_ns)
+                self._free_slots.pop().start(self._next_due_ns, now_ns)
             else:
-                self._queued.append(self._due_ns)
-            self._due_ns = self._start_ns + next(self._schedule)
-        return self._due_ns - now_ns
+                self._queued.append(self._next_due_ns)
+            self._next_due_ns = self._start_ns + next(self._schedule)
+        return self._next_due_ns - now_ns
 
     def finish_slot(self, slot: LoadSlot, now_ns: int) -> None:
         """Send the next request on a slot whose request has ended, or free the slot."""
@@ -232,7 +233,7 @@ class LoadGenerator:
     def mark(self) -> Mark:
         """Return the counts of requests at this time, the boundary of a window."""
         records = self.records
-        # An interrupt can leave an incomplete row, whose last column is then missing.
+        # An interrupt may leave an incomplete row, so the column that is written last is counted.
         counts = (len(records.responses), len(records.gaps_ns), records.failed_count())
         return Mark(_clock(), *counts, time.process_time())
 
@@ -266,7 +267,7 @@ class Probe:
     def on_response(self) -> None:
         """Ignore a response; implements `LaneObserver`."""
 
-    def on_end(self, error: str = "", responses: int = -1) -> None:
+    def on_end(self, error: str = "", response_count: int = -1) -> None:
         """Record the error of the request, or "" for success; implements `LaneObserver`."""
         self.error = error
 
@@ -320,14 +321,14 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
         InvalidArgument: A number is out of range, or there are too many loads.
     """
     allowed = f"allowed: N, N,N,... or FIRST:LAST[:STEP], from {_MIN_LOAD} to {_MAX_LOAD}"
-    invalid = InvalidArgument(f"--{flag}: '{text}' is invalid ({allowed})")
+    invalid_loads = InvalidArgument(f"--{flag}: '{text}' is invalid ({allowed})")
     try:
         if ":" not in text:
             loads = [float(kind(part)) for part in text.split(",")]
         else:
             first, last, step = [*map(kind, text.split(":")), kind(1)][:3]
             if step <= 0 or last < first or text.count(":") > 2:
-                raise invalid
+                raise invalid_loads
             count = int((last - first) / step + 1e-9) + 1
             if count > _MAX_LOADS:
                 raise InvalidArgument(
@@ -336,7 +337,7 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
                 )
             loads = [float(first + step * number) for number in range(count)]
     except (ValueError, OverflowError):
-        raise invalid from None
+        raise invalid_loads from None
     if any(not _MIN_LOAD <= load <= _MAX_LOAD for load in loads):
-        raise invalid
+        raise invalid_loads
     return loads

@@ -18,7 +18,8 @@ from shmserve.protocols import TransportError
 
 AGREEING_WINDOWS = 3  # number of consecutive windows that must agree
 PERCENTILES = (50, 90, 95, 99, 99.9)
-# The two-sided 95 % quantiles of Student's t by degrees of freedom; beyond, the normal quantile.
+# The two-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom. For more degrees, the
+# quantile of the normal distribution is used.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _NORMAL95 = 1.960
 
@@ -28,7 +29,7 @@ Values = np.ndarray[Any, np.dtype[np.int64]]
 def window_rates(marks: Sequence[Mark]) -> list[float]:
     """Return the requests per second in each window."""
     pairs = itertools.pairwise(marks)
-    return [(end.requests - m.requests) * 1e9 / (end.at_ns - m.at_ns) for m, end in pairs]
+    return [(b.requests - a.requests) * 1e9 / (b.at_ns - a.at_ns) for a, b in pairs]
 
 
 def window_means(records: Records, marks: Sequence[Mark]) -> list[float]:
@@ -72,20 +73,20 @@ def confidence(values: Sequence[float]) -> float | None:
     return t * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def percentile(ordered: Values, percent: float) -> int:
+def percentile(sorted_values: Values, percent: float) -> int:
     """Return a percentile of sorted values by the nearest-rank method; 0 if there are none."""
-    if not ordered.size:
+    if not sorted_values.size:
         return 0
-    rank = math.ceil(round(percent / 100 * ordered.size, 6))
-    return int(ordered[max(rank, 1) - 1])
+    rank = math.ceil(round(percent / 100 * sorted_values.size, 6))
+    return int(sorted_values[max(rank, 1) - 1])
 
 
 def summarize(values: Values) -> dict[str, float]:
     """Return mean, percentiles and maximum, by name, in milliseconds; `values` are nanoseconds."""
-    ordered = np.sort(values)
-    figures = {"mean": float(ordered.mean()) if ordered.size else 0.0}
-    figures |= {f"p{percent:g}": percentile(ordered, percent) for percent in PERCENTILES}
-    figures["max"] = int(ordered[-1]) if ordered.size else 0
+    sorted_values = np.sort(values)
+    figures = {"mean": float(sorted_values.mean()) if sorted_values.size else 0.0}
+    figures |= {f"p{percent:g}": percentile(sorted_values, percent) for percent in PERCENTILES}
+    figures["max"] = int(sorted_values[-1]) if sorted_values.size else 0
     return {name: value / 1e6 for name, value in figures.items()}
 
 
@@ -171,7 +172,8 @@ def measure_load(
 ) -> Point:
     """Run a load and return its result, a `Point` with this `kind` and `value`.
 
-    `statistics` queries the server's statistics. Raises Unavailable if the server exits.
+    `statistics` is a function that queries the server's statistics. Raises Unavailable if the
+    server exits.
 
     KeyboardInterrupt ends the load: the result covers the complete windows, or the requests so far
     if there is no such window.
@@ -210,7 +212,7 @@ def measure_load(
     point.interrupted = interrupted
     if load.is_decoupled:
         _add_response_figures(point, load.records, marks[0], marks[-1])
-    point.server = {m: statistics_change(before.get(m, {}), now) for m, now in after.items()}
+    point.server = {m: statistics_change(before.get(m, {}), new) for m, new in after.items()}
     return point
 
 

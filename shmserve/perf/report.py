@@ -114,7 +114,7 @@ def as_json(metadata: Mapping[str, Any], points: Sequence[Point]) -> str:
     return json.dumps(report, indent=1, default=str)
 
 
-def rows(points: Sequence[Point]) -> str:
+def as_csv(points: Sequence[Point]) -> str:
     """Return the report as CSV: a line for each load; nested figures are named by their path."""
     flat = [dict(_flatten(asdict(point))) for point in points]
     names = list(dict.fromkeys(name for row in flat for name in row))
@@ -162,15 +162,14 @@ def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
         )
         ratio, *other_ratios = [f"{after / old:.3f}" if old else "-" for old, after in pairs]
         margins = [p.confidence for p in (old, new) if p.confidence is not None]
-        is_known = len(margins) == 2
-        within_error = not is_known or abs(new.per_second - old.per_second) <= sum(margins)
+        within_error = len(margins) < 2 or abs(new.per_second - old.per_second) <= sum(margins)
         ratio = f"~{ratio}" if within_error else ratio
         lines.append(f"{new.name:<18}{ratio:>12}{''.join(f'{other:>9}' for other in other_ratios)}")
     return "\n".join(lines)
 
 
-class Line(NamedTuple):
-    """A series of labelled points in a chart, which a line joins if `is_joined`."""
+class Series(NamedTuple):
+    """A series of labelled points in a chart, joined by a line if `is_joined`."""
 
     name: str
     points: list[tuple[float, float]]
@@ -183,12 +182,12 @@ def draw(title: str, points: Sequence[Point]) -> str:
     if len(points) > 1:
         labels = [f"{point.value:g}" for point in points]
         lines = [
-            Line(key, [(point.per_second, point.latency[key]) for point in points], labels)
+            Series(key, [(point.per_second, point.latency[key]) for point in points], labels)
             for key in ("p50", "p90", "p99")
         ]
         return _svg(title, "requests a second", lines)
     keys = [key for key in points[0].latency if key.startswith("p")]
-    line = Line("latency", [(i + 1, points[0].latency[k]) for i, k in enumerate(keys)], keys)
+    line = Series("latency", [(i + 1, points[0].latency[k]) for i, k in enumerate(keys)], keys)
     return _svg(f"{title}, {points[0].name}", "percentile", [line], has_ticks=False)
 
 
@@ -200,13 +199,13 @@ def draw_trials(title: str, trials: Sequence[Trial], target_ms: float) -> str:
         is_within = name == "within"
         series = [pair for pair in numbered_trials if (pair[1].p99_ms <= target_ms) == is_within]
         points = [(trial.per_second, trial.p99_ms) for _, trial in series]
-        lines.append(Line(name, points, [number for number, _ in series], is_joined=False))
+        lines.append(Series(name, points, [number for number, _ in series], is_joined=False))
     max_rate = max((trial.per_second for _, trial in numbered_trials), default=1.0)
-    lines.append(Line("target", [(0.0, target_ms), (max_rate, target_ms)], ["", ""]))
+    lines.append(Series("target", [(0.0, target_ms), (max_rate, target_ms)], ["", ""]))
     return _svg(title, "requests a second", lines)
 
 
-def _svg(title: str, x_label: str, lines: Sequence[Line], *, has_ticks: bool = True) -> str:
+def _svg(title: str, x_label: str, lines: Sequence[Series], *, has_ticks: bool = True) -> str:
     all_x = [x for line in lines for x, _ in line.points]
     all_y = [y for line in lines for _, y in line.points if y > 0] or [1.0]
     max_x = max(all_x) * 1.08 or 1.0
@@ -242,7 +241,7 @@ def _svg(title: str, x_label: str, lines: Sequence[Line], *, has_ticks: bool = T
 
 
 def _line(
-    line: Line, pixel_x: Callable[[float], float], pixel_y: Callable[[float], float]
+    line: Series, pixel_x: Callable[[float], float], pixel_y: Callable[[float], float]
 ) -> Iterator[str]:
     colour = _COLOURS[line.name]
     points = [(pixel_x(x), pixel_y(y)) for x, y in line.points]

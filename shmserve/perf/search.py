@@ -1,4 +1,4 @@
-"""The search for the configuration with the highest throughput within a latency target (pure).
+"""The search for the configuration with the highest throughput within a latency target.
 
 The method is coordinate descent (Wright, Coordinate descent algorithms, 2015): over the number of
 instances, then over the batching methods and thread counts. A second sweep follows if the first one
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import STRATEGY_PARAMETER, TARGET_PARAMETER, Strategy
 
-_MIN_GAIN = 1.02  # a throughput ratio below this is noise
-_EQUAL_SIZES = 1.04  # ratio up to which batch sizes are considered equal
+_MIN_GAIN = 1.02  # a smaller increase of the throughput counts as noise
+_EQUAL_SIZE_RATIO = 1.04  # ratio up to which batch sizes are considered equal
 _MIN_SHARE_OF_PEAK = 0.9  # share of the best throughput below which larger batches are not tried
 _MAX_SWEEPS = 2
 # The parameter for the number of threads per instance, by backend.
@@ -42,9 +42,9 @@ class Candidate:
     Attributes:
         instances: The number of instances.
         batch: The maximum batch size; 0: no batching.
-        strategy: The batching strategy; "": the model's own.
+        strategy: The batching strategy; "": as in the model's configuration.
         delay_us: The maximum queue delay.
-        threads: The number of threads per instance; 0: the model's own.
+        threads: The number of threads per instance; 0: as in the model's configuration.
         depth: Requests in flight per row of each instance's batch: 1 if a batch waits until it is
             full, 2 if the next batch fills while one is executed.
     """
@@ -138,13 +138,13 @@ class Search:
         instances = self._best_candidate(start).instances
         larger = [number for number in self._space.instances if number > instances]
         smaller = [number for number in self._space.instances if number < instances]
-        if self.best and not self._raise_instances(start, larger):
-            self._raise_instances(start, smaller[::-1])
+        if self.best and not self._try_instances(start, larger):
+            self._try_instances(start, smaller[::-1])
         for settings in self._space.variants:
             self._search_batch(replace(self._best_candidate(start), **settings))
 
-    def _raise_instances(self, start: Candidate, counts: Sequence[int]) -> bool:
-        """Raise the number of instances while throughput grows; return whether it grew."""
+    def _try_instances(self, start: Candidate, counts: Sequence[int]) -> bool:
+        """Try these numbers of instances while the throughput grows; return whether it grew."""
         for step_count, count in enumerate(counts):
             previous_rate = self._best_rate
             self._search_batch(replace(self._best_candidate(start), instances=count))
@@ -153,14 +153,14 @@ class Search:
         return bool(counts)
 
     def _search_batch(self, base: Candidate) -> None:
-        """Search for the largest batch size within the target, starting with the size of `base`."""
+        """Search for the largest batch size within the target, starting with that of `base`."""
         low, high, size, peak = 0, self._space.largest_batch + 1, base.batch, 0.0
         while True:
             trial, previous_rate = self._run_trial(replace(base, batch=size)), self._best_rate
             if self.meets_target(trial):
-                low, fell = size, trial.per_second < peak * _MIN_SHARE_OF_PEAK
+                low, throughput_fell = size, trial.per_second < peak * _MIN_SHARE_OF_PEAK
                 peak = max(peak, trial.per_second)
-                if fell:
+                if throughput_fell:
                     return
             else:
                 high = size
@@ -182,7 +182,7 @@ class Search:
             return high // 2
         if high > max_size:
             return min(low * 2, max_size) if low < max_size else 0
-        if high - low <= 1 or high <= low * _EQUAL_SIZES:
+        if high - low <= 1 or high <= low * _EQUAL_SIZE_RATIO:
             return 0
         return min(max(round(math.sqrt(low * high)), low + 1), high - 1)
 
@@ -230,11 +230,11 @@ def current_candidate(config: Config) -> Candidate:
 
 
 def search_space(
-    config: Config, target_ms: float, processors: int, most_instances: int, largest_batch: int
+    config: Config, target_ms: float, cpu_count: int, most_instances: int, largest_batch: int
 ) -> SearchSpace:
     """Return the search space of a model, with at most `most_instances` instances.
 
-    `largest_batch` bounds the batch size; 0: the configuration's maximum. `processors` bounds the
+    `largest_batch` bounds the batch size; 0: the configuration's maximum. `cpu_count` bounds the
     number of threads.
     """
     batch = int(config.get("max_batch_size", 0))
@@ -249,7 +249,7 @@ def search_space(
     else:
         variants += [{"depth": depth} for depth in _DEPTHS]
     if config.get("backend") in _THREAD_PARAMETERS:
-        variants += [{"threads": number} for number in _powers(processors)]
+        variants += [{"threads": number} for number in _powers(cpu_count)]
     return SearchSpace(_powers(most_instances), variants, (largest_batch or batch) if batch else 0)
 
 

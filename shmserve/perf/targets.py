@@ -47,9 +47,10 @@ class LoadTarget:
     """The server and model that a load is sent to.
 
     Attributes:
-        lane_factory: Opens lanes of the selected protocol.
-        requests: For a number of slots, returns a function from a slot to its encoded requests.
-        statistics: Returns the server's statistics by model.
+        lane_factory: The factory of lanes of the selected protocol.
+        requests: A function that receives the number of slots, and returns a function that returns
+            the encoded requests of a slot.
+        statistics: A function that returns the server's statistics by model.
         title: The target's name in reports.
     """
 
@@ -60,7 +61,7 @@ class LoadTarget:
 
 
 def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
-    """Return the target that the flags select, with its resources on the stack.
+    """Return the target that the flags select; `stack` closes its resources.
 
     Raises:
         InvalidArgument: A flag is invalid.
@@ -70,8 +71,8 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
         return _open_openai(args, poller, stack)
     address = servers.parse_address(args.url) if args.url else None
     run_dir = discovery.find(args.run_dir) if address is None else None
-    transport: Any = stack.enter_context(contextlib.closing(_describing_transport(args, address)))
-    with naming_server(transport):
+    transport: Any = stack.enter_context(contextlib.closing(_metadata_transport(args, address)))
+    with prefix_errors(transport):
         model = data.read_interface(transport, args.model, args.model_version)
     options = data.DataOptions(args.input, args.shape, args.data, args.batch, args.text_length)
     items = data.read_requests(model, options)
@@ -95,7 +96,7 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
 
 
 @contextlib.contextmanager
-def naming_server(transport: AdminTransport) -> Iterator[None]:
+def prefix_errors(transport: AdminTransport) -> Iterator[None]:
     """Prefix an error of the transport in this block with the server's address."""
     try:
         yield
@@ -103,7 +104,7 @@ def naming_server(transport: AdminTransport) -> Iterator[None]:
         raise TransportError(f"{transport.address_text}: {error.message}") from None
 
 
-def _describing_transport(args: Namespace, address: Address | None) -> Any:
+def _metadata_transport(args: Namespace, address: Address | None) -> Any:
     """Return the transport that reads metadata and statistics.
 
     For a server on this host, this is the transport to its HTTP or gRPC listener. Without a
@@ -146,13 +147,10 @@ def _open_lanes(
         from shmserve.protocols.grpc import GrpcLaneFactory
 
         return GrpcLaneFactory(address, credentials, poller, is_decoupled=is_decoupled)
-    if is_decoupled:
-        from shmserve.protocols.http import GenerateLaneFactory
+    from shmserve.protocols.http import GenerateLaneFactory, HttpLaneFactory
 
-        return GenerateLaneFactory(address, credentials, poller)
-    from shmserve.protocols.http import HttpLaneFactory
-
-    return HttpLaneFactory(address, credentials, poller)
+    factory = GenerateLaneFactory if is_decoupled else HttpLaneFactory
+    return factory(address, credentials, poller)
 
 
 def _slot_requests(
@@ -163,7 +161,10 @@ def _slot_requests(
     regions: Regions | None,
     slots: int,
 ) -> Requests:
-    """Return a function from a slot to its encoded requests, which slots share if possible."""
+    """Return a function that returns the encoded requests of a slot.
+
+    The slots share the same requests unless each slot has its own sequences or memory.
+    """
     output_parts = regions.outputs(output_sizes, slots) if regions and output_sizes else None
     length = args.sequence_length
     first_sequence = random.getrandbits(62) + 1
@@ -178,7 +179,7 @@ def _slot_requests(
                     list(parts),
                     first_sequence + slot if length else 0,
                     is_start=bool(length) and number % length == 0,
-                    end=bool(length) and number % length == length - 1,
+                    is_end=bool(length) and number % length == length - 1,
                     parts=parts,
                 )
             )
@@ -187,10 +188,10 @@ def _slot_requests(
 
     if length or args.shared_memory != "none":
         return encode_slot
-    return partial(_rotated, encode_slot(0))
+    return partial(_rotate_requests, encode_slot(0))
 
 
-def _rotated(requests: Sequence[Any], slot: int) -> Sequence[Any]:
+def _rotate_requests(requests: Sequence[Any], slot: int) -> Sequence[Any]:
     """Return the requests rotated for a slot, so that neighbouring slots start differently."""
     shift = slot % len(requests)
     return [*requests[shift:], *requests[:shift]]
@@ -199,7 +200,7 @@ def _rotated(requests: Sequence[Any], slot: int) -> Sequence[Any]:
 def _send_probe(args: Namespace, poller: Poller, lane_factory: LaneFactory, request: Any) -> None:
     """Send one request before the load starts, and raise its error."""
     if args.sequence_length:
-        return  # a test request would start a sequence
+        return  # the request would start a sequence that never ends
     error = probe(poller, lane_factory, request, args.patience)
     if error:
         if args.shared_memory != "none":
@@ -222,7 +223,7 @@ def _open_openai(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarge
     requests = [lane_factory.post_json(path, body) for body in _bodies(args)]
     _send_probe(args, poller, lane_factory, requests[0])
     title = address.address_text + path
-    return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, title)
+    return LoadTarget(lane_factory, lambda slots: partial(_rotate_requests, requests), dict, title)
 
 
 def _bodies(args: Namespace) -> Iterator[dict[str, Any]]:
@@ -237,7 +238,7 @@ def _bodies(args: Namespace) -> Iterator[dict[str, Any]]:
                 raise InvalidArgument(f"--data: entry {number} of '{path}' is not a JSON object")
             body = {**defaults, **entry}
             if not body["stream"]:
-                del body["stream_options"]  # servers refuse it
+                del body["stream_options"]  # servers reject this field without `stream`
             yield body
         return
     rng = random.Random(args.seed)
@@ -259,7 +260,7 @@ class SystemMemory:
             shared_memory = posix_ipc.SharedMemory(self._key, posix_ipc.O_CREX, 0o600, byte_size)
             os.posix_fallocate(shared_memory.fd, 0, byte_size)
             self._bytes = mmap.mmap(shared_memory.fd, byte_size)
-        except BaseException as error:  # an interrupt, too
+        except BaseException as error:  # also an interrupt
             with contextlib.suppress(posix_ipc.Error):
                 posix_ipc.unlink_shared_memory(self._key)
             if not isinstance(error, OSError | posix_ipc.Error):
@@ -325,12 +326,12 @@ class Regions:
             TransportError: The server rejects the region.
         """
         parts: list[RegionPart] = []
-        name = self._name("in")
+        name = self._region_name("in")
         offset = 0
         for tensor in (tensor for item in items for tensor in item):
             parts.append(RegionPart(name, offset, len(tensor.raw)))
             offset += aligned(len(tensor.raw))
-        memory = self._region(name, offset)
+        memory = self._register_region(name, offset)
         unused_parts = iter(parts)
         assigned = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
         for tensor, part in (pair for item in assigned for pair in item):
@@ -344,7 +345,7 @@ class Regions:
             Unavailable: There is no memory for the region.
             TransportError: The server rejects the region.
         """
-        name = self._name(f"out{slots}")
+        name = self._region_name(f"out{slots}")
         output_parts: list[dict[str, RegionPart]] = []
         offset = 0
         for _ in range(slots):
@@ -352,13 +353,13 @@ class Regions:
             for output, size in byte_sizes.items():
                 output_parts[-1][output] = RegionPart(name, offset, size)
                 offset += aligned(size)
-        self._region(name, offset)
+        self._register_region(name, offset)
         return output_parts
 
-    def _name(self, purpose: str) -> str:
+    def _region_name(self, purpose: str) -> str:
         return f"perf-{os.getpid()}-{purpose}-{len(self._memories)}"
 
-    def _region(self, name: str, byte_size: int) -> RegionMemory:
+    def _register_region(self, name: str, byte_size: int) -> RegionMemory:
         memory = self._memory_type(name, max(byte_size, ALIGNMENT))
         self._memories[name] = memory
         self._transport.register(memory.kind, name, memory.fields)

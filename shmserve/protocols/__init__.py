@@ -1,6 +1,7 @@
 """The protocol clients that `shmserve client` and the load generator share.
 
-Every protocol has a transport, which blocks, and a lane factory, whose lanes never block.
+Every protocol has a transport, which blocks, and a lane factory. A lane is a channel with one
+request in flight, and never blocks.
 
 connection.py      a non-blocking connection, and the event loop of lanes
 grpc.py            gRPC
@@ -21,7 +22,7 @@ from shmserve.errors import Unavailable, convert_os_errors
 from shmserve.protocols.tensors import ModelTensor, decode, encode
 
 NOT_READY = "the server is not ready"
-# The timeout of requests for readiness and statistics. Other requests may take any time.
+# The timeout of requests for readiness and statistics; other requests have no timeout.
 QUERY_TIMEOUT_S = 10.0
 
 Parameter = bool | int | float | str
@@ -40,7 +41,7 @@ class RegionPart:
     byte_size: int
 
     def parameters(self) -> dict[str, str | int]:
-        """Return the parameters of a tensor in this part of a region, as protocols name them."""
+        """Return the protocols' parameters of a tensor whose bytes are in this range."""
         return {
             "shared_memory_region": self.region,
             "shared_memory_offset": self.offset,
@@ -80,8 +81,9 @@ class InputTensor:
 class OutgoingRequest:
     """One inference request.
 
-    Empty `outputs` request all outputs, `timeout_us` 0 sets no limit, `version` "" is the latest.
-    `sequence` 0 or "" is no sequence. `parts` are the memory ranges of outputs by name.
+    If `outputs` is empty, all outputs are requested. `timeout_us` 0 means no limit, `version` ""
+    the latest version, and `sequence` 0 or "" no sequence. `parts` has the range of each output
+    that the server writes to a region.
     """
 
     model: str
@@ -92,14 +94,14 @@ class OutgoingRequest:
     outputs: list[str]
     sequence: int | str = ""
     is_start: bool = False
-    end: bool = False
+    is_end: bool = False
     parts: Mapping[str, RegionPart] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def request_parameters(self) -> dict[str, Parameter]:
-        """Return the parameters, including the sequence's, as protocols name them."""
+        """Return the parameters with those of the sequence, under the protocols' names."""
         sequence = {"sequence_id": self.sequence, "sequence_start": self.is_start}
-        sequence["sequence_end"] = self.end
+        sequence["sequence_end"] = self.is_end
         return {**self.parameters, **{name: value for name, value in sequence.items() if value}}
 
 
@@ -127,8 +129,8 @@ class Credentials:
 class Address:
     """The address of a listener.
 
-    `protocol` is "http" or "grpc". `target` is HOST:PORT unless `unix_socket` is set. Errors
-    contain `address_text`, which identifies the listener.
+    `protocol` is "http" or "grpc". `target` is HOST:PORT, or "" if `unix_socket` is set.
+    `address_text` is the address as text, for error messages.
     """
 
     address_text: str
@@ -199,15 +201,15 @@ class AdminTransport(Transport, Protocol):
 
 
 class LaneObserver(Protocol):
-    """The receiver of a lane's responses and of the ends of its requests."""
+    """The observer of a lane, which is called for responses and for the ends of requests."""
 
     def on_response(self) -> None:
-        """Record a response to a request that may have many."""
+        """Record a response to a request that may have several responses."""
 
-    def on_end(self, error: str = "", responses: int = -1) -> None:
+    def on_end(self, error: str = "", response_count: int = -1) -> None:
         """Record the end of a request, and its error if it failed.
 
-        `responses` is the number of responses, if the server reports it.
+        `response_count` is the number of responses that the server reports, or -1.
         """
 
 
@@ -218,13 +220,13 @@ class Lane(Protocol):
         """Send a request that the factory has encoded."""
 
     def close(self) -> None:
-        """Close the lane, including requests in flight."""
+        """Close the lane, and discard its request in flight."""
 
 
 class LaneFactory(Protocol):
     """A factory of lanes to one server over one protocol.
 
-    If a factory `is_decoupled`, its requests may have many responses.
+    If `is_decoupled` is true, a request may have any number of responses.
     """
 
     is_decoupled: bool
@@ -236,7 +238,7 @@ class LaneFactory(Protocol):
         """Open a lane. Raises Unavailable if the server cannot be reached."""
 
     def close(self) -> None:
-        """Close the factory, after its lanes."""
+        """Close the factory; its lanes must have been closed before."""
 
 
 def output_json(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
@@ -254,9 +256,9 @@ def response_json(
     model: str, version: str, request_id: str, parameters: Any, outputs: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the JSON object of a response."""
-    identity = {"id": request_id, "model_name": model, "model_version": version}
+    ids = {"id": request_id, "model_name": model, "model_version": version}
     return {
-        **{key: value for key, value in identity.items() if value},
+        **{key: value for key, value in ids.items() if value},
         **({"parameters": parameters} if parameters else {}),
         "outputs": outputs,
     }

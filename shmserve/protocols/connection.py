@@ -36,7 +36,7 @@ class Poller:
         self._scheduled_calls: list[Callable[[], None]] = []
 
     def watch(self, fd: int, handler: Callable[[int], None], events: int = READ) -> None:
-        """Register `handler(events)`, to be called when a descriptor is ready."""
+        """Register a handler, which is called with the ready events of a descriptor."""
         self._epoll.register(fd, events)
         self._handlers[fd] = handler
 
@@ -50,7 +50,7 @@ class Poller:
             self._epoll.unregister(fd)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Schedule a call, which runs before the next wait for descriptors."""
+        """Schedule a call, to run before the next wait for descriptors."""
         self._scheduled_calls.append(call)
 
     def run_turn(self, wait_ns: int) -> None:
@@ -58,17 +58,17 @@ class Poller:
         scheduled_calls, self._scheduled_calls = self._scheduled_calls, []
         for call in scheduled_calls:
             call()
-        if self._scheduled_calls:  # these handlers are called in the next turn without waiting
+        if self._scheduled_calls:  # scheduled by the calls above, for the next turn
             wait_ns = 0
         if 0 < wait_ns < 2 * _EPOLL_UNIT_NS:
             if not self._short_wait.wait(wait_ns):
                 return
             wait_ns = 0
-        # The remainder is waited for in the next turn.
+        # The timeout is rounded down; the next turn waits for the remainder.
         epoll_wait_ns = max(wait_ns // _EPOLL_UNIT_NS - 1, 0) * _EPOLL_UNIT_NS
         for fd, events in self._epoll.poll(epoll_wait_ns / 1e9):
             handler = self._handlers.get(fd)
-            if handler is not None:  # otherwise another handler of this turn has removed it
+            if handler is not None:  # None: another handler of this turn has removed it
                 handler(events)
 
     def close(self) -> None:
@@ -88,24 +88,24 @@ class Receiver(Protocol):
 
 
 class ClientConnection:
-    """An open connection to a server, watched by a poller."""
+    """A non-blocking connection to a server, whose socket a poller watches."""
 
     def __init__(
         self, address: Address, tls: ssl.SSLContext | None, poller: Poller, receiver: Receiver
     ) -> None:
         """Connect to an address. Raises Unavailable if the server cannot be reached."""
         try:
-            self._sock = connect(address, tls, _CONNECT_TIMEOUT_S)
+            self._socket = connect(address, tls, _CONNECT_TIMEOUT_S)
         except OSError as error:
             reason = error.strerror or str(error)
             raise Unavailable(f"{address.address_text} cannot be reached: {reason}") from None
-        self._sock.setblocking(False)
+        self._socket.setblocking(False)
         self._uses_tls = tls is not None
         self._poller = poller
         self._receiver = receiver
         self._unsent_pieces: deque[memoryview] = deque()
         self.is_open = True
-        poller.watch(self._sock.fileno(), self._on_ready)
+        poller.watch(self._socket.fileno(), self._on_ready)
 
     def write(self, data: bytes) -> None:
         """Send bytes as soon as the peer accepts them."""
@@ -113,17 +113,17 @@ class ClientConnection:
             self._unsent_pieces.append(memoryview(data))
             return
         try:
-            sent_bytes = self._sock.send(data)
+            sent_bytes = self._socket.send(data)
         except _WOULD_BLOCK:
             sent_bytes = 0
         except OSError as error:
             self.close()
-            # Deferred, because a callback may send the next request while this one is being sent.
+            # Deferred, because `on_lost` may send the next request before this call returns.
             self._poller.call_soon(partial(self._on_lost, error.strerror or "it failed"))
             return
         if sent_bytes < len(data):
             self._unsent_pieces.append(memoryview(data)[sent_bytes:])
-            self._poller.change(self._sock.fileno(), READ | WRITE)
+            self._poller.change(self._socket.fileno(), READ | WRITE)
 
     def _on_ready(self, events: int) -> None:
         if events & ~WRITE:
@@ -135,12 +135,12 @@ class ClientConnection:
         unsent = self._unsent_pieces
         try:
             while unsent:
-                sent_bytes = self._sock.send(unsent[0])
+                sent_bytes = self._socket.send(unsent[0])
                 if sent_bytes < len(unsent[0]):
                     unsent[0] = unsent[0][sent_bytes:]
                 else:
                     unsent.popleft()
-            self._poller.change(self._sock.fileno(), READ)
+            self._poller.change(self._socket.fileno(), READ)
         except _WOULD_BLOCK:
             pass
         except OSError as error:
@@ -149,7 +149,7 @@ class ClientConnection:
     def _receive_available(self) -> None:
         while self.is_open:
             try:
-                data = self._sock.recv(_MAX_READ_BYTES)
+                data = self._socket.recv(_MAX_READ_BYTES)
             except _WOULD_BLOCK:
                 return
             except OSError as error:
@@ -170,8 +170,8 @@ class ClientConnection:
         """Close the connection. Idempotent."""
         if self.is_open:
             self.is_open = False
-            self._poller.unwatch(self._sock.fileno())
-            self._sock.close()
+            self._poller.unwatch(self._socket.fileno())
+            self._socket.close()
 
 
 def create_tls_context(

@@ -50,7 +50,7 @@ _FINAL_PARAMETER = "triton_final_response"
 _FINAL_MARK = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
 _NOT_FINAL_MARK = _FINAL_MARK[:-1] + b"\0"
 _ERROR_TAG = b"\x0a"  # the first byte of a stream message that is an error
-_UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+_NO_SIZE_LIMITS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _LANES_PER_CONNECTION = 6  # as many as Triton's clients that share a connection by default
 _HEADER_TABLE_SIZE_SETTING = 1
 _WINDOW_REFILL_BYTES = 1 << 30  # bytes read after which a window is restored to its initial size
@@ -64,9 +64,9 @@ class GrpcTransport:
         self.address_text = address.address_text
         self._metadata = [(name.lower(), value) for name, value in credentials.headers]
         self._channel = (
-            grpc.secure_channel(address.target, _channel_credentials(credentials), _UNLIMITED)
+            grpc.secure_channel(address.target, _channel_credentials(credentials), _NO_SIZE_LIMITS)
             if address.tls
-            else grpc.insecure_channel(address.target, _UNLIMITED)
+            else grpc.insecure_channel(address.target, _NO_SIZE_LIMITS)
         )
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
@@ -243,7 +243,7 @@ class GrpcLaneFactory:
         self._lane_count = 0
 
     def encode(self, request: OutgoingRequest) -> bytes:
-        """Return a message with its length prefix."""
+        """Return the gRPC message of a request, with its length prefix."""
         message = encode_infer_message(request)
         if self.is_decoupled:
             set_parameters(message, {"triton_enable_empty_final_response": True})
@@ -252,16 +252,16 @@ class GrpcLaneFactory:
 
     def lane(self, observer: LaneObserver) -> GrpcLane:
         """Open a lane on a connection that several lanes share."""
-        number, self._lane_count = self._lane_count // _LANES_PER_CONNECTION, self._lane_count + 1
-        if number == len(self._connections):
+        index, self._lane_count = self._lane_count // _LANES_PER_CONNECTION, self._lane_count + 1
+        if index == len(self._connections):
             self._connections.append(Http2Client(self._connect, self.poller))
-        return GrpcLane(self, number, observer)
+        return GrpcLane(self, index, observer)
 
-    def connection(self, number: int) -> Http2Client:
-        """Return a connection by its number, reopened if it was lost."""
-        if not self._connections[number].is_open:
-            self._connections[number] = Http2Client(self._connect, self.poller)
-        return self._connections[number]
+    def connection(self, index: int) -> Http2Client:
+        """Return the connection with an index, reopened if it was lost."""
+        if not self._connections[index].is_open:
+            self._connections[index] = Http2Client(self._connect, self.poller)
+        return self._connections[index]
 
     def close(self) -> None:
         """Close the connections of all lanes."""
@@ -270,13 +270,13 @@ class GrpcLaneFactory:
 
 
 class GrpcLane:
-    """A sequence of unary calls, or of requests on one stream."""
+    """A lane, which makes one unary call after the other, or sends all requests on one stream."""
 
-    def __init__(self, lane_factory: GrpcLaneFactory, number: int, observer: LaneObserver) -> None:
+    def __init__(self, lane_factory: GrpcLaneFactory, index: int, observer: LaneObserver) -> None:
         self.observer = observer
         self._lane_factory = lane_factory
-        self._number = number
-        self._connection = lane_factory.connection(number)
+        self._connection_index = index
+        self._connection = lane_factory.connection(index)
         self._stream_id = 0
         self._is_busy = False
         self._received_data = bytearray()
@@ -286,7 +286,7 @@ class GrpcLane:
         """Send a request."""
         self._is_busy, self._stream_error = True, ""
         if not self._stream_id:
-            self._connection = self._lane_factory.connection(self._number)
+            self._connection = self._lane_factory.connection(self._connection_index)
             self._stream_id = self._connection.start(self, self._lane_factory.head)
         self._connection.send(self._stream_id, message, is_last=not self._lane_factory.is_decoupled)
 
@@ -335,13 +335,13 @@ class GrpcLane:
             self.observer.on_end(error or end_text)
 
     def close(self) -> None:
-        """Ignore later responses; the factory closes the connection."""
+        """Discard later responses. The factory closes the connection."""
         self._is_busy = False
 
 
 @dataclass(slots=True, eq=False)
 class _LaneStream:
-    """The state of a stream: its lane, send window, and bytes read since the last window update."""
+    """A stream: its lane, send window, and the bytes received since the last window update."""
 
     lane: GrpcLane
     window: int
@@ -357,7 +357,7 @@ class Http2Client:
         self._streams: dict[int, _LaneStream] = {}
         self._next_stream_id = 1
         self._output: list[bytes] = []
-        # Data that waits for window updates: the stream, the bytes, whether they are the last.
+        # Data that waits for window updates: (stream id, bytes, whether they end the stream).
         self._waiting_messages: deque[tuple[int, memoryview, bool]] = deque()
         self._window = self._initial_window = h2.DEFAULT_WINDOW
         self._unacknowledged_bytes = 0
@@ -393,13 +393,13 @@ class Http2Client:
         return stream
 
     def send(self, stream: int, message: bytes, *, is_last: bool) -> None:
-        """Send a message on a stream, the last if `is_last`."""
+        """Send a message on a stream; with `is_last`, also end this client's side of the stream."""
         size = len(message)
-        outgoing = self._streams[stream]
-        sendable_bytes = min(self._window, outgoing.window, self._max_frame_size)
+        state = self._streams[stream]
+        sendable_bytes = min(self._window, state.window, self._max_frame_size)
         if size <= sendable_bytes and not self._waiting_messages:
             self._window -= size
-            outgoing.window -= size
+            state.window -= size
             flags = h2.END_STREAM if is_last else 0
             self._queue_output(h2.encode_frame_header(size, h2.DATA, flags, stream) + message)
         else:
@@ -409,16 +409,16 @@ class Http2Client:
     def _send_waiting(self) -> None:
         for _ in range(len(self._waiting_messages)):
             stream, message, is_last = self._waiting_messages.popleft()
-            outgoing = self._streams.get(stream)
-            if outgoing is None:
+            state = self._streams.get(stream)
+            if state is None:
                 continue  # the stream has ended in the meantime
             while (
                 message
-                and (sendable_bytes := min(self._window, outgoing.window, self._max_frame_size)) > 0
+                and (sendable_bytes := min(self._window, state.window, self._max_frame_size)) > 0
             ):
                 part, message = message[:sendable_bytes], message[sendable_bytes:]
                 self._window -= len(part)
-                outgoing.window -= len(part)
+                state.window -= len(part)
                 flags = h2.END_STREAM if is_last and not message else 0
                 frame_header = h2.encode_frame_header(len(part), h2.DATA, flags, stream)
                 self._queue_output(frame_header + bytes(part))
@@ -480,13 +480,13 @@ class Http2Client:
         if self._unacknowledged_bytes > _WINDOW_REFILL_BYTES:
             self._queue_output(_encode_window_update(0, self._unacknowledged_bytes))
             self._unacknowledged_bytes = 0
-        outgoing = self._streams.get(stream)
-        if outgoing is not None:
-            outgoing.unacknowledged_bytes += size
-            if outgoing.unacknowledged_bytes > _WINDOW_REFILL_BYTES:
-                self._queue_output(_encode_window_update(stream, outgoing.unacknowledged_bytes))
-                outgoing.unacknowledged_bytes = 0
-            outgoing.lane.receive_data(payload)
+        state = self._streams.get(stream)
+        if state is not None:
+            state.unacknowledged_bytes += size
+            if state.unacknowledged_bytes > _WINDOW_REFILL_BYTES:
+                self._queue_output(_encode_window_update(stream, state.unacknowledged_bytes))
+                state.unacknowledged_bytes = 0
+            state.lane.receive_data(payload)
 
     def _handle_headers(self, stream: int, flags: int) -> None:
         block, self._header_block = self._header_block, b""
@@ -499,8 +499,8 @@ class Http2Client:
     def _handle_settings(self, payload: bytes) -> None:
         for key, value in h2.parse_settings(payload):
             if key == h2.INITIAL_WINDOW_SIZE:
-                for outgoing in self._streams.values():
-                    outgoing.window += value - self._initial_window
+                for state in self._streams.values():
+                    state.window += value - self._initial_window
                 self._initial_window = value
             elif key == h2.MAX_FRAME_SIZE:
                 self._max_frame_size = value
@@ -515,9 +515,9 @@ class Http2Client:
             self._send_waiting()
 
     def _finish_stream(self, stream: int, error: str) -> None:
-        outgoing = self._streams.pop(stream, None)
-        if outgoing is not None:
-            outgoing.lane.handle_end(error)
+        state = self._streams.pop(stream, None)
+        if state is not None:
+            state.lane.handle_end(error)
 
     def on_lost(self, reason: str) -> None:
         """Fail all calls, because the connection has ended."""

@@ -1,8 +1,8 @@
 """Clients of HTTP/1.1: `HttpTransport`, and `HttpLaneFactory` with its subclasses.
 
-`HttpTransport` blocks and uses a connection per exchange. The lanes of the factories never block,
-and serve the load generator. Both send all tensors as binary data. A lane encodes a request once.
-It parses only the length of a response, except for errors and server-sent events
+`HttpTransport` blocks and opens a connection for each request. The lanes of the factories never
+block, and serve the load generator. Both send all tensors as binary data. A lane encodes a request
+once. Of a response it parses only the length, except for errors and server-sent events
 (`generate_stream`, the routes of OpenAI).
 """
 
@@ -42,14 +42,14 @@ _find_content_length = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n").search
 _is_chunked = re.compile(rb"(?i)\r\ntransfer-encoding: *chunked\r\n").search
 _is_chunk_size = re.compile(rb"[0-9a-fA-F]+").fullmatch
 _closes_connection = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
-_CHUNKED = -1
+_CHUNKED = -1  # in place of the remaining bytes, for a chunked body
 _MAX_ERROR_LENGTH = 300
 OPENAI_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 # A part of the server's error if a request to a decoupled model does not accept JSON lines.
 _DECOUPLED_ERROR = "models with decoupled transaction policy"
 _JSON_HEADERS = {"Content-Type": "application/json"}
 
-# Non-empty text: the first chunk of a chat has only the role.
+# Matches non-empty text: the first chunk of a chat has only the role.
 _has_text = re.compile(rb'"(?:content|text|reasoning_content)" ?: ?"(?!")').search
 _find_completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
 
@@ -86,7 +86,7 @@ class HttpTransport:
                 t["name"]: ModelTensor(t["name"], t["datatype"], tuple(t["shape"])) for t in inputs
             }
         except (KeyError, TypeError) as error:
-            raise TransportError("the server did not answer with a model's metadata") from error
+            raise TransportError("the server's response is not a model's metadata") from error
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """Send POST /v2/models/NAME/infer and yield each response.
@@ -109,10 +109,9 @@ class HttpTransport:
         if model:
             self._exchange("GET", f"{model_path(model, version)}/ready", timeout_s=QUERY_TIMEOUT_S)
             return
-        accepted_statuses = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
         with self._open_response(
             *("GET", "/v2/health/ready"),
-            accepted_statuses=accepted_statuses,
+            accepted_statuses=(http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST),
             timeout_s=QUERY_TIMEOUT_S,
         ) as reply:
             if reply.status != http.HTTPStatus.OK:
@@ -138,7 +137,7 @@ class HttpTransport:
         body, _ = self._exchange("GET", f"{path}/stats", timeout_s=QUERY_TIMEOUT_S)
         rows = _parse_object(body).get("model_stats")
         if not isinstance(rows, list):
-            raise TransportError("the server did not answer with statistics")
+            raise TransportError("the server's response has no statistics")
         return rows
 
     def config(self, model: str, version: str) -> dict[str, Any]:
@@ -174,7 +173,7 @@ class HttpTransport:
     def _request_list(self, method: str, path: str) -> list[dict[str, Any]]:
         rows = _parse_json(self._exchange(method, path)[0])
         if not isinstance(rows, list):
-            raise TransportError("the server did not answer with a JSON list")
+            raise TransportError("the server's response is not a JSON list")
         return rows
 
     def _exchange(
@@ -248,7 +247,7 @@ def model_path(model: str, version: str) -> str:
 def encode_inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
     """Return the JSON header of a request, to which the bytes of inputs are appended.
 
-    If `binary`, the request asks for outputs as bytes.
+    With `binary`, the outputs are requested as bytes instead of JSON.
     """
     parameters: dict[str, Any] = {}
     if request.timeout_us:
@@ -296,7 +295,7 @@ def _decode_response(body: bytes, header_length: int | None) -> dict[str, Any]:
 def _parse_object(content: bytes) -> dict[str, Any]:
     value = _parse_json(content)
     if not isinstance(value, dict):
-        raise TransportError("the server did not answer with a JSON object")
+        raise TransportError("the server's response is not a JSON object")
     return value
 
 
@@ -353,7 +352,7 @@ class HttpLaneFactory:
 
 
 class HttpLane:
-    """A connection with one exchange at a time, reopened after the server has closed it."""
+    """A lane with its own connection, which it reopens if the server has closed it."""
 
     def __init__(self, lane_factory: HttpLaneFactory, observer: LaneObserver) -> None:
         self.observer = observer
@@ -503,7 +502,7 @@ class EventLane(HttpLane):
 class GenerateLaneFactory(HttpLaneFactory):
     """A factory of lanes for `generate_stream`: inputs as JSON, any number of responses.
 
-    `is_response(event)` selects responses among events.
+    `is_response(event)` returns whether an event is a response.
     """
 
     is_decoupled = True
@@ -527,7 +526,7 @@ class GenerateLaneFactory(HttpLaneFactory):
 class OpenAILaneFactory(GenerateLaneFactory):
     """A factory of lanes for text generation by the OpenAI routes.
 
-    Each chunk with text is a response. The usage at the end contains the number of tokens.
+    Each chunk with text counts as a response. The last chunk has the number of tokens.
     """
 
     is_response = _has_text

@@ -36,7 +36,7 @@ from shmserve.protocols.connection import Poller
 from shmserve.protocols.tensors import ModelTensor
 
 _MAX_MEMORY_BYTES = 1 << 40  # no limit: the requests in flight bound the memory
-_WELCOME_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 
 
 class NativeTransport:
@@ -44,7 +44,7 @@ class NativeTransport:
 
     def __init__(self, run_dir: Path) -> None:
         self.address_text = str(run_dir)
-        self._session = Session(run_dir, _MAX_MEMORY_BYTES, _WELCOME_TIMEOUT_S)
+        self._session = Session(run_dir, _MAX_MEMORY_BYTES, _CONNECT_TIMEOUT_S)
         self._server = Server(self._session)
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
@@ -56,19 +56,19 @@ class NativeTransport:
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """Return the part of a model's configuration that the server sends to local clients."""
-        resolved = self._resolve(model, version)
-        outputs = resolved.signature.outputs.items()
+        client_model = self._resolve(model, version)
+        outputs = client_model.signature.outputs.items()
         return {
-            "max_batch_size": resolved.signature.max_batch_size,
+            "max_batch_size": client_model.signature.max_batch_size,
             "output": [
                 {"name": name, "data_type": TO_CONFIG[spec.datatype], "dims": list(spec.dims)}
                 for name, spec in outputs
             ],
-            "model_transaction_policy": {"decoupled": resolved.decoupled},
+            "model_transaction_policy": {"decoupled": client_model.decoupled},
         }
 
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
-        """Return no statistics, which only HTTP and gRPC offer."""
+        """Return []: local clients cannot read statistics."""
         return []
 
     def _resolve(self, model: str, version: str) -> ClientModel:
@@ -80,7 +80,7 @@ class NativeTransport:
             raise TransportError(error.message) from error
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
-        """Send a request as a stream, for any kind of model, and yield its responses."""
+        """Send a request as a stream, which every model supports, and yield its responses."""
         try:
             model = self._resolve(request.model, request.version)
             types = {name: spec.datatype for name, spec in model.signature.outputs.items()}
@@ -88,12 +88,12 @@ class NativeTransport:
                 request.model,
                 {tensor.name: tensor_array(tensor, request.model) for tensor in request.inputs},
                 outputs=request.outputs or None,
-                **_options(request),
+                **_call_options(request),
             ) as results:
                 for result in results:
                     outputs = [_encode_output(name, types[name], result[name]) for name in result]
-                    identity = (request.model, model.version, request.id)
-                    yield response_json(*identity, result.parameters, outputs)
+                    ids = (request.model, model.version, request.id)
+                    yield response_json(*ids, result.parameters, outputs)
         except ShmserveError as error:
             raise TransportError(error.message) from error
 
@@ -102,10 +102,10 @@ class NativeTransport:
         self._server.close()
 
 
-def _options(request: OutgoingRequest) -> dict[str, Any]:
+def _call_options(request: OutgoingRequest) -> dict[str, Any]:
     timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
     options = {"version": request.version, "timeout": timeout_s, "request_id": request.id}
-    sequence = {"sequence": request.sequence or 0, "start": request.is_start, "end": request.end}
+    sequence = {"sequence": request.sequence or 0, "start": request.is_start, "end": request.is_end}
     return {**options, **sequence, "parameters": request.parameters}
 
 
@@ -152,7 +152,7 @@ class NativeLaneFactory:
         self.poller = poller
         self._device = device
         self._output_specs = output_specs or {}
-        self.session = Session(run_dir, _MAX_MEMORY_BYTES, _WELCOME_TIMEOUT_S)
+        self.session = Session(run_dir, _MAX_MEMORY_BYTES, _CONNECT_TIMEOUT_S)
         self.connection = self.session.connection()
         self.channel = RequestChannel(self.connection, self._watch, poller.unwatch)
         self._is_flush_scheduled = False
@@ -176,7 +176,7 @@ class NativeLaneFactory:
         arrays: Any = {item.name: tensor_array(item, request.model) for item in request.inputs}
         if self._device:
             arrays = self._copy_to_region(request.inputs, arrays)
-        return call_of(request.model, arrays, **_options(request))
+        return call_of(request.model, arrays, **_call_options(request))
 
     def _copy_to_region(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
         specs = {tensor.name: (tensor.shape, tensor.datatype) for tensor in inputs}
@@ -230,7 +230,7 @@ class NativeLane:
                 self._observer.on_response()
             except ShmserveError as failure:
                 self._stream_error = self._stream_error or failure.message
-            credit = pending.read()
+            credit = pending.record_read()
             if credit:
                 self._lane_factory.channel.schedulers.credit(pending, credit)
                 self._lane_factory.flush_soon()

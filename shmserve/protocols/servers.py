@@ -13,7 +13,7 @@ from shmserve.protocols import Address, AdminTransport, Credentials, Transport
 from shmserve.protocols.http import HttpTransport
 
 _DEFAULT_PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
-# The characters that HTTP headers and gRPC metadata have in common.
+# NAME:VALUE with the characters that both HTTP headers and gRPC metadata allow.
 _HEADER = re.compile(r" *([\w.-]+) *:([ -~]*)", re.ASCII)
 _URL_FORMS = "http[s]://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc[s]://HOST:PORT"
 
@@ -83,8 +83,8 @@ def parse_address(url: str) -> Address:
             return Address("unix:" + path, "http", unix_socket=path)
         parts = urlsplit(url if "://" in url else f"http://{url}")
         path = parts.path.removeprefix("/")
-        has_more = any(("@" in parts.netloc, path, parts.query, parts.fragment, parts.port == 0))
-        if parts.scheme in _DEFAULT_PORTS and parts.hostname and not has_more:
+        has_extra = any(("@" in parts.netloc, path, parts.query, parts.fragment, parts.port == 0))
+        if parts.scheme in _DEFAULT_PORTS and parts.hostname and not has_extra:
             parts.hostname.encode("idna")  # as when connecting; a UnicodeError is a ValueError
             host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
             target = f"{host}:{parts.port or _DEFAULT_PORTS[parts.scheme]}"

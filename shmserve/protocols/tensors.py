@@ -17,10 +17,10 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 _Array = np.ndarray[Any, Any]
 
-_MAX_STREAM_BYTES = 1 << 30  # of a pipe or a device, which may be endless
+_MAX_STREAM_BYTES = 1 << 30  # for a pipe or a device, which may be endless
 _MAX_DIMENSIONS = 32  # numpy's maximum number of dimensions
 
-# The required type of JSON elements of a datatype, and its name in error texts.
+# Datatype -> the required Python type of JSON elements, and its name in error messages.
 _INTEGER_TYPE = (int, "integers")
 _NUMBER_TYPE = ((int, float), "numbers")
 _ELEMENT_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -155,7 +155,7 @@ def _decode_texts(raw: memoryview) -> Iterator[str]:
         length = int.from_bytes(raw[position : position + 4], "little")
         position += 4
         if position + length > len(raw):
-            raise ValueError("an element is longer than its tensor")
+            raise ValueError("a string is longer than its tensor")
         yield bytes(raw[position : position + length]).decode("utf-8", "backslashreplace")
         position += length
 

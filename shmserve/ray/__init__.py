@@ -53,8 +53,8 @@ def application(args: Mapping[str, Any], **options: Any) -> serve.Application:
     if "server" not in args:
         server.check(args)
     elif len(args) > 1:
-        others = ", ".join(sorted(args.keys() - {"server"}))
-        raise InvalidArgument(f"server: flags cannot be set for a running server; found {others}")
+        names = ", ".join(sorted(args.keys() - {"server"}))
+        raise InvalidArgument(f"server: flags cannot be set for a running server; found {names}")
     try:
         from ray import serve
     except ImportError as error:

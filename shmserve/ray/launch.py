@@ -14,15 +14,15 @@ import sys
 from shmserve.ipc import processes
 
 
-def main(parent: str, folder: str, *command: str) -> int:
+def main(replica_pid: str, folder: str, *command: str) -> int:
     """Run a command of shmserve, then remove `folder`.
 
-    The command is terminated when this process, or the process with the pid `parent`, exits.
+    The command is terminated when this process, or the process `replica_pid`, exits.
 
     Returns:
         The exit status of the command.
     """
-    processes.die_with_parent(int(parent))
+    processes.die_with_parent(int(replica_pid))
     parent_pid = os.getpid()
     child_pid = os.fork()
     try:  # done in both processes, since one of them may be killed

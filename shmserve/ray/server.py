@@ -1,6 +1,6 @@
 """The server of a node, and the deployment's class, whose replica forwards requests to it.
 
-The server exists already and listens at a unix socket, or is started here.
+The server is either an existing one that listens at a unix socket, or is started by `NodeServer`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 
-_CHECK_S = 5.0
-_ASKED_EACH_S = 0.1
+_CHECK_TIMEOUT_S = 5.0
+_READY_POLL_S = 0.1
 
 
 def arguments(flags: Mapping[str, Any]) -> list[str]:
@@ -58,7 +58,8 @@ class NodeServer:
     def __init__(self, args: Mapping[str, Any]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = args.get("server") or self._start(args)
-        # Requests wait in shmserve's queues, with its timeouts, and not for a connection.
+        # Neither connections nor time are limited: requests wait in shmserve's queues, within its
+        # timeouts.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(self._socket, limit=0),
             timeout=aiohttp.ClientTimeout(),
@@ -68,23 +69,23 @@ class NodeServer:
 
     def _start(self, flags: Mapping[str, Any]) -> str:
         folder = Path(tempfile.mkdtemp(prefix="shmserve-ray-"))
-        own_flags = {"allow-http": False, "http-unix-socket": folder / "http.sock"}
-        # In a session of its own, so that Ctrl-C in `serve run` does not end it.
+        default_flags = {"allow-http": False, "http-unix-socket": folder / "http.sock"}
+        # In a new session, so that Ctrl-C in `serve run` does not end the server.
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "shmserve.ray.launch", str(os.getpid()), str(folder)),
-                *("serve", *arguments({**own_flags, **flags})),
+                *("serve", *arguments({**default_flags, **flags})),
             ],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        return str(flags.get("http-unix-socket", own_flags["http-unix-socket"]))
+        return str(flags.get("http-unix-socket", default_flags["http-unix-socket"]))
 
     async def wait_ready(self) -> None:
         """Wait until the server is ready. Raises RuntimeError if it exits before."""
-        while not await self._is_answered("/v2/health/ready"):
+        while not await self._returns_ok("/v2/health/ready"):
             self._check_process()
-            await asyncio.sleep(_ASKED_EACH_S)
+            await asyncio.sleep(_READY_POLL_S)
 
     async def check(self) -> None:
         """Check that the server runs and responds, even if it is still loading models.
@@ -93,7 +94,7 @@ class NodeServer:
             RuntimeError: The server has exited, or does not respond.
         """
         self._check_process()
-        if not await self._is_answered("/v2/health/live"):
+        if not await self._returns_ok("/v2/health/live"):
             raise RuntimeError(f"no server responds at {self._socket}")
 
     async def request(
@@ -124,8 +125,8 @@ class NodeServer:
             text = f"shmserve serve exited with status {status}; see the log of this replica"
             raise RuntimeError(text)
 
-    async def _is_answered(self, path: str) -> bool:
-        timeout = aiohttp.ClientTimeout(_CHECK_S)
+    async def _returns_ok(self, path: str) -> bool:
+        timeout = aiohttp.ClientTimeout(_CHECK_TIMEOUT_S)
         try:
             async with self._session.get(f"http://localhost{path}", timeout=timeout) as response:
                 return response.status == 200
@@ -163,7 +164,7 @@ class Node:
         except aiohttp.ClientConnectionError:
             return JSONResponse({"error": "the server of this node has exited"}, 503)
         headers = dict(end_to_end_headers(response.headers.items()))
-        return StreamingResponse(_read_parts(response), response.status, headers)
+        return StreamingResponse(_read_chunks(response), response.status, headers)
 
     def __del__(self) -> None:
         """Stop the server. Ray calls this when no request is in flight any more."""
@@ -171,7 +172,7 @@ class Node:
             server.stop()
 
 
-async def _read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _read_chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     # If the client disconnects, the connection to the server is closed, which cancels the request.
     async with response:
         async for part in response.content.iter_any():
@@ -183,7 +184,7 @@ _HOP_BY_HOP = {
     *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
     *("upgrade", "host"),
 }
-_OF_ONE_NODE = {
+_REJECTION_REASONS = {
     r"/v2/(system|cuda)sharedmemory\b": "memory is shared with the server of the client's own node",
     r"/v2/repository/models/.*/(un)?load$": "each node's server loads models separately",
     r"/v2/(logging|trace/setting|models/.*/trace/setting)$": "each server has its own settings",
@@ -199,7 +200,7 @@ def path_of(scope: Mapping[str, Any]) -> str:
 
 def find_rejection_reason(path: str) -> str:
     """Return why only a certain node can serve this path, or "" if any node can."""
-    for pattern, reason in _OF_ONE_NODE.items():
+    for pattern, reason in _REJECTION_REASONS.items():
         if re.match(pattern, path.partition("?")[0]):
             return f"{reason}; send this request to the server of a node, not to Ray's proxy"
     return ""

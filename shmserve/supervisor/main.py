@@ -188,7 +188,7 @@ def compose(
     """
     # First, because it removes variables from the environment, which child processes inherit.
     service_manager = ServiceManager.from_environment(os.environ)
-    accelerators = host.accelerators(visible=config.visible_devices)
+    accelerators = host.accelerators(visible_devices=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, accelerators)
     registry = ModelRegistry()
     health = Health(registry, requires_models=config.strict_readiness)
@@ -318,7 +318,7 @@ def _create_worker_zygote(
     # processes after the server's end.
     environment = with_uncached_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
-    has_devices = host.accelerators(visible=config.visible_devices).count > 0
+    has_devices = host.accelerators(visible_devices=config.visible_devices).count > 0
     model_files = [Path(file.rpartition(":")[0] or file) for file in config.model_files]
     may_add_models = config.model_control_mode != "none"
     preloads = worker_preloads(config.model_repositories, model_files, has_devices, may_add_models)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shmserve.common.tasks import end_all, wait_any
+from shmserve.common.tasks import cancel_all, wait_any
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.supervision import SetTokens
@@ -161,7 +161,7 @@ class Reload:
             except Exception:  # any exception, because later requests are handled, too
                 logger.exception("the configuration could not be reloaded")
             finally:
-                await end_all(timeout_extension)
+                await cancel_all(timeout_extension)
             self._service_manager.notify_ready(self._describe_state())
 
     async def _reload(self) -> None:

@@ -13,9 +13,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shmserve.common.tasks import end_all, wait_any
+from shmserve.common.tasks import cancel_all, wait_any
 from shmserve.config.flags import FLAGS
-from shmserve.config.server import idle_backend_settings
+from shmserve.config.server import unread_backend_settings
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.publications import ProcessEnded, ProcessExited
@@ -114,7 +114,7 @@ class Supervisor:
             if status == 0:
                 await end_signal
         else:
-            await end_all(start)
+            await cancel_all(start)
         end_signal.cancel()
         await self.end(status)
         return status or int(self._lost_run_dir)
@@ -155,7 +155,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.without_effect:
             logger.warning("--%s has no effect: %s", name, FLAGS[name].help)
-        for setting in idle_backend_settings(context.config.backend_config):
+        for setting in unread_backend_settings(context.config.backend_config):
             logger.warning("--backend-config=%s has no effect", setting)
         if context.config.trace.problem:
             logger.warning("requests are not traced: %s", context.config.trace.problem)
@@ -177,10 +177,10 @@ class Supervisor:
                 started = asyncio.gather(loading, gateways)
                 has_loaded, _ = await self.handover.run_beside_predecessor(started)
             except BaseException:
-                await end_all(*(task for task in (loading, gateways) if not task.done()))
+                await cancel_all(*(task for task in (loading, gateways) if not task.done()))
                 raise
             finally:
-                await end_all(timeout_extension)
+                await cancel_all(timeout_extension)
         if not self.health.has_failed:
             for line in model_table(await self.models.index(ready_only=False)):
                 logger.info("%s", line)
@@ -309,7 +309,7 @@ class Supervisor:
         announce(context, self.health)
         if status == 0:
             await self._finish()
-        await end_all(*context.tasks)
+        await cancel_all(*context.tasks)
         await self.models.kill()
         await self._kill_remaining()
         context.local_clients.connections.close()
@@ -321,7 +321,7 @@ class Supervisor:
         # A successor may use the run directory once this link is closed.
         self.handover.close()
         self.processes.close()
-        await end_all(timeout_extension)
+        await cancel_all(timeout_extension)
         self.service_manager.close()
         logger.info("the server has stopped")
 
@@ -332,12 +332,12 @@ class Supervisor:
         second_signal = asyncio.ensure_future(self.end_signals.get())
         await wait_any(drain_task, second_signal, timeout_s=limit_s - rejection_s)
         is_unfinished = not drain_task.done()
-        await end_all(drain_task, second_signal)
+        await cancel_all(drain_task, second_signal)
         if is_unfinished:
             logger.warning("requests did not finish within %g s, and are rejected", limit_s)
             rejection_task = asyncio.ensure_future(self._reject_unfinished())
             await asyncio.wait({rejection_task}, timeout=rejection_s)
-            await end_all(rejection_task)
+            await cancel_all(rejection_task)
 
     async def _reject_unfinished(self) -> None:
         await self.models.kill()

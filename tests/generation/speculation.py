@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampler import (
     PROPOSAL,
-    Check,
+    DraftCheck,
     Proposal,
     SampledRow,
     distribution,
@@ -62,7 +62,7 @@ def speculate_texts(
         rows([p.tokens[:size] for p in proposals], parameters, seeds) for size in range(LENGTH + 1)
     ]
     checked = [row for text in zip(*by_length, strict=True) for row in text]
-    checks = [Check(index * (LENGTH + 1), entry) for index, entry in enumerate(proposals)]
+    checks = [DraftCheck(index * (LENGTH + 1), entry) for index, entry in enumerate(proposals)]
     texts = verify(target[[row.tokens[-1] for row in checked]], checked, checks)
     for _ in range(LENGTH):
         sampled = rows(texts, parameters, seeds)

@@ -302,10 +302,10 @@ class AscendBackend(Backend):
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         rows = sum(request.batch_size for request in requests)
         names = ((*request.requested_outputs, *request.states) for request in requests)
-        needed = set[str]().union(*names)
+        needed_names = set[str]().union(*names)
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
-            if tensor.name in needed:
+            if tensor.name in needed_names:
                 result = self._results[index]
                 if self._supports_batching:
                     result = result[:rows]

@@ -178,8 +178,8 @@ class Padder:
                 continue  # the input is optional, and no request of the batch has it
             inputs = [request.inputs[name] for request in requests]
             shapes = [item.shape[1:] for item in inputs]
-            largest = tuple(map(max, zip(*shapes, strict=True)))
-            target = pad.padded_shape(largest) or largest
+            largest_shape = tuple(map(max, zip(*shapes, strict=True)))
+            target = pad.padded_shape(largest_shape) or largest_shape
             padded.true_shapes[name], padded.padded_shapes[name] = shapes, target
             self._copy_counter.inputs += sum(len(item.raw) for item in inputs)
             padded_bytes = _padded_batch(pad, inputs, target)

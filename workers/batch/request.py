@@ -91,7 +91,7 @@ class Input:
     array: Array | None = None
 
     def detach(self) -> int:
-        """Copy the bytes if they are shared, so that the model may write into them.
+        """Copy the bytes if they are shared_ranges, so that the model may write into them.
 
         Returns:
             The number of copied bytes.
@@ -293,7 +293,7 @@ class Unpacker:
         self._supports_batching = self._signature.max_batch_size > 0
         outputs = self._signature.outputs
         self._all_outputs = {name: OutputSchema(name, False, False) for name in outputs}
-        self._properties_by_schema = Schemas(self._derive)
+        self._properties_by_schema = Schemas(self._derive_properties)
 
     def request(
         self,
@@ -323,7 +323,7 @@ class Unpacker:
         inputs: dict[str, Input] = {}
         model = self._signature.name
         byte_size = 0
-        shared: list[Range] = []
+        shared_ranges: list[Range] = []
         for (name, datatype, shape, expected), raw in zip(properties.inputs, data, strict=False):
             if type(raw) is bytes:
                 # Copied, so that the model may write into it.
@@ -339,18 +339,18 @@ class Unpacker:
                 if expected not in (size, -1):
                     raise self._size_error(name, expected, size)
                 inputs[name] = self._input_in_range(name, datatype, shape, memory_range)
-                shared += [memory_range]
+                shared_ranges += [memory_range]
             byte_size += size
         if properties.string_inputs:
             names = properties.string_inputs
             if not copies_text:
                 names = [name for name in names if not inputs[name].is_text()]
             _check_elements(inputs, names, work.request_id)
-        memory_ranges, aliased = _NO_RANGES, False
+        memory_ranges, is_aliased = _NO_RANGES, False
         if properties.outputs_with_range:
             outputs = map(unpack_range, data[len(properties.inputs) :])
             memory_ranges = dict(zip(properties.outputs_with_range, outputs, strict=True))
-            aliased = has_overlap(shared, memory_ranges.values())
+            is_aliased = has_overlap(shared_ranges, memory_ranges.values())
         return Request(
             work,
             properties.schema,
@@ -360,12 +360,12 @@ class Unpacker:
             memory_ranges,
             is_cancelled,
             properties.response_kinds,
-            aliased,
+            is_aliased,
             byte_size,
-            bool(shared),
+            bool(shared_ranges),
         )
 
-    def _derive(self, packed_schema: bytes) -> _RequestProperties:
+    def _derive_properties(self, packed_schema: bytes) -> _RequestProperties:
         """Return the derived properties of a packed schema. Raises errors like `request`."""
         schema = RequestSchema(packed_schema)
         inputs: list[TensorSchema] = []

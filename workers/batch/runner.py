@@ -170,8 +170,8 @@ def buffer_capacity(byte_size: int, rows: int, max_rows: int) -> int:
     True
     """
     rows = max(1, rows)
-    largest = (byte_size + rows - 1) // rows * max(max_rows, rows)
-    return min(largest, max(byte_size + byte_size // 4, _MAX_RESERVED_BYTES))
+    largest_bytes = (byte_size + rows - 1) // rows * max(max_rows, rows)
+    return min(largest_bytes, max(byte_size + byte_size // 4, _MAX_RESERVED_BYTES))
 
 
 _ALL_ROWS = slice(None)

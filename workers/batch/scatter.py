@@ -314,10 +314,10 @@ class Scatterer:
         memory = self._context.output_memory
         if isinstance(item.data, np.ndarray) and item.data.flags.c_contiguous:
             address = item.data.__array_interface__["data"][0]
-            claimed = memory.claim(pid, address, item.byte_size)
-            if claimed is not None:  # the model computed the output in this block
-                claimed_offsets.append(claimed.offset)
-                return claimed
+            claimed_range = memory.claim(pid, address, item.byte_size)
+            if claimed_range is not None:  # the model computed the output in this block
+                claimed_offsets.append(claimed_range.offset)
+                return claimed_range
         memory_range, view = memory.allocate(pid, item.byte_size)
         claimed_offsets.append(memory_range.offset)
         self._context.copy_counter.outputs += self._write(view, item.data)
@@ -344,8 +344,8 @@ class Scatterer:
             from shmserve.workers.memory.tensors import as_bytes
 
             data = as_bytes(bytearray(data))
-        written = self._context.device_memory.write(destination, data, device)
-        self._context.copy_counter.outputs += written
+        written_bytes = self._context.device_memory.write(destination, data, device)
+        self._context.copy_counter.outputs += written_bytes
 
     def _write(self, destination: memoryview, data: Any) -> int:
         """Write bytes or an array to a destination; return the number of copied bytes."""
@@ -463,5 +463,5 @@ def _host_array(output: Output) -> Array:
     if data.dtype.newbyteorder("=") != dtype:
         text = f"inference output '{name}' has the datatype {data.dtype}, expected {datatype}"
         raise Internal(text)
-    native: Array = data.astype(dtype)
-    return native
+    native_array: Array = data.astype(dtype)
+    return native_array

@@ -37,7 +37,7 @@ class UnaryBlsCall(BlsCall):
         return self.future is None or not self.future.done()
 
     def receive(self, message: Responded) -> None:
-        # The model was reloaded and is decoupled now.
+        # Only a decoupled model sends this message: the model was reloaded after the call.
         self.router.schedulers.discard(self.endpoint, message)
         if message.final:
             self.end(decoupled_error(self.request.model))

@@ -91,7 +91,7 @@ class SharedWait:
         self._recheck_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notification_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_notified = False
-        self._loops: Counter[asyncio.AbstractEventLoop] = Counter()
+        self._future_counts: Counter[asyncio.AbstractEventLoop] = Counter()
         self.add(self._notification_fd)
 
     def add(self, fd: int) -> None:
@@ -134,16 +134,16 @@ class SharedWait:
     def serve(self, future: asyncio.Future[Any]) -> None:
         """Handle received messages in the event loop of this thread until its `future` is done."""
         loop = future.get_loop()
-        if not self._loops[loop]:
+        if not self._future_counts[loop]:
             loop.add_reader(self._epoll.fileno(), self._handle_messages)
-        self._loops[loop] += 1
+        self._future_counts[loop] += 1
         future.add_done_callback(self._stop_serving)
 
     def _stop_serving(self, future: asyncio.Future[Any]) -> None:
         loop = future.get_loop()
-        self._loops[loop] -= 1
-        if not self._loops[loop]:
-            del self._loops[loop]
+        self._future_counts[loop] -= 1
+        if not self._future_counts[loop]:
+            del self._future_counts[loop]
             loop.remove_reader(self._epoll.fileno())
 
     def _handle_messages(self) -> None:
@@ -184,7 +184,7 @@ def _complete(future: asyncio.Future[Any], outcome: object) -> None:
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[str, str]  # the name of a model, and its version or "" for the latest
+ModelKey = tuple[str, str]  # the name of a model, and its version or "" for the latest
 
 
 class BlsCall(InflightRequest):
@@ -213,7 +213,7 @@ class BlsCall(InflightRequest):
         self.response_count = 0
 
     @property
-    def key(self) -> Key:
+    def key(self) -> ModelKey:
         """Return the name and version of the called model."""
         return self.request.model, self.request.version
 
@@ -294,7 +294,7 @@ class CallRouter:
         """
         self._control = control
         self._on_spans = on_spans
-        self._memory = LentMemory(arena_byte_size)
+        self._input_memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
         self.ids = count(1)
         self.shared_wait = SharedWait(self._handle_received)
@@ -304,12 +304,12 @@ class CallRouter:
         self.schedulers: SchedulerClient[BlsCall] = SchedulerClient(
             self._links, self._resolve_later
         )
-        self._targets: dict[Key, _Target] = {}
+        self._targets: dict[ModelKey, _Target] = {}
         self._loss_count = 0
         self._unresolved_calls: list[tuple[BlsCall, ShmserveError]] = []
         self._cancellations: deque[tuple[BlsCall, bool]] = deque()
         self._needs_cancel_check = False
-        self._responses = Schemas(ResponseSchema)
+        self._response_schemas = Schemas(ResponseSchema)
         self.add, self.remove = self.shared_wait.add, self.shared_wait.remove
         control.follow_models(self._models_changed, self)
 
@@ -323,7 +323,7 @@ class CallRouter:
     @property
     def free_bytes(self) -> int:
         """Return the number of free bytes in the memory for large inputs."""
-        return self._memory.byte_size - self._memory.used_bytes
+        return self._input_memory.byte_size - self._input_memory.used_bytes
 
     # --- sending
 
@@ -366,7 +366,7 @@ class CallRouter:
             ShmserveError: The call cannot be submitted.
         """
         with self._locked_target(call) as target:
-            call.inputs = store_inputs(call.request.inputs, self._memory)
+            call.inputs = store_inputs(call.request.inputs, self._input_memory)
             try:
                 self._submit_to(target, call)
             except BaseException:
@@ -499,7 +499,7 @@ class CallRouter:
         """
         schema, data = message.schema, message.data
         try:
-            response = self._responses[schema].inferred(data)
+            response = self._response_schemas[schema].inferred(data)
         except MalformedMessage as error:
             logger.error("model '%s': a response is malformed: %s", call.request.model, error)
             return Internal()

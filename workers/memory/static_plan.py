@@ -205,7 +205,7 @@ class Graphs:
         }
         self._graphs: dict[int, tuple[Callable[[], None], Tensors]] = {}
         reserved_before = recorder.reserved_bytes()
-        # The largest first: the smaller graphs fit into the memory that it releases to the pool.
+        # The largest graph is first: smaller ones fit into the memory that it releases to the pool.
         for rows in reversed(plan.buckets):
             inputs = {name: self._first_rows(buffer, rows) for name, buffer in self._inputs.items()}
             self._graphs[rows] = recorder.record(partial(call, inputs))

@@ -62,7 +62,7 @@ Bytes = Any
 
 
 class DeviceBuffers:
-    """Device buffers that gather the rows of a batch: one per input, kept and grown."""
+    """Device buffers for the rows of a batch: one per input, kept, and enlarged on demand."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}

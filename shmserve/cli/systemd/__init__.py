@@ -1,6 +1,6 @@
 """`shmserve systemd`: installs, shows and removes a host's systemd units.
 
-files()              the files with their texts and purposes (pure)
+files()              the files with their texts and purposes
 *.conf config.yaml   the texts
 """
 
@@ -24,7 +24,7 @@ from shmserve.errors import InvalidArgument
 
 SERVICES = ("shmserve.service", "shmserve@.service")
 DEVICES = ("cpu", "nvidia")
-# Each socket unit: the server's name for it, its port, and its unix socket's name.
+# Socket unit -> its name in the server, its port (0: none), its unix socket ("": none).
 _SOCKETS = {
     "shmserve.socket": ("http", 8000, "http.sock"),
     "shmserve-grpc.socket": ("grpc", 8001, "grpc.sock"),
@@ -44,7 +44,7 @@ _STAMP = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The target of the units: the system's manager, or a user's.
+    """The parameters of an installation for the system's manager or a user's manager.
 
     Attributes:
         program: The command line that starts shmserve.
@@ -93,9 +93,9 @@ class File:
     """A file that `install` writes.
 
     Attributes:
-        path: Its path.
-        purpose: Its purpose.
-        text: Its text; None: not installed on this host.
+        path: The path.
+        purpose: What the file is for, as shown to the operator.
+        text: The content; None: this host does not need the file.
         is_editable: Whether the operator may edit the file in place.
     """
 
@@ -124,9 +124,9 @@ def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str 
     )
     config = _render("config.yaml", models=models, group=group)
     yield installation.settings / "shmserve.yaml", "the server's flags", config
-    yield installation.units / SERVICES[0], "the server", _service(installation, is_instance=False)
+    yield installation.units / SERVICES[0], "the server", _service(installation, is_template=False)
     purpose = f"further servers: shmserve@NAME has the flags of {installation.settings}/NAME.yaml"
-    yield installation.units / SERVICES[1], purpose, _service(installation, is_instance=True)
+    yield installation.units / SERVICES[1], purpose, _service(installation, is_template=True)
     for unit, (name, port, path) in _SOCKETS.items():
         listen = _listen_lines(f"127.0.0.1:{port}" if port else "", path, is_user)
         yield installation.units / unit, f"the {name} listener", _socket(name, listen, "")
@@ -151,32 +151,32 @@ def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str 
     yield installation.tmpfiles, "the required folders", text
 
 
-def _service(installation: Installation, is_instance: bool) -> str:
+def _service(installation: Installation, is_template: bool) -> str:
     is_user = installation.xdg_dirs is not None
     sockets = " ".join(_SOCKETS)
     name = "shmserve" if is_user else "shmserve/server"
     return _render(
         "service.conf",
-        title=" %i" if is_instance else "",
+        title=" %i" if is_template else "",
         type=_TYPE_RELOAD if installation.systemd_version >= _MIN_RELOAD_VERSION else _TYPE_SIGNAL,
         program=" ".join(map(quote, installation.program)),
-        config="%i" if is_instance else "shmserve",
-        run_dir=f"{name}-%i" if is_instance else name,
+        config="%i" if is_template else "shmserve",
+        run_dir=f"{name}-%i" if is_template else name,
         stop_timeout_s=installation.exit_timeout_s + _STOP_MARGIN_S,
         system="" if is_user else _render("system.conf"),
-        sockets="" if is_instance else f"Sockets={sockets}\n",
+        sockets="" if is_template else f"Sockets={sockets}\n",
         target="default.target" if is_user else "multi-user.target",
-        also="" if is_instance else f"Also={sockets}",
+        also="" if is_template else f"Also={sockets}",
     )
 
 
 def _listen_lines(address: str, path: str, is_user: bool) -> list[str]:
     lines = [f"ListenStream={address}"] if address else []
-    kind = "ListenSequentialPacket" if path.endswith(_LOCAL_SOCKET) else "ListenStream"
+    directive = "ListenSequentialPacket" if path.endswith(_LOCAL_SOCKET) else "ListenStream"
     if path and is_user:
-        lines += [f"{kind}=%t/shmserve-{path}", "SocketMode=0600"]
+        lines += [f"{directive}=%t/shmserve-{path}", "SocketMode=0600"]
     elif path:
-        lines += [f"{kind}=%t/shmserve/{path}", "SocketMode=0660", "SocketGroup=shmclients"]
+        lines += [f"{directive}=%t/shmserve/{path}", "SocketMode=0660", "SocketGroup=shmclients"]
     if not is_user:
         lines += ["IPAddressDeny=any", "IPAddressAllow=localhost"]
     return lines
@@ -209,7 +209,7 @@ def quote(word: str) -> str:
 
 
 def stamp(body: str, is_editable: bool) -> str:
-    """Return `body` after a line with the file's origin and a hash, by which edits are detected."""
+    """Return `body` after a line with its origin and its hash, by which edits are detected."""
     digest = hashlib.sha256(body.encode()).hexdigest()
     advice = "edit it as needed" if is_editable else "change it by drop-ins, systemctl edit"
     return f"# Written by `shmserve systemd install` (sha256 {digest}); {advice}.\n{body}"
@@ -266,7 +266,7 @@ def _select_installation(arguments: argparse.Namespace, root: Path) -> Installat
     if arguments.verb == "remove":  # removal must succeed even if the installation is broken
         return installation
     return Installation(
-        program=_program(arguments, arguments.verb == "show" or arguments.dry_run),
+        program=_select_program(arguments, arguments.verb == "show" or arguments.dry_run),
         xdg_dirs=xdg_dirs,
         device=arguments.device or ("nvidia" if (root / "dev/nvidiactl").exists() else "cpu"),
         has_token=_path_in(root, installation.settings / "token").exists(),
@@ -280,8 +280,11 @@ def _xdg_dir(name: str, default: str) -> Path:
     return path if path.is_absolute() else Path.home() / default  # as the specification requires
 
 
-def _program(arguments: argparse.Namespace, is_preview: bool) -> tuple[str, ...]:
-    """Return the command line of the server; a preview only warns if the units cannot run it."""
+def _select_program(arguments: argparse.Namespace, is_preview: bool) -> tuple[str, ...]:
+    """Return the server's command line.
+
+    If the units cannot run it, a preview prints a warning, and an installation fails.
+    """
     script = Path(sys.executable).with_name("shmserve")
     program = (str(script),) if script.exists() else (sys.executable, "-m", "shmserve")
     if arguments.program:
@@ -328,7 +331,7 @@ def _path_in(root: Path, path: Path) -> Path:
 
 
 class _Change:
-    """The installation or removal of files on a host, and the lines printed about it."""
+    """An installation or a removal of the units, which prints a line for each file."""
 
     def __init__(self, installation: Installation, root: Path, options: argparse.Namespace) -> None:
         self._installation = installation
@@ -343,23 +346,23 @@ class _Change:
         self._has_failed = False
 
     def run(self, verb: str) -> int:
-        installed = files(self._installation)
+        all_files = files(self._installation)
         if verb == "install":
-            for file in installed:
+            for file in all_files:
                 self._install(file)
         else:
-            if not any(_path_in(self._root, file.path).exists() for file in installed):
+            if not any(_path_in(self._root, file.path).exists() for file in all_files):
                 print(f"No units are installed in {self._units}.")
             else:
                 self._command(*self._manager, "stop", *_STOPPED_UNITS, may_fail=True)
-            for file in installed:
+            for file in all_files:
                 self._remove(file)
             self._remove_links()
             self._remove_folders()
         is_blocked = any(verb == "remove" or not file.is_editable for file in self._kept_files)
         if is_blocked:
-            tense = "would be" if self._dry_run else "were"
-            print(f"Changed files {tense} kept; --force overwrites or removes them.")
+            verb_form = "would be" if self._dry_run else "were"
+            print(f"Changed files {verb_form} kept; --force overwrites or removes them.")
         self._finish(verb)
         return int(is_blocked or self._has_failed)
 
@@ -382,7 +385,7 @@ class _Change:
             self._write(path, file.text)
 
     def _report(self, outcome: str, subject: str) -> None:
-        """Print what was done; with --dry-run, what would be done."""
+        """Print a change that was made or, with --dry-run, would be made."""
         verb = {"written": "write", "updated": "update", "removed": "remove", "run": "run"}[outcome]
         print(f"{f'would {verb}' if self._dry_run else outcome:<10} {subject}", flush=True)
 
@@ -458,7 +461,7 @@ class _Change:
                 )
 
     def _command(self, *words: str, may_fail: bool = False) -> None:
-        # Without a running manager, as in an image, the next boot applies the change.
+        # Without a running manager, as in a system image, the change takes effect at the next boot.
         if self._has_manager:
             self._report("run", " ".join(words))
             if not self._dry_run and subprocess.run(words, check=False).returncode and not may_fail:

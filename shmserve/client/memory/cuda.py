@@ -28,8 +28,8 @@ from shmserve.ipc.tensors.arrays import array_interface
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Range
 
-CPU, CUDA = 1, 2
-# datatype -> (type code, bits)
+CPU, CUDA = 1, 2  # DLPack's device types
+# DLPack's types: datatype -> (type code, bits).
 TYPES: dict[str, tuple[int, int]] = {
     **{f"INT{bits}": (0, bits) for bits in (8, 16, 32, 64)},
     **{f"UINT{bits}": (1, bits) for bits in (8, 16, 32, 64)},
@@ -37,7 +37,7 @@ TYPES: dict[str, tuple[int, int]] = {
     "BF16": (4, 16),
     "BOOL": (6, 8),
 }
-_NAME = b"dltensor"
+_CAPSULE_NAME = b"dltensor"
 
 
 class _Tensor(ctypes.Structure):
@@ -59,8 +59,8 @@ class _ManagedTensor(ctypes.Structure):
     _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-# Capsules in use: the address of a structure -> the structure, its shape, and the owner of its
-# memory.
+# Keeps the memory of capsules in use: address of a `_ManagedTensor` -> the structure, its shape,
+# and the owner of its data.
 _exported: dict[int, tuple[Any, ...]] = {}
 
 _c_api = ctypes.pythonapi
@@ -77,15 +77,15 @@ def _release_exported(address: int) -> None:
 
 
 def _destroy_capsule(capsule: int) -> None:
-    # A consumer renames the capsule and calls the deleter itself.
-    if _is_valid(capsule, _NAME):
-        _exported.pop(_pointer(capsule, _NAME), None)
+    # A consumer renames the capsule and calls the deleter, so only unused capsules are freed here.
+    if _is_valid(capsule, _CAPSULE_NAME):
+        _exported.pop(_pointer(capsule, _CAPSULE_NAME), None)
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _callbacks = _CALLBACK(_release_exported), _CALLBACK(_destroy_capsule)
 _DELETER, _DESTRUCTOR = (ctypes.cast(function, ctypes.c_void_p) for function in _callbacks)
-# Kept alive, because tensors may outlive this module at interpreter exit.
+# This reference is never released: at interpreter exit, tensors may outlive this module.
 _c_api.Py_IncRef(ctypes.py_object(_callbacks))
 
 
@@ -112,14 +112,14 @@ def capsule(
     managed.deleter = _DELETER
     address = ctypes.addressof(managed)
     _exported[address] = (managed, dims, owner)
-    return _new(address, _NAME, _DESTRUCTOR)
+    return _new(address, _CAPSULE_NAME, _DESTRUCTOR)
 
 
 def device_number(device: object) -> int | None:
-    """Return the CUDA device of "cuda:1", "cuda" or a `torch.device`; None for "cpu".
+    """Return the number of the CUDA device "cuda:1", "cuda" or a `torch.device`; None for "cpu".
 
     Raises:
-        InvalidArgument: The name is none of these.
+        InvalidArgument: `device` is no CUDA device and not "cpu".
     """
     name = str(device)
     if name == "cpu":
@@ -133,7 +133,7 @@ def device_number(device: object) -> int | None:
 class DeviceSegment(RegisteredMemory):
     """A device allocation that is shared with the server: the counterpart of `Segment`."""
 
-    counted = pin = False
+    counts_against_limit = pin = False
 
     def __init__(self, cuda: CudaExporter, device: int, byte_size: int) -> None:
         """Allocate the memory; see `DeviceAllocation` for errors."""
@@ -168,7 +168,7 @@ class DeviceSegment(RegisteredMemory):
 class DeviceView:
     """A tensor in a region on a device; `torch()` or DLPack returns a tensor for computations.
 
-    After the region's release, the view raises Released. Tensors made before keep the memory alive.
+    After the region's release, the view raises Released. Earlier tensors keep the memory alive.
     """
 
     segment: DeviceSegment
@@ -219,7 +219,7 @@ class DeviceView:
         return copy
 
     def fill(self, values: Any) -> None:
-        """Copy an array, converted to this shape and datatype, to the device.
+        """Copy an array to the device, converted to this view's shape and datatype.
 
         The copy is complete on return.
 
@@ -232,7 +232,7 @@ class DeviceView:
             array = np.asarray(values, dtype_of(self.datatype))
             array = np.ascontiguousarray(np.broadcast_to(array, self.shape))
         except (TypeError, ValueError) as error:
-            text = f"the data cannot be converted to {self.datatype} {self.shape}: {error}"
+            text = f"the values cannot be converted to {self.datatype} {self.shape}: {error}"
             raise InvalidArgument(text) from error
         if array.nbytes:
             raw = array.reshape(-1).view(np.uint8).data

@@ -1,10 +1,10 @@
 """Regions: memory for tensors that the server uses in place.
 
-    allocate   a memfd of this client; freed when no process maps it any more
-    attach     memory that another process has made; its maker owns and unlinks it
-    pickle     the descriptor and the tensors; the receiver maps the same memory
+    allocate   creates a memfd, which exists until no process maps it any more
+    attach     maps memory that another process has created, owns and unlinks
+    pickle     sends the descriptor and the specs; the receiver maps the same memory
 
-A region of another client, process or server is attached when a request uses it.
+If a request uses a region of another client or process, the region is attached automatically.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ class Region(Mapping[str, Any]):
         self,
         memories: Memories,
         tensors: Specs,
-        make: Callable[[int], AnySegment] | None = None,
+        make_segment: Callable[[int], AnySegment] | None = None,
         offset: int = 0,
     ) -> None:
-        """Allocate the memory, by `make(byte_size)` if given; the tensors begin at `offset`.
+        """Create the memory with `make_segment(byte_size)`, or else allocate it.
+
+        The tensors begin at `offset`.
 
         >>> Region(memories, {"image": ((8, 1, 8, 8), "FP32")})  # doctest: +SKIP
 
@@ -69,23 +71,23 @@ class Region(Mapping[str, Any]):
             InvalidArgument: A shape or a datatype is invalid.
             Unavailable: There is not enough memory.
         """
-        self._templates = _parse_specs(tensors)
+        self._schemas = _parse_specs(tensors)
         self._offsets: dict[str, int] = {}
         end = offset
-        for template in self._templates.values():
-            self._offsets[template.name] = start = offset + aligned(end - offset)
-            end = start + max(1, template.byte_size)
+        for schema in self._schemas.values():
+            self._offsets[schema.name] = start_offset = offset + aligned(end - offset)
+            end = start_offset + max(1, schema.byte_size)
         byte_size = max(1, end)
-        if make is None:
+        if make_segment is None:
             self._block = block = memories.allocate(byte_size, whole_segment=True)
         else:
-            self._block = block = memories.add(make(byte_size))
+            self._block = block = memories.add(make_segment(byte_size))
         assert not block.offset  # the block of a region is a whole segment
         self._start_offset = offset
         self.segment: Any = block.segment
         self.lease = MemoryLease(partial(memories.withdraw_block, block))
         self.memories = memories
-        # The schema and data of a request to each model.
+        # The packed request to each model to which the region was sent.
         self.requests: dict[ClientModel, Packed] = {}
         self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
 
@@ -119,7 +121,7 @@ class Region(Mapping[str, Any]):
     @property
     def specs(self) -> dict[str, tuple[Shape, str]]:
         """Return the shape and datatype of each tensor: {name: (shape, datatype)}."""
-        return {tensor.name: (tensor.shape, tensor.datatype) for tensor in self._templates.values()}
+        return {tensor.name: (tensor.shape, tensor.datatype) for tensor in self._schemas.values()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing.reduction import DupFd
@@ -143,15 +145,15 @@ class Region(Mapping[str, Any]):
         self.view(name)[...] = value  # `region["x"] += 1` ends with this, too
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._templates)
+        return iter(self._schemas)
 
     def __len__(self) -> int:
-        return len(self._templates)
+        return len(self._schemas)
 
     def store_request(self, model: ClientModel, request: Packed) -> None:
-        """Cache the packed request for `model`; remove those for versions withdrawn or replaced."""
-        for model_key in [model_key for model_key in list(self.requests) if model_key.is_closed]:
-            self.requests.pop(model_key, None)
+        """Cache the packed request to `model`; remove the requests to withdrawn versions."""
+        for closed_model in [key for key in list(self.requests) if key.is_closed]:
+            self.requests.pop(closed_model, None)
         self.requests[model] = request
 
     def view(self, name: str, shape: Shape | None = None) -> Any:
@@ -159,44 +161,45 @@ class Region(Mapping[str, Any]):
 
         Args:
             name: The tensor's name.
-            shape: A smaller shape, for instance with fewer rows, which uses the first bytes.
+            shape: The shape of the array, if it is smaller, for example with fewer rows. The array
+                then uses the first bytes of the tensor.
 
         Raises:
             KeyError: The region has no such tensor.
             Released: The region was released.
             InvalidArgument: The shape is invalid or exceeds the tensor's memory.
         """
-        template = self._templates[name]
+        schema = self._schemas[name]
         if self.lease.released:
             raise Released("this region was released")
         if shape is not None:
-            template, output_range = _parse_spec(name, shape, template.datatype), template
-            if template.byte_size > output_range.byte_size:
+            schema, full_schema = _parse_spec(name, shape, schema.datatype), schema
+            if schema.byte_size > full_schema.byte_size:
                 raise InvalidArgument(
-                    f"'{name}' has shape {output_range.shape} in this region, which is too small "
-                    f"for {template.shape}"
+                    f"'{name}' has shape {full_schema.shape} in this region, which is too small "
+                    f"for {schema.shape}"
                 )
-        return self.segment.view(self._offsets[name], template.shape, template.datatype, self.lease)
+        return self.segment.view(self._offsets[name], schema.shape, schema.datatype, self.lease)
 
     def ref(self, name: str) -> TensorRef:
-        """Return the tensor in the form of a message; raise Released after `release`."""
-        return self._templates[name].ref(self.memory_range(name))
+        """Return a tensor as it is sent to the server; raise Released after `release`."""
+        return self._schemas[name].ref(self.memory_range(name))
 
     def output_range(self, name: str, signature: Signature) -> Range:
-        """Return the range of tensor `name`, to which a model writes its output of this name.
+        """Return the range of the tensor `name`, to which the model writes the output `name`.
 
         Raises:
             Released: The region was released.
             InvalidArgument: The memory was allocated for another datatype.
         """
-        check_datatype(name, self._templates[name].datatype, signature)
+        check_datatype(name, self._schemas[name].datatype, signature)
         return self.memory_range(name)
 
     def memory_range(self, name: str) -> Range:
         """Return a tensor's range as it is sent to the server; raise Released after `release`."""
         if self.lease.released:
             raise Released("this region was released")
-        byte_size = self._templates[name].byte_size
+        byte_size = self._schemas[name].byte_size
         memory_range: Range = self.segment.memory_range(self._offsets[name], byte_size)
         return memory_range
 
@@ -267,23 +270,23 @@ def _open_descriptor(source: Any) -> int:
         ) from None
 
 
-def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
+def _receive_region(descriptor: Any, specs: Specs, start_offset: int, pin: bool) -> Region:
     """Return a region that another process has sent.
 
-    It belongs to no client yet: the first client that sends a request with it attaches the memory.
+    The region belongs to no client: a client that sends a request with it attaches the memory.
     """
-    unshared = Memories(MAX_INT64, _share_nothing, _share_nothing)
-    return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)
+    memories = Memories(MAX_INT64, _share_nothing, _share_nothing)
+    return Region(memories, specs, partial(AttachedSegment, descriptor.detach(), pin), start_offset)
 
 
 def _share_nothing(_: AnySegment) -> None:
-    """Do nothing, for memory that no server uses."""
+    """Do nothing: the memory of a received region is shared with no server."""
 
 
 def check_datatype(name: str, datatype: str, signature: Signature) -> None:
-    """Raise InvalidArgument unless an output has the datatype of its memory, `datatype`."""
+    """Raise InvalidArgument unless an output has `datatype`, the datatype of its memory."""
     spec = signature.outputs.get(name)
-    # A tensor of any datatype may receive BYTES: strings are decoded from its bytes.
+    # A BYTES output may be written to memory of any datatype, and is decoded from its bytes.
     if spec is not None and spec.datatype not in (datatype, "BYTES"):
         raise InvalidArgument(
             f"output '{name}' of model '{signature.name}' is {spec.datatype}, but the region's "
@@ -295,18 +298,18 @@ def _parse_specs(tensors: Specs) -> dict[str, TensorSchema]:
     if not isinstance(tensors, Mapping):
         text = f"expected a mapping of names to (shape, datatype), got {tensors!r:.80}"
         raise InvalidArgument(text)
-    templates: dict[str, TensorSchema] = {}
+    schemas: dict[str, TensorSchema] = {}
     for name, spec in tensors.items():
         if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
             raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is not a pair (shape, datatype)")
-        templates[name] = _parse_spec(name, *spec)
-    return templates
+        schemas[name] = _parse_spec(name, *spec)
+    return schemas
 
 
 def _datatype(name: str, datatype: Any) -> str:
-    """Return the name of a datatype, which is given as "FP32" or as a numpy type.
+    """Return the protocol's name of a datatype, given by this name or as a numpy type.
 
-    Error messages contain the tensor's `name`.
+    The tensor's `name` is for error messages.
     """
     if isinstance(datatype, str) and ITEM_SIZE.get(datatype):
         return datatype

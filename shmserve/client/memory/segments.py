@@ -31,8 +31,8 @@ from shmserve.ipc.memory.arena import FIXED_SIZE_SEALS, FreeList
 from shmserve.ipc.messages import control_requests as m
 
 ALIGNMENT = 64
-_SMALLEST = 4 * 1024 * 1024
-_LARGEST_SHARED = 64 * 1024 * 1024
+_MIN_SEGMENT_BYTES = 4 * 1024 * 1024
+_MAX_SHARED_SEGMENT_BYTES = 64 * 1024 * 1024
 
 
 def aligned(byte_size: int) -> int:
@@ -41,17 +41,17 @@ def aligned(byte_size: int) -> int:
 
 
 class Segment(RegisteredMemory):
-    """A mapped memfd.
+    """A memfd that is mapped into this process.
 
     Attributes:
-        counted: Whether the memory counts against the client's limit.
+        counts_against_limit: Whether the memory counts against the client's limit.
     """
 
-    fd = -1  # no descriptor is open until the memfd exists
-    counted = True
+    fd = -1  # for `close`, if the memfd cannot be created
+    counts_against_limit = True
 
     def __init__(self, byte_size: int, *, pin: bool = False, huge_pages: bool = False) -> None:
-        """Reserve the memory. Raises Unavailable if the machine has not enough."""
+        """Create and map the memfd. Raises Unavailable if the machine has not enough memory."""
         self.pin = pin
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
         try:
@@ -65,7 +65,7 @@ class Segment(RegisteredMemory):
             os.posix_fallocate(self.fd, 0, self.size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, FIXED_SIZE_SEALS)
             mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except BaseException as error:  # includes KeyboardInterrupt, since this may take long
+        except BaseException as error:  # also KeyboardInterrupt: an allocation may take long
             self.close()
             if not isinstance(error, OSError):
                 raise
@@ -78,8 +78,7 @@ class Segment(RegisteredMemory):
         self._set_mapping(mapped)
 
     def _set_mapping(self, mapped: mmap.mmap) -> None:
-        # numpy keeps only a reference to this object, so the memory is unmapped with the last
-        # array.
+        # Each array refers to `mapped`, so the memory is unmapped with the last array.
         self.bytes = memoryview(mapped)
         self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
         self.free_list = FreeList(aligned(self.size))
@@ -99,16 +98,16 @@ class Segment(RegisteredMemory):
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()  # after an interruption the segment has no other owner
+        self.close()  # an interrupted call may leave a segment that nothing else closes
 
 
 class AttachedSegment(Segment):
-    """A mapping of memory that another process or client has made, and that its maker owns."""
+    """A mapping of memory that another process or client has created and owns."""
 
-    counted = False
+    counts_against_limit = False
 
     def __init__(self, fd: int, pin: bool, byte_size: int) -> None:
-        """Map the memory that `fd` refers to, and own the descriptor.
+        """Map the memory of `fd`; `close` then closes the descriptor.
 
         Raises:
             InvalidArgument: The descriptor is no shared memory of at least `byte_size` bytes, or is
@@ -128,10 +127,10 @@ class AttachedSegment(Segment):
             text = f"the memory has {self.size} bytes, and the tensors need {byte_size}"
             raise InvalidArgument(text)
         try:
-            # The memory must be a memfd that cannot shrink, since workers map no other memory.
+            # Workers map only memory that cannot shrink, so the seal is added if it may be added.
             if not seals & fcntl.F_SEAL_SEAL:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            # Reserve the pages, because the maker may have written nothing yet.
+            # Pages that the maker has not written yet are reserved now.
             os.posix_fallocate(fd, 0, self.size)
             self._set_mapping(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
         except OSError as error:
@@ -144,7 +143,7 @@ AnySegment = Segment | DeviceSegment
 class MemoryBlock:
     """Bytes [offset, offset + size) of a segment.
 
-    A block that an interrupted call never recycled is freed when it is collected.
+    A block is recycled at the latest when it is garbage-collected, for example after an interrupt.
     """
 
     __slots__ = ("_memories", "offset", "segment", "size")
@@ -156,9 +155,9 @@ class MemoryBlock:
         self._memories: Memories | None = memories
 
     def recycle(self) -> None:
-        """Mark the block unused; the next `free_recycled` frees it. This method is idempotent.
+        """Mark the block as unused; the next `free_recycled` frees it.
 
-        It may be called at any time, such as by the garbage collector.
+        This method is idempotent, and safe in the garbage collector.
         """
         memories, self._memories = self._memories, None
         if memories is not None:
@@ -169,7 +168,7 @@ class MemoryBlock:
 
 
 class BlockOwner(Protocol):
-    """An owner of idle blocks that can be freed when memory is short."""
+    """An object that keeps idle blocks, which are freed when memory is short."""
 
     def free_idle(self) -> None:
         """Free the blocks that no request uses at present."""
@@ -180,10 +179,10 @@ class Memories:
     """A client's allocator over all its segments; thread-safe.
 
     Args:
-        _limit: The maximum number of bytes.
-        _share: Shares a segment with the server.
-        _withdraw: Withdraws a segment from the server.
-        _schedule_free: Schedules a call of `free_recycled_if_unlocked`.
+        _limit: The maximum total size of the segments in bytes.
+        _share: A function that shares a segment with the server.
+        _withdraw: A function that withdraws a segment from the server.
+        _schedule_free: A function that schedules a call of `free_recycled_if_unlocked`.
     """
 
     _limit: int
@@ -198,30 +197,30 @@ class Memories:
     )
 
     def allocate(self, byte_size: int, *, whole_segment: bool = False) -> MemoryBlock:
-        """Return a block, in a segment of its own if `whole_segment`.
+        """Return a block; with `whole_segment`, the block is a new segment.
 
         Raises:
             Unavailable: The client's limit would be exceeded, or the machine has not enough memory.
         """
         with self._lock:
             self.free_recycled()
-            block = None if whole_segment else self._allocate_shared(byte_size)
+            block = None if whole_segment else self._allocate_in_existing(byte_size)
             if block is None and self._free_idle(byte_size) and not whole_segment:
-                block = self._allocate_shared(byte_size)
+                block = self._allocate_in_existing(byte_size)
             if block is not None:
                 return block
             used_bytes = self._used_bytes()
             # A larger segment also serves later requests.
-            grown_size = max(_SMALLEST, min(used_bytes, _LARGEST_SHARED))
+            grown_size = max(_MIN_SEGMENT_BYTES, min(used_bytes, _MAX_SHARED_SEGMENT_BYTES))
             preferred_size = min(grown_size, self._limit - used_bytes)
             size = byte_size if whole_segment else max(byte_size, preferred_size)
             self._check_limit(used_bytes, size)
             segment = Segment(size)
             block = self._first_block(segment, segment.size if whole_segment else byte_size)
-        self._notify(block.segment)
+        self._share_new_segment(block.segment)
         return block
 
-    def _allocate_shared(self, byte_size: int) -> MemoryBlock | None:
+    def _allocate_in_existing(self, byte_size: int) -> MemoryBlock | None:
         for segment in self._segments:
             if segment.memory is None:
                 continue  # the segment is not shared with the server yet
@@ -251,14 +250,14 @@ class Memories:
             self._block_owners[owner] = None
 
     def add(self, segment: AnySegment) -> MemoryBlock:
-        """Register a segment that was created elsewhere; return it as one block.
+        """Share an existing segment with the server; return it as one block.
 
         Raises:
             Unavailable: The client's limit would be exceeded.
         """
         with self._lock:
             self.free_recycled()
-            if segment.counted:
+            if segment.counts_against_limit:
                 self._free_idle(segment.size)
                 try:
                     self._check_limit(self._used_bytes(), segment.size)
@@ -266,11 +265,11 @@ class Memories:
                     segment.close()
                     raise
             block = self._first_block(segment, segment.size)
-        self._notify(segment)
+        self._share_new_segment(segment)
         return block
 
     def _used_bytes(self) -> int:
-        return sum(segment.size for segment in self._segments if segment.counted)
+        return sum(segment.size for segment in self._segments if segment.counts_against_limit)
 
     def _check_limit(self, used_bytes: int, size: int) -> None:
         if used_bytes + size > self._limit:
@@ -286,8 +285,8 @@ class Memories:
         self._segments.append(segment)
         return MemoryBlock(segment, offset, byte_size, self)
 
-    def _notify(self, segment: AnySegment) -> None:
-        # The lock is not held, because the thread that reads the response may allocate memory.
+    def _share_new_segment(self, segment: AnySegment) -> None:
+        # The caller holds no lock: the thread that reads the server's response may allocate memory.
         try:
             self._share(segment)
         except BaseException:
@@ -304,7 +303,7 @@ class Memories:
         self._schedule_free()
 
     def free_recycled_if_unlocked(self) -> None:
-        """Call `free_recycled`, unless another thread holds the lock; that thread then calls it."""
+        """Call `free_recycled` unless another thread holds the lock, which then calls it."""
         if self._lock.acquire(blocking=False):
             try:
                 self.free_recycled()
@@ -323,10 +322,10 @@ class Memories:
                     segment.close()
 
     def find(self, address: int, byte_size: int) -> tuple[AnySegment, int] | None:
-        """Return the segment that contains memory at an address, and the memory's offset in it.
+        """Return the segment that contains `byte_size` bytes at an address, and their offset in it.
 
         Returns:
-            None if no segment contains all of the memory.
+            None if no segment contains all of these bytes.
         """
         for segment in tuple(self._segments):
             offset = address - segment.address
@@ -341,7 +340,7 @@ class Memories:
         return any(self.find(array.ctypes.data, array.nbytes) for array in arrays)
 
     def share_again(self, share: Callable[[AnySegment], None]) -> None:
-        """Share all segments with a restarted server by `share`."""
+        """Share all segments with a restarted server; `share` shares one segment."""
         with self._lock:
             for segment in tuple(self._segments):
                 share(segment)

@@ -22,17 +22,17 @@ class RegisteredMemory:
     memory: Memory | None = None
 
     def on_shared(self, memory: bytes) -> None:
-        """Store the server's description of the memory."""
+        """Store the server's description of the memory, as packed in its response."""
         self.memory = unpack_memory(memory)
 
     def memory_range(self, offset: int, byte_size: int) -> Range:
-        """Return the range of these bytes in the form sent to the server."""
+        """Return the memory range of `byte_size` bytes at `offset`, as it is sent to the server."""
         assert self.memory is not None
         return Range(self.memory, offset, byte_size)
 
 
 class MemoryLease:
-    """A reference to a block, shared by the arrays over it; it ends with the last array.
+    """A reference to memory, shared by all arrays over it; it ends with the last array.
 
     Attributes:
         on_end: Called when the last array is gone.
@@ -158,7 +158,7 @@ def _with_check(name: str) -> Callable[..., Any]:
     return call
 
 
-# These methods need a check of their own: numpy implements them without __array_function__, and
+# These methods are wrapped, because numpy implements them without __array_function__, and
 # reductions would leak the array when __array_ufunc__ raises. Access by the buffer protocol or by
 # address cannot be intercepted.
 for _name in (

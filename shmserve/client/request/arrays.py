@@ -17,20 +17,23 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 Array = np.ndarray[Any, Any]
 
-_DATATYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items() if name != "BYTES"}
+_NAMES_BY_DTYPE = {dtype: name for name, dtype in NUMPY_DTYPES.items() if name != "BYTES"}
 BF16 = np.dtype(np.uint16)  # numpy has no BF16; uint16 holds its bit patterns
 
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
-    """Return the numpy type of a datatype; BF16 as uint16."""
+    """Return the numpy type of a datatype: uint16 for BF16, which numpy lacks."""
     return NUMPY_DTYPES.get(datatype, BF16)
 
 
 def datatype_of(array: Array, expected_datatype: str) -> str:
-    """Return the datatype of a numeric array, or ""; uint16 is BF16 if BF16 is expected."""
+    """Return the datatype of a numeric array, or "" if the protocol has none for its numpy type.
+
+    An array of uint16 has BF16 if that is expected.
+    """
     if is_bfloat16(array.dtype) or (expected_datatype == "BF16" and array.dtype == BF16):
         return "BF16"
-    return _DATATYPES.get(array.dtype, "")
+    return _NAMES_BY_DTYPE.get(array.dtype, "")
 
 
 def is_torch(value: object) -> bool:
@@ -80,8 +83,8 @@ def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
     if is_torch(value):
         if value.device.type != "cpu":
             raise InvalidArgument(
-                f"input '{name}' is on device '{value.device}': a call takes host memory, or a "
-                "region allocated on that device"
+                f"input '{name}' is on device '{value.device}': pass a tensor in host memory, or "
+                "a region allocated on that device"
             )
         torch = sys.modules["torch"]
         try:
@@ -89,19 +92,19 @@ def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
             if value.dtype == torch.bfloat16:
                 return value.view(torch.uint16).numpy(), "BF16"
             return value.numpy(), ""
-        # The tensor is sparse or quantized, or has an unsupported dtype.
+        # Raised for a sparse or quantized tensor, and for a dtype without a numpy type.
         except (RuntimeError, TypeError) as error:
             raise InvalidArgument(f"input '{name}' cannot be read from torch: {error}") from error
     if isinstance(value, np.ma.MaskedArray):
         text = f"input '{name}' is a masked array: pass its .data, or call .filled()"
         raise InvalidArgument(text)
     if isinstance(value, np.ndarray):
-        # The method of a `View`, which raises Released after its release.
-        as_plain = getattr(value, "plain", None)
-        return (value.view(np.ndarray) if as_plain is None else as_plain()), ""
+        # `View.plain` raises Released after the release of the memory.
+        plain = getattr(value, "plain", None)
+        return (value.view(np.ndarray) if plain is None else plain()), ""
     if hasattr(value, "__dlpack__"):
         problem: Exception | None = None
-        # Arrays of JAX with a type of ml_dtypes, or on a GPU, can be read by `__array__` only.
+        # JAX arrays with a type of ml_dtypes, or on a GPU, support `__array__` only.
         for read in (np.from_dlpack, np.asarray if hasattr(value, "__array__") else None):
             try:
                 if read is not None:
@@ -131,12 +134,12 @@ def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
     with np.errstate(over="ignore", invalid="ignore"):
         if expected_datatype == "BF16":
             return to_bf16(np.asarray(array, np.float32)), expected_datatype
-        # Integers in lists must not be converted by way of a floating-point array.
+        # Lists are converted directly: a floating-point array would round large integers.
         exact = array if hasattr(value, "__array__") else value
         converted = np.asarray(exact, dtype_of(expected_datatype))
     if converted.dtype.kind != "f" and not np.array_equal(converted, array):
         wrong = array[np.asarray(converted != array)].flat[0]
-        raise ValueError(f"{wrong} has no exact value in {expected_datatype}")
+        raise ValueError(f"{wrong} cannot be represented in {expected_datatype}")
     return converted, ""
 
 

@@ -1,4 +1,4 @@
-"""The client's request channel, which submits requests to schedulers and handles their responses.
+"""The client's request channel, which submits requests to schedulers and handles the responses.
 
 Each channel belongs to one thread or one event loop, so it needs no lock. Only `wake` may be called
 from other threads. `flush` sends the queued requests, as one frame for each scheduler.
@@ -50,10 +50,10 @@ from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.zmtp import Dealer, LinkTable
 
 DECOUPLED = "model '%s' is decoupled (any number of responses to a request): use `stream`"
-LATE = "no response arrived within the timeout"
+NO_RESPONSE = "no response arrived within the timeout"
 CLOSED_EARLY = "the connection to the server was closed before the response"
-FULL = "this process has no file descriptor left for another connection"
-_TWICE = "the server closed the connection before the response, also after one retry"
+NO_DESCRIPTOR = "this process has no file descriptor left for another connection"
+_RETRIED = "the server closed the connection before the response, also after one retry"
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +66,8 @@ class ClientRequest(InflightRequest):
         is_retry: Whether the request has been resubmitted because its response was lost.
         on_done: Called with the request when `outcome` is set.
         outcome: The result or the error; None until the request has completed.
-        packed_request: The packed request.
-        release_memory: The callback that releases the memory of the request.
+        packed_request: The request's schema, data, options and memory.
+        release_memory: A function that releases the memory of the request.
     """
 
     submit: Submit = field(init=False)
@@ -139,7 +139,7 @@ class ClientRequest(InflightRequest):
 
     def _finish(self, message: Finished) -> None:
         channel = self.channel
-        # `read` releases the memory, or keeps it for the arrays that refer to it.
+        # From now on `read` is responsible for the memory, which the result's arrays may need.
         release_memory, self.release_memory = self.release_memory, noop
         outcome: Result | ShmserveError
         try:
@@ -149,8 +149,8 @@ class ClientRequest(InflightRequest):
         except ShmserveError as error:
             self.release_memory = release_memory
             submit = self.submit
-            final = self.is_retry or self.is_abandoned or runs_once(submit.schema, submit.data)
-            if isinstance(error, Unavailable) and not final:
+            must_fail = self.is_retry or self.is_abandoned or runs_once(submit.schema, submit.data)
+            if isinstance(error, Unavailable) and not must_fail:
                 self.is_retry = True  # the worker exited before the response was read
                 channel.schedulers.submit(self, self.endpoint, message_size(submit))
                 return
@@ -174,7 +174,7 @@ class ClientRequest(InflightRequest):
 
     @property
     def is_explained(self) -> bool:
-        """Return whether the request asks for a latency breakdown in its result."""
+        """Return whether the parameter `explain` requests a latency breakdown in the result."""
         return (self.packed_request.options.parameters or {}).get("explain") is True
 
     def copy_range(self, memory_range: Range) -> bytearray:
@@ -220,7 +220,7 @@ class RequestChannel:
     """The requests and scheduler links of one thread or event loop of a connection.
 
     Attributes:
-        server: The state of the connected server.
+        server: The server's published state.
         schedulers: The client of the schedulers, with the requests in flight.
         waker: The eventfd that `wake` writes to.
     """
@@ -235,7 +235,7 @@ class RequestChannel:
             self._links, self._find, server.successors
         )
         self._request_ids = itertools.count(1)
-        self._loss_count = 0
+        self._handled_loss_count = 0
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
         watch(self.waker)
@@ -263,7 +263,7 @@ class RequestChannel:
         return self.start(ClientRequest(self, packed, on_done))
 
     def start(self, pending: P) -> P:
-        """Queue an existing request object for the next `flush`.
+        """Queue a new request object for the next `flush`, and return it.
 
         Raises:
             Disconnected: As for `submit`.
@@ -309,7 +309,7 @@ class RequestChannel:
         """Fail and cancel a request whose deadline has passed, unless it has completed."""
         pending = self.schedulers.pending.get(request_id)
         if pending is not None and not pending.is_abandoned:
-            pending.complete(TimedOut(LATE))
+            pending.complete(TimedOut(NO_RESPONSE))
             self.cancel(pending)
 
     @property
@@ -331,8 +331,8 @@ class RequestChannel:
     def process_events(self, readable: Collection[int]) -> None:
         """Handle the messages at the readable descriptors and send the queued replies."""
         if self.waker in readable:
-            reset_eventfd(self.waker)  # before `_check_server`, so that a later `wake` is not lost
-        if self._loss_count != self.server.loss_count or not self.server.alive:
+            reset_eventfd(self.waker)  # before the check below, so that a later `wake` is not lost
+        if self._handled_loss_count != self.server.loss_count or not self.server.alive:
             self._check_server()
         for fd in readable:
             link = self._links.find_by_fd(fd)
@@ -358,7 +358,7 @@ class RequestChannel:
         if not server.alive:
             self._fail_all()
             return
-        self._loss_count = server.loss_count
+        self._handled_loss_count = server.loss_count
         endpoints = [link.endpoint for link in self._links]
         for lost_endpoint in [name for name in endpoints if name in server.successors]:
             self.schedulers.handle_loss(lost_endpoint)
@@ -366,8 +366,8 @@ class RequestChannel:
     def _replace_link(self, link: Dealer) -> None:
         """Replace a link that the scheduler has disconnected.
 
-        If the scheduler still runs, it closed only this link, whose requests are then resubmitted
-        once over a new link. If the scheduler has exited, the listener reports its successor.
+        If the scheduler still runs, the requests of the link are resubmitted over a new link, each
+        request at most once. If the scheduler has exited, the listener reports its successor.
         """
         try:
             new_link = self._links.connect(link.endpoint)
@@ -380,16 +380,16 @@ class RequestChannel:
             new_link.close()
             return
         self._links.remove(link)
-        withdrawn = self.schedulers.withdraw(link.endpoint)
-        if all(pending.is_retry for pending in withdrawn):
+        requests = self.schedulers.withdraw(link.endpoint)
+        if all(pending.is_retry for pending in requests):
             new_link.close()
         else:
             self._links.add(new_link)
-        for pending in withdrawn:
+        for pending in requests:
             if pending.is_retry:
                 pending.free()
                 is_closed = self.server.is_closed()
-                pending.complete(Disconnected(CLOSED_EARLY) if is_closed else Unavailable(_TWICE))
+                pending.complete(Disconnected(CLOSED_EARLY) if is_closed else Unavailable(_RETRIED))
             else:
                 pending.is_retry = True
                 self.schedulers.submit(pending, link.endpoint, message_size(pending.submit))

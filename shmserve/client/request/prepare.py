@@ -18,7 +18,7 @@ from shmserve.client.memory.region import Region, check_datatype
 from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, noop
 from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
-from shmserve.client.request.prepared import Buffer, ClientTemplate, pack
+from shmserve.client.request.prepared import ClientTemplate, Slot, pack
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import encode_bytes
@@ -33,7 +33,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.trace import TraceContext
 
-_FOREVER_S = 2e6  # a longer timeout counts as no timeout, since epoll has a limit
+_MAX_TIMEOUT_S = 2e6  # epoll has a limit; a longer timeout counts as no timeout
 _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack integers
 _MISSING = ("None", "nan", "NaT", "<NA>")  # missing values of Python, numpy and pandas as text
 
@@ -72,21 +72,22 @@ def options_of(
         InvalidArgument: An option has an invalid type or value.
     """
     flags = SEQUENCE_START * bool(start) | SEQUENCE_END * bool(end)
-    is_plain = not request_id and not parameters and not priority
-    if is_plain and timeout_s is None and not sequence and not flags and not traceparent:
+    has_defaults = not request_id and not parameters and not priority
+    if has_defaults and timeout_s is None and not sequence and not flags and not traceparent:
         return PLAIN
-    name, values = _check_text("request_id", request_id or ""), _check_parameters(parameters) or {}
-    limit_us = _check_unsigned("deadline_us", values.get("deadline_us", 0))
+    request_id = _check_text("request_id", request_id or "")
+    parameters = _check_parameters(parameters) or {}
+    limit_us = _check_unsigned("deadline_us", parameters.get("deadline_us", 0))
     limits_us = (_as_timeout_us(timeout_s), _as_timeout_us(limit_us / 1e6) if limit_us else 0)
     timeout_us = min(filter(None, limits_us), default=0)
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
-    level = _check_unsigned("priority", priority or values.get("priority", 0))
+    level = _check_unsigned("priority", priority or parameters.get("priority", 0))
     timing = (level, timeout_us, deadline_ns)
-    number_or_name, trace = _check_sequence(sequence), _trace(traceparent, parameters)
-    return Options(name, values or None, *timing, number_or_name, flags, trace)
+    sequence_id, trace = _check_sequence(sequence), _trace_context(traceparent, parameters)
+    return Options(request_id, parameters or None, *timing, sequence_id, flags, trace)
 
 
-def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
+def _trace_context(traceparent: str, parameters: Mapping[str, Any]) -> str:
     """Return a request's trace context; "" if it needs neither a trace nor an explanation.
 
     The parameter `explain` requests an explanation of the response's latency.
@@ -101,8 +102,7 @@ def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
                 f"traceparent must have W3C's format 00-TRACE-SPAN-FLAGS, got {traceparent!r:.80}"
             )
         return caller.child().message
-    explain_requested = isinstance(parameters, Mapping) and parameters.get("explain") is True
-    return TraceContext.new().message if explain_requested else ""
+    return TraceContext.new().message if parameters.get("explain") is True else ""
 
 
 def _check_sequence(sequence: int | str) -> int | str:
@@ -128,7 +128,7 @@ def _as_timeout_us(timeout_s: float | None) -> int:
         raise InvalidArgument(f"timeout must be a number of seconds, got {timeout_s!r}")
     if timeout_s <= 0:  # already expired; this includes -inf, which has no integer value
         return 1
-    return max(1, round(timeout_s * 1e6)) if timeout_s < _FOREVER_S else 0
+    return max(1, round(timeout_s * 1e6)) if timeout_s < _MAX_TIMEOUT_S else 0
 
 
 def _check_unsigned(name: str, value: Any) -> int:
@@ -178,7 +178,7 @@ class PackedRequest(NamedTuple):
     """A request that is ready to be sent: `schema` and `data` are the content of its `Submit`.
 
     `template` and `slot` are set if a template was used. `as_torch` requests torch tensors as
-    outputs. `release_memory` frees its memory after the response.
+    outputs. `release_memory` frees the request's memory, and is called after the response.
     """
 
     model: ClientModel
@@ -186,7 +186,7 @@ class PackedRequest(NamedTuple):
     data: list[Any]
     options: Options
     template: ClientTemplate | None = None
-    slot: Buffer | None = None
+    slot: Slot | None = None
     as_torch: bool = False
     release_memory: Callable[[], None] = noop
     segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs
@@ -200,7 +200,7 @@ def prepare(
     outputs: Sequence[str] | Mapping[str, Any] | None,
     options: Options,
 ) -> PackedRequest:
-    """Return a request to `model`.
+    """Return a packed request to `model`.
 
     Args:
         memories: The client's memory.
@@ -237,7 +237,8 @@ def prepare(
         arrays.append(array)
         byte_size += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
-    # Only its address shows whether a large array is in a region.
+    # The server reads large arrays of a region in place, so their requests use no template. Only
+    # the address of an array shows whether it is in a region.
     if can_use_template and (byte_size <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
         template = model.templates.find(tuple(key))
@@ -276,7 +277,7 @@ def _fill_template(
     for target, array in zip(slot.inputs, arrays, strict=False):
         np.copyto(target, array)
     packed = template.pack_request(arrays, slot, parameters)
-    memory = slot.end, (slot.block.segment,)
+    memory = slot.release, (slot.block.segment,)
     return PackedRequest(model, *packed, options, template, slot, as_torch, *memory)
 
 
@@ -334,19 +335,19 @@ class _UntemplatedRequest:
     def __post_init__(self, inputs: Mapping[str, Any]) -> None:
         self._segments: list[AnySegment] = []
         self._holders: list[Any] = []
-        self._templates: list[TensorSchema] = []
+        self._schemas: list[TensorSchema] = []
         self._memory_ranges: list[Range | None] = []
         arrays, specs = self._arrays, self._model.signature.inputs
         for index, (name, data) in enumerate(inputs.items()):
             if type(data) is DeviceView:
-                self._templates.append(TensorSchema(name, data.datatype, data.shape, data.nbytes))
+                self._schemas.append(TensorSchema(name, data.datatype, data.shape, data.nbytes))
                 self._memory_ranges.append(self._device_range(data))
                 continue
             array, datatype = as_array(data, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
                 array = arrays[index] = np.frombuffer(_encode(array, name), np.uint8)
-            self._templates.append(TensorSchema(name, datatype, shape, array.nbytes))
+            self._schemas.append(TensorSchema(name, datatype, shape, array.nbytes))
             self._memory_ranges.append(self._find_range(data, array))
 
     def _device_range(self, view: DeviceView) -> Range:
@@ -371,8 +372,8 @@ class _UntemplatedRequest:
 
     @property
     def is_templatable(self) -> bool:
-        """Check whether the request can be a template: no input is a string or in a region."""
-        has_strings = any(template.datatype == "BYTES" for template in self._templates)
+        """Check whether a template can be made: no input has strings, or is in a region."""
+        has_strings = any(schema.datatype == "BYTES" for schema in self._schemas)
         return not has_strings and not any(self._memory_ranges)
 
     def make_template(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
@@ -380,7 +381,7 @@ class _UntemplatedRequest:
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
         with_outputs = not model.decoupled
-        arguments = (model.signature, tuple(self._templates), outputs, self._memories)
+        arguments = (model.signature, tuple(self._schemas), outputs, self._memories)
         template = ClientTemplate(*arguments, with_outputs=with_outputs)
         return self._model.store_template(key, template)
 
@@ -388,14 +389,14 @@ class _UntemplatedRequest:
         """Return the packed request; `outputs` as for the function `prepare`."""
         signature = self._model.signature
         requested = [self._request_output(name, outputs) for name in outputs or ()]
-        tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
+        tensors = list(zip(self._schemas, self._arrays, self._memory_ranges, strict=True))
         sizes = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
         block: MemoryBlock | None = None
         if sum(sizes) > INLINE_LIMIT:
             block = self._memories.allocate(sum(map(aligned, sizes)))
         offset = block.offset if block else 0
         refs: list[TensorRef] = []
-        for template, array, memory_range in tensors:
+        for schema, array, memory_range in tensors:
             data: bytes | Range
             if memory_range is not None:
                 data = memory_range
@@ -406,7 +407,7 @@ class _UntemplatedRequest:
                 np.copyto(np.ndarray(array.shape, array.dtype, segment.bytes, offset), array)
                 data = segment.memory_range(offset, array.nbytes)
                 offset += aligned(array.nbytes)
-            refs.append(template.ref(data))
+            refs.append(schema.ref(data))
         release_memory = noop if block is None else block.recycle
         try:
             signature.check(self._options.request_id, refs, requested)

@@ -45,12 +45,12 @@ def pack(
 
 
 @dataclass(slots=True, eq=False)
-class Buffer:
-    """The memory of a slot of a request template, which one request uses at a time.
+class Slot:
+    """A slot of a request template: memory that one request uses at a time.
 
     Attributes:
         template: The template that owns the slot.
-        block: The memory.
+        block: The slot's block of shared memory.
         inputs: Arrays to write the inputs to; empty if the inputs are sent in the message.
         input_data: The packed ranges of `inputs`.
         output_data: The packed ranges of the outputs with space in the slot.
@@ -62,8 +62,8 @@ class Buffer:
     input_data: list[Any]
     output_data: list[Any]
 
-    def end(self) -> None:
-        """Return this slot to its template, for the next request."""
+    def release(self) -> None:
+        """Return this slot to its template, so that another request can use it."""
         self.template.return_slot(self)
 
 
@@ -73,7 +73,7 @@ class ClientTemplate:
     def __init__(
         self,
         signature: Signature,
-        templates: Sequence[TensorSchema],
+        schemas: Sequence[TensorSchema],
         outputs: Sequence[str],
         memories: Memories,
         *,
@@ -83,7 +83,7 @@ class ClientTemplate:
 
         Args:
             signature: The model's signature.
-            templates: The schemas of the inputs.
+            schemas: The schemas of the inputs.
             outputs: The names of the requested outputs; empty for all outputs.
             memories: The client's memory, for slots.
             with_outputs: Whether large outputs have space in the slots.
@@ -91,19 +91,19 @@ class ClientTemplate:
         Raises:
             InvalidArgument: The inputs do not fit the model.
         """
-        self._templates = templates
+        self._schemas = schemas
         self._memories = memories
-        refs = [template.ref(Range(_NO_MEMORY, 0, template.byte_size)) for template in templates]
+        refs = [schema.ref(Range(_NO_MEMORY, 0, schema.byte_size)) for schema in schemas]
         properties = signature.check("", refs, [RequestedOutput(name) for name in outputs])
-        self._is_inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
+        self._is_inline = sum(schema.byte_size for schema in schemas) <= INLINE_LIMIT
         requested = outputs or tuple(signature.outputs)
         sizes = {name: signature.output_size(name, properties.batch_size) for name in requested}
-        uses_slot = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
-        self._output_sizes = {n: s for n, s in sizes.items() if s is not None and uses_slot}
-        self._refs, self._requested_names = refs, tuple(sizes if uses_slot else outputs)
+        outputs_in_slot = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
+        self._output_sizes = {n: s for n, s in sizes.items() if s is not None and outputs_in_slot}
+        self._refs, self._requested_names = refs, tuple(sizes if outputs_in_slot else outputs)
         self._packed_schema = self._pack_schema({})
-        self.uses_slots = uses_slot or not self._is_inline
-        self._free_slots: deque[Buffer] = deque()
+        self.uses_slots = outputs_in_slot or not self._is_inline
+        self._free_slots: deque[Slot] = deque()
         self._is_closed = False
         if self.uses_slots:
             memories.register_owner(self)
@@ -113,7 +113,7 @@ class ClientTemplate:
         return pack_request_schema(self._refs, self._requested_names, sizes, (), dict(parameters))
 
     def pack_request(
-        self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
+        self, arrays: Sequence[Array], slot: Slot | None, parameters: Mapping[str, Any] | None
     ) -> Packed:
         """Return a request's schema and data.
 
@@ -128,39 +128,39 @@ class ClientTemplate:
         inputs = slot.input_data or [array.tobytes() for array in arrays]
         return schema, inputs + slot.output_data
 
-    # --- large
+    # --- slots
 
-    def slot(self) -> Buffer:
+    def slot(self) -> Slot:
         """Return a free slot, or allocate a new one.
 
         Raises:
-            Unavailable: The memory is full.
+            Unavailable: The client's memory limit is reached, or the machine has not enough memory.
         """
         try:
             return self._free_slots.popleft()
         except IndexError:
             return self._new_slot()
 
-    def _new_slot(self) -> Buffer:
-        slot_templates = [] if self._is_inline else self._templates
-        sizes = [*[template.byte_size for template in slot_templates], *self._output_sizes.values()]
+    def _new_slot(self) -> Slot:
+        slot_schemas = [] if self._is_inline else self._schemas
+        sizes = [*[schema.byte_size for schema in slot_schemas], *self._output_sizes.values()]
         block = self._memories.allocate(sum(map(aligned, sizes)))
         offset, segment = block.offset, block.segment
         arrays: list[Array] = []
         inputs: list[Any] = []
-        for template in slot_templates:
-            dtype = dtype_of(template.datatype)
-            arrays.append(np.ndarray(template.shape, dtype, segment.bytes, offset))
-            inputs.append(pack_range(segment.memory_range(offset, template.byte_size)))
-            offset += aligned(template.byte_size)
+        for schema in slot_schemas:
+            dtype = dtype_of(schema.datatype)
+            arrays.append(np.ndarray(schema.shape, dtype, segment.bytes, offset))
+            inputs.append(pack_range(segment.memory_range(offset, schema.byte_size)))
+            offset += aligned(schema.byte_size)
         outputs: list[Any] = []
         for size in self._output_sizes.values():
             outputs.append(pack_range(segment.memory_range(offset, size)))
             offset += aligned(size)
-        return Buffer(self, block, arrays, inputs, outputs)
+        return Slot(self, block, arrays, inputs, outputs)
 
-    def return_slot(self, slot: Buffer) -> None:
-        """Return a slot to the ring; safe in any thread and at any time."""
+    def return_slot(self, slot: Slot) -> None:
+        """Add a slot to the free slots; safe in any thread and at any time."""
         self._free_slots.append(slot)
         if self._is_closed:
             self.close()

@@ -90,7 +90,7 @@ class _Released(dict[str, Any]):
 
 
 class Reader(Protocol):
-    """The interface that a request offers for reading its response."""
+    """The interface of a request whose response is converted to a `Result`."""
 
     packed_request: PackedRequest
 
@@ -98,14 +98,14 @@ class Reader(Protocol):
         """Return a copy of a range in a worker's memory."""
 
     def release(self, messages: Sequence[Release]) -> None:
-        """Notify workers that their outputs have been read."""
+        """Notify the workers that the outputs have been read, so that they free the memory."""
 
 
 def read(reader: Reader, message: Finished) -> Result:
     """Return the result of the single response to a request.
 
-    The memory of the request is freed, or kept by the arrays that refer to it. After an error, the
-    request still has its memory.
+    This function frees the memory of the request, or keeps it until no array refers to it. After
+    an error, the caller must free the memory.
 
     Raises:
         Unavailable: The worker's memory no longer exists.
@@ -145,43 +145,44 @@ def _read(
 ) -> tuple[Result, bool]:
     """Return the result of a response, and whether its outputs may be in shared memory.
 
-    The `lease`, if there is one, ends with the last array over the request's slot.
+    The arrays over the request's slot refer to `lease`, which may be None.
     """
     packed = reader.packed_request
     schema = packed.model.responses[message.schema]
-    datas = message.data
-    if len(datas) != len(schema.outputs):
-        raise MalformedMessage(f"the schema needs {len(schema.outputs)} data, got {len(datas)}")
+    payloads = message.data
+    if len(payloads) != len(schema.outputs):
+        raise MalformedMessage(f"expected {len(schema.outputs)} outputs, found {len(payloads)}")
     outputs: dict[str, Any] = {}
-    for tensor, data in zip(schema.outputs, datas, strict=True):
+    for tensor, data in zip(schema.outputs, payloads, strict=True):
         if type(data) is not bytes:
-            outputs = _tensors_of(reader, schema.outputs, datas, lease)
+            outputs = _tensors_of(reader, schema.outputs, payloads, lease)
             return Result(outputs, dict(schema.parameters), lease), True
         outputs[tensor.name] = _decode(packed, tensor, data)
     return Result(outputs, dict(schema.parameters), None), False
 
 
-def _decode(packed: PackedRequest, ref: TensorSchema, data: bytes | bytearray) -> Any:
-    if ref.datatype == "BYTES":
-        return decode_bytes(data, ref.shape, ref.name, packed.model.name)
+def _decode(packed: PackedRequest, output: TensorSchema, data: bytes | bytearray) -> Any:
+    if output.datatype == "BYTES":
+        return decode_bytes(data, output.shape, output.name, packed.model.name)
     writable = data if type(data) is bytearray else bytearray(data)
-    array = np.ndarray(ref.shape, dtype_of(ref.datatype), writable)
-    return to_torch(array, ref.datatype) if packed.as_torch else array
+    array = np.ndarray(output.shape, dtype_of(output.datatype), writable)
+    return to_torch(array, output.datatype) if packed.as_torch else array
 
 
 def _tensors_of(
-    reader: Reader, outputs: Sequence[TensorSchema], datas: Sequence[Any], lease: MemoryLease | None
+    reader: Reader, outputs: Sequence[TensorSchema], payloads: list[Any], lease: MemoryLease | None
 ) -> dict[str, Any]:
-    contents = [data if type(data) is bytes else unpack_range(data) for data in datas]
+    contents = [data if type(data) is bytes else unpack_range(data) for data in payloads]
     try:
         return {
-            ref.name: _map_output(reader, lease, ref, data)
+            output.name: _map_output(reader, lease, output, data)
             if isinstance(data, Range)
-            else _decode(reader.packed_request, ref, data)
-            for ref, data in zip(outputs, contents, strict=True)
+            else _decode(reader.packed_request, output, data)
+            for output, data in zip(outputs, contents, strict=True)
         }
     finally:
-        reader.release(release_messages(unpack_ranges(datas), own_memories(reader.packed_request)))
+        memory_ids = own_memories(reader.packed_request)
+        reader.release(release_messages(unpack_ranges(payloads), memory_ids))
 
 
 def own_memories(packed: PackedRequest) -> set[int]:
@@ -190,24 +191,24 @@ def own_memories(packed: PackedRequest) -> set[int]:
 
 
 def _map_output(
-    reader: Reader, lease: MemoryLease | None, ref: TensorSchema, memory_range: Range
+    reader: Reader, lease: MemoryLease | None, output: TensorSchema, memory_range: Range
 ) -> Any:
     """Return an output in shared memory: an array over it, or a copy of a worker's memory."""
     packed = reader.packed_request
-    segment = _segment(packed, memory_range.memory)
-    if segment is None or ref.datatype == "BYTES":
+    segment = _find_segment(packed, memory_range.memory)
+    if segment is None or output.datatype == "BYTES":
         if isinstance(segment, DeviceSegment):
             raise Unsupported(
-                f"output '{ref.name}': strings cannot be read from device memory; request the "
+                f"output '{output.name}': strings cannot be read from device memory; request the "
                 "output without memory for it"
             )
-        return _decode(packed, ref, _copy_output(reader, memory_range, segment))
+        return _decode(packed, output, _copy_output(reader, memory_range, segment))
     lease = lease or _region_lease(packed, segment)
-    array = segment.view(memory_range.offset, ref.shape, ref.datatype, lease)
-    return to_torch(array, ref.datatype) if packed.as_torch else array
+    array = segment.view(memory_range.offset, output.shape, output.datatype, lease)
+    return to_torch(array, output.datatype) if packed.as_torch else array
 
 
-def _segment(packed: PackedRequest, memory: Memory) -> Any:
+def _find_segment(packed: PackedRequest, memory: Memory) -> Any:
     for segment in packed.segments:
         if segment.memory is not None and segment.memory.id == memory.id:
             return segment
@@ -215,7 +216,8 @@ def _segment(packed: PackedRequest, memory: Memory) -> Any:
 
 
 def _region_lease(packed: PackedRequest, segment: AnySegment) -> MemoryLease:
-    # Outputs follow inputs, so the search runs backwards.
+    # `segments` has the outputs' segments after those of the inputs, so the search for the lease
+    # of an output runs backwards.
     for candidate, holder in zip(packed.segments[::-1], packed.holders[::-1], strict=True):
         if candidate is segment and isinstance(holder, MemoryLease):
             return holder

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.views import noop
-from shmserve.client.request.channel import LATE, ClientRequest, RequestChannel
+from shmserve.client.request.channel import NO_RESPONSE, ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, read_one_of_many
 from shmserve.errors import Disconnected, Internal, ShmserveError, TimedOut, Unavailable
@@ -40,8 +40,8 @@ class ClientStream(ClientRequest):
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
         self.has_finished = False
-        self._read_size = -1  # byte size of the response that the program reads; -1: none
-        self._window = ReadWindow(in_client_memory=_is_placed(packed))
+        self._read_size = -1  # bytes of the response that the program now reads; -1: it reads none
+        self._window = ReadWindow(in_client_memory=_writes_to_client_memory(packed))
 
     def ready(self) -> bool:
         return bool(self.items) or self.has_finished or self.is_abandoned
@@ -83,7 +83,7 @@ class ClientStream(ClientRequest):
             self.has_finished = True
             self.on_item()
 
-    def read(self) -> int:
+    def record_read(self) -> int:
         """Record that the program has read the response of the previous `take`, if any.
 
         Returns:
@@ -126,8 +126,8 @@ class ResponseStream:
     by `close`, at the end of a `with` block, and when the object is collected.
     """
 
-    def __init__(self, waiter: Waiter, pending: ClientStream, owner: object) -> None:
-        self._waiter = waiter
+    def __init__(self, channel: Channel, pending: ClientStream, owner: object) -> None:
+        self._channel = channel
         self._pending = pending
         self._owner = owner  # the reference keeps the client from being collected and closed
 
@@ -136,11 +136,11 @@ class ResponseStream:
 
     def __next__(self) -> Result:
         pending = self._pending
-        responses = pending.read()
-        if responses:
-            self._waiter.credit(pending, responses)
+        credit = pending.record_read()
+        if credit:
+            self._channel.credit(pending, credit)
         if not pending.items:
-            self._waiter.wait_until_ready(pending)
+            self._channel.wait_until_ready(pending)
             if not pending.items:
                 raise StopIteration
         return pending.take()
@@ -149,7 +149,7 @@ class ResponseStream:
         """Discard unread responses and cancel the request if it has not ended. Idempotent."""
         pending = self._pending
         if not pending.has_finished and not pending.is_abandoned:
-            self._waiter.cancel((pending,))
+            self._channel.cancel((pending,))
         pending.abandon()
 
     def __enter__(self) -> ResponseStream:
@@ -162,20 +162,20 @@ class ResponseStream:
         self.close()
 
 
-def _is_placed(packed: PackedRequest) -> bool:
+def _writes_to_client_memory(packed: PackedRequest) -> bool:
     """Return whether every response is written to the same ranges of the client's memory."""
     if not packed.segments:
         return False
     return any(output.has_range for output in RequestSchema(packed.schema).outputs)
 
 
-class Waiter(Protocol):
-    """The channel by which a thread submits requests and waits for their responses."""
+class Channel(Protocol):
+    """The interface of a channel by which a thread submits requests and waits for responses."""
 
     connection: ServerConnection
 
     def submit(self, packed: PackedRequest) -> Any:
-        """Queue a request and return the object to `wait` for."""
+        """Submit a request and return the object to pass to `wait`."""
 
     def send(self, min_messages: int) -> None:
         """Send the queued messages if there are at least `min_messages`."""
@@ -192,7 +192,7 @@ class Waiter(Protocol):
         """Send a request that may have any number of responses."""
 
     def wait_until_ready(self, pending: Any) -> None:
-        """Wait until `pending` is ready.
+        """Wait until a request has completed, or its next response has arrived.
 
         Raises:
             TimedOut: The deadline has passed. The request is cancelled.
@@ -202,41 +202,41 @@ class Waiter(Protocol):
         """Grant credit for `responses` more responses."""
 
     def cancel(self, pending_requests: Iterable[Any]) -> None:
-        """Cancel requests. May be called at any time and in any thread."""
+        """Cancel requests; safe in any thread and at any time."""
 
 
-class ThreadChannel(Waiter):
-    """A request channel of one thread, which waits for its sockets itself."""
+class ThreadChannel(Channel):
+    """A request channel of one thread, which polls the channel's sockets while it waits."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
         self.lock = threading.Lock()  # held while the thread uses the channel
         self._to_cancel: deque[ClientRequest] = deque()  # requests to cancel before the next wait
         self._poll = select.epoll()
-        self.channel = RequestChannel(connection, self._watch, self._poll.unregister)
+        self.requests = RequestChannel(connection, self._watch, self._poll.unregister)
 
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
 
     def submit(self, packed: PackedRequest) -> ClientRequest:
         with self.lock:
-            return self.channel.submit(packed)
+            return self.requests.submit(packed)
 
     def send(self, min_messages: int) -> None:
-        if self.channel.unsent >= min_messages:
+        if self.requests.unsent >= min_messages:
             with self.lock:
-                self.channel.flush()
+                self.requests.flush()
 
     def open(self, packed: PackedRequest) -> ClientStream:
         with self.lock:
-            pending = self.channel.start(ClientStream(self.channel, packed))
-            self.channel.flush()
+            pending = self.requests.start(ClientStream(self.requests, packed))
+            self.requests.flush()
             return pending
 
     def credit(self, pending: ClientStream, responses: int) -> None:
         with self.lock:
-            self.channel.schedulers.credit(pending, responses)
-            self.channel.flush()
+            self.requests.schedulers.credit(pending, responses)
+            self.requests.flush()
 
     def wait(self, pending: ClientRequest) -> Result:
         self.wait_until_ready(pending)
@@ -247,8 +247,8 @@ class ThreadChannel(Waiter):
             try:
                 self.poll_until_ready(pending)
             except BaseException:
-                self.channel.cancel(pending)
-                self.channel.flush()
+                self.requests.cancel(pending)
+                self.requests.flush()
                 raise
 
     def cancel(self, pending_requests: Iterable[ClientRequest]) -> None:
@@ -260,20 +260,20 @@ class ThreadChannel(Waiter):
             finally:
                 self.lock.release()
         else:
-            self.connection.wake(self.channel)
+            self.connection.wake(self.requests)
 
     def _cancel_queued(self) -> None:
         while self._to_cancel:
-            self.channel.cancel(self._to_cancel.popleft())
-        self.channel.flush()
+            self.requests.cancel(self._to_cancel.popleft())
+        self.requests.flush()
 
     def poll_until_ready(self, pending: ClientRequest) -> None:
-        """Wait until `pending` is ready. Must be called with the lock held.
+        """Wait until a request is ready; the caller must hold the lock.
 
         Raises:
             TimedOut: The deadline has passed first.
         """
-        channel = self.channel
+        channel = self.requests
         if pending.ready():
             return
         channel.flush()
@@ -283,7 +283,7 @@ class ThreadChannel(Waiter):
             if deadline_ns:
                 timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
                 if timeout_s <= 0:
-                    raise TimedOut(LATE)
+                    raise TimedOut(NO_RESPONSE)
             channel.process_events([fd for fd, _ in self._poll.poll(timeout_s)])
             if self._to_cancel:
                 self._cancel_queued()
@@ -291,14 +291,14 @@ class ThreadChannel(Waiter):
     def close(self) -> None:
         """Close the channel and the epoll descriptor."""
         with self.lock:
-            self.channel.close()
+            self.requests.close()
             self._poll.close()
 
 
-class SharedChannel(Waiter):
-    """The connection's own channel, for a thread that could not get a channel of its own.
+class SharedChannel(Channel):
+    """The connection's channel, shared by the threads that have no channel of their own.
 
-    The connection's thread sends and receives on behalf of this thread.
+    The connection's thread sends and receives for these threads.
     """
 
     def __init__(self, connection: ServerConnection) -> None:
@@ -306,10 +306,10 @@ class SharedChannel(Waiter):
         self._arrived = threading.Event()  # set when the stream of `open` has a new item
 
     def check_may_wait(self) -> None:
-        """Check that the caller is not the connection's own thread, which would wait for itself.
+        """Check that the caller is not the connection's thread, which would wait for itself.
 
         Raises:
-            Unavailable: The caller is the connection's own thread.
+            Unavailable: The caller is the connection's thread.
         """
         if self.connection.is_current_thread():
             raise Unavailable(
@@ -321,7 +321,7 @@ class SharedChannel(Waiter):
         future: Future[Result] = Future()
         future.add_done_callback(_notify_cancelled)
         connection = self.connection
-        connection.call(partial(_submit, connection, packed=packed, future=future))
+        connection.call(partial(_submit_in_thread, connection, packed=packed, future=future))
         return future
 
     def send(self, min_messages: int) -> None:
@@ -332,7 +332,7 @@ class SharedChannel(Waiter):
             return future.result()
         finally:
             future.cancel()
-            del future  # it would be in a cycle with the traceback of its error
+            del future  # else, the future and the traceback of its error would form a cycle
 
     def open(self, packed: PackedRequest) -> ClientStream:
         future: Future[ClientStream] = Future()
@@ -357,7 +357,7 @@ class SharedChannel(Waiter):
             self._arrived.clear()
             if not arrived and not pending.ready():
                 self.cancel((pending,))
-                raise TimedOut(LATE)
+                raise TimedOut(NO_RESPONSE)
 
     def credit(self, pending: ClientStream, responses: int) -> None:
         with contextlib.suppress(Disconnected):
@@ -373,12 +373,12 @@ class SharedChannel(Waiter):
 
 
 def _notify_cancelled(future: Future[Result]) -> None:
-    """Notify the threads in `concurrent.futures.wait` that a future has been cancelled."""
+    """Wake up the threads that wait for a cancelled future in `concurrent.futures.wait`."""
     if future.cancelled():
         future.set_running_or_notify_cancel()
 
 
-def _submit(
+def _submit_in_thread(
     connection: ServerConnection,
     channel: RequestChannel,
     packed: PackedRequest,
@@ -398,7 +398,7 @@ def _submit(
     if deadline_ns:
         connection.timers.add(deadline_ns, pending.submit.id)
 
-    # The callback has a parameter, because a reference to `future` would form a cycle.
+    # The callback uses its parameter instead of `future`: a reference would form a cycle.
     def on_done(completed: Future[Result]) -> None:
         if completed.cancelled() and pending.outcome is None:
             connection.call(partial(RequestChannel.cancel, pending=pending))

@@ -220,7 +220,7 @@ def check_may_send_files(client: ClientIdentity) -> None:
     Models run with the rights of the server's user. Only this user, or a client with a token, may
     therefore send them.
     """
-    if not (client.listener.authorisation.asks_for_tokens or client.runs_the_server()):
+    if not (client.listener.authorisation.requires_token or client.runs_the_server()):
         raise PermissionDenied(
             "the configuration or files of a model are accepted only from the user who runs the "
             "server, or with a token (--auth-token-file)"

@@ -51,7 +51,7 @@ class ExpositionFamily:
     def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
         """Add a sample of the metric whose name is the family's with this suffix."""
         ordered = sorted(labels.items(), key=_label_sort_key)
-        self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
+        self.samples.append(model_metrics.sample_line(self.name + suffix, ordered, value))
 
     def add_histogram(
         self, labels: dict[str, str], histogram: dict[str, Any], *, has_integer_bounds: bool = False
@@ -68,7 +68,7 @@ class ExpositionFamily:
 
     def lines(self) -> Iterator[str]:
         """Yield the family's lines of the page: help, type and samples."""
-        yield from model_metrics.head_lines(self.name, self.help_text, self.kind)
+        yield from model_metrics.header_lines(self.name, self.help_text, self.kind)
         yield from self.samples
 
 

@@ -71,7 +71,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         attached_transport = self.attach(transport)
         self.client = self._acceptor.connection_made(self)
         rules = self.client.listener.authorisation
-        self.requires_authorisation = rules.asks_for_tokens or bool(rules.restrictions)
+        self.requires_authorisation = rules.requires_token or bool(rules.restrictions)
         timeout_s = self.context.header_timeout_s
         self._opening_timer = self.loop.call_later(timeout_s, self._on_opening_timeout)
         attached_transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)

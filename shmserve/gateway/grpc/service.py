@@ -14,7 +14,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
-from shmserve.common.auth_tokens import SIGNATURE
+from shmserve.common.auth_tokens import MODEL_METADATA
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
@@ -64,7 +64,7 @@ _ADMIN_RPCS: tuple[tuple[str, type[Message], Handler], ...] = (
     ("health", pb.ServerReadyRequest, AdminCall.server_ready),
     ("health", pb.ModelReadyRequest, AdminCall.model_ready),
     ("metadata", pb.ServerMetadataRequest, AdminCall.server_metadata),
-    (SIGNATURE, pb.ModelMetadataRequest, AdminCall.model_metadata),
+    (MODEL_METADATA, pb.ModelMetadataRequest, AdminCall.model_metadata),
     ("model-config", pb.ModelConfigRequest, AdminCall.model_config),
     ("statistics", pb.ModelStatisticsRequest, AdminCall.model_statistics),
     ("model-repository", pb.RepositoryIndexRequest, AdminCall.repository_index),

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 import shmserve
-from shmserve.common.auth_tokens import METRICS, SIGNATURE
+from shmserve.common.auth_tokens import METRICS, MODEL_METADATA
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import generate, handlers, infer
@@ -80,7 +80,7 @@ def _describe_operation(route: Route, operation: dict[str, Any], path: str) -> d
     entry: dict[str, Any] = {
         "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
         "summary": operation["summary"],
-        "tags": ["metadata" if route.scope == SIGNATURE else route.scope],
+        "tags": ["metadata" if route.scope == MODEL_METADATA else route.scope],
         "parameters": [_path_parameter(name) for name in re.findall(r"{(\w+)}", path)],
     }
     error_schema = "Error" if route.encode_error is encode_triton_error else "OpenAIError"
@@ -165,7 +165,7 @@ ROUTES = RouteTable(
     _create_route("GET", "/v2/health/ready", "health", handlers.get_ready),
     _create_route("GET", "/v2", "metadata", handlers.get_server),
     _create_route("GET", "/v2/models/stats", "statistics", handlers.get_statistics),
-    _create_route("GET", _MODEL_PATH, SIGNATURE, handlers.get_model),
+    _create_route("GET", _MODEL_PATH, MODEL_METADATA, handlers.get_model),
     _create_route("GET", _MODEL_PATH + "/ready", "health", handlers.get_model_ready),
     _create_route("GET", _MODEL_PATH + "/config", "model-config", handlers.get_model_config),
     _create_route("GET", _MODEL_PATH + "/stats", "statistics", handlers.get_statistics),
@@ -204,7 +204,7 @@ ROUTES = RouteTable(
     _create_route("GET", "/", "health", _show_start_page),
     _create_route("GET", "/openapi.json", "health", _show_document),
     _create_route("GET", "/docs", "health", _show_docs),
-    _create_route("GET", "/docs/models", SIGNATURE, handlers.get_examples),
+    _create_route("GET", "/docs/models", MODEL_METADATA, handlers.get_examples),
 )
 
 

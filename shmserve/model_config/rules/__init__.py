@@ -36,20 +36,20 @@ from shmserve.model_config.rules.scheduling import (
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems, warmup_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOptimizationPolicy
 
-_GROUP: Key = ("instance_group",)
-_LARGEST_LABEL_FILE = 4 * 1024 * 1024
-_GROUP_FIELDS = ("secondary_devices", "profile", "host_policy")
+_GROUPS: Key = ("instance_group",)
+_MAX_LABEL_FILE_BYTES = 4 * 1024 * 1024
+_IGNORED_GROUP_FIELDS = ("secondary_devices", "profile", "host_policy")
 _OPTIMIZATION_FIELDS = (
     *("graph", "cuda", "execution_accelerators", "gather_kernel_buffer_threshold"),
     "eager_batching",
 )
 # The optimization fields that each backend supports.
-_EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("cuda",)}
+_OPTIMIZATIONS = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("cuda",)}
 _BATCH_FIELDS = ("batch_input", "batch_output")
-# Other backends receive the tensors of each request separately.
+# The backends that use `_BATCH_FIELDS`; others receive the tensors of each request separately.
 _BATCH_BACKENDS = ("pytorch", "onnxruntime", "native")
-# These fields have an effect only for the backend that is named here ("": for none).
-_TOP_FIELDS = {
+# The backend for which each of these fields has an effect ("": none).
+_BACKEND_OF_FIELD = {
     "cc_model_filenames": "",
     "metric_tags": "",
     "model_operations": "onnxruntime",
@@ -57,7 +57,7 @@ _TOP_FIELDS = {
 }
 # Parameters of Triton's pytorch and onnxruntime backends that have an effect in this server. Other
 # parameters cause a warning.
-_FILE_PARAMETERS = {
+_BACKEND_PARAMETERS = {
     "onnxruntime": (
         *("intra_op_thread_count", "inter_op_thread_count", "execution_mode"),
         *("enable_mem_arena", "enable_mem_pattern", "memory.enable_memory_arena_shrinkage"),
@@ -105,13 +105,13 @@ def validate(
             of `Source.raise_for_problems`.
         LoadProblem: All violations concern tensors, initial states, instances and label files.
     """
-    of_file = [
+    file_problems = [
         *_file_problems(config, is_complete),
         *parameter_problems(config, is_complete=is_complete),
     ]
-    problems = [*of_file, *_load_problems(config, gpu_count, is_complete, model_dir)]
-    kind = InvalidArgument if of_file or source.problems else LoadProblem
-    source.raise_for_problems(config, problems, kind)
+    problems = [*file_problems, *_load_problems(config, gpu_count, is_complete, model_dir)]
+    error_type = InvalidArgument if file_problems or source.problems else LoadProblem
+    source.raise_for_problems(config, problems, error_type)
 
 
 def _file_problems(config: ModelConfig, is_complete: bool) -> Iterator[Problem]:
@@ -175,13 +175,13 @@ def _platform_problems(config: ModelConfig) -> Iterator[Problem]:
 def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]:
     if not config.instance_group:
         text = f"must specify one or more 'instance group's for {config.name}"
-        yield Problem(_GROUP, text)
-    names = (((*_GROUP, i, "name"), group.name) for i, group in enumerate(config.instance_group))
+        yield Problem(_GROUPS, text)
+    names = (((*_GROUPS, i, "name"), group.name) for i, group in enumerate(config.instance_group))
     for key, name, first in find_repeats(names):
         text = f"instance group {name} of model {config.name} is specified more than once"
         yield Problem(key, text, (first,))
     for index, group in enumerate(config.instance_group):
-        path, subject = (*_GROUP, index), f"instance group {group.name} of model {config.name}"
+        path, subject = (*_GROUPS, index), f"instance group {group.name} of model {config.name}"
         for problem in _group_problems(path, group, gpu_count):
             yield problem._replace(text=f"{subject} {problem.text}")
         if group.profile:
@@ -194,7 +194,7 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
 
 
 def _group_problems(path: Key, group: ModelInstanceGroup, gpu_count: int) -> Iterator[Problem]:
-    kind_at, gpus_at = (*path, "kind"), (*path, "gpus")
+    kind_key, gpus_key = (*path, "kind"), (*path, "gpus")
     if group.count > LARGEST_INSTANCE_BOUND:
         text = f"has count {group.count}, more than {LARGEST_INSTANCE_BOUND}"
         yield Problem((*path, "count"), text)
@@ -202,10 +202,10 @@ def _group_problems(path: Key, group: ModelInstanceGroup, gpu_count: int) -> Ite
         if group.gpus:
             kind = ModelInstanceGroup.Kind.Name(group.kind)
             text = f"has kind {kind} but specifies one or more GPUs"
-            yield Problem(gpus_at, text, (kind_at,))
+            yield Problem(gpus_key, text, (kind_key,))
         return
     if not group.gpus:
-        yield Problem(kind_at, "has kind KIND_GPU but no GPUs are available", (gpus_at,))
+        yield Problem(kind_key, "has kind KIND_GPU but no GPUs are available", (gpus_key,))
     for index, gpu in enumerate(group.gpus):
         if not 0 <= gpu < gpu_count:
             available_gpus = ", ".join(map(str, range(gpu_count)))
@@ -214,7 +214,7 @@ def _group_problems(path: Key, group: ModelInstanceGroup, gpu_count: int) -> Ite
                 f"specifies invalid or unsupported gpu id {gpu}. GPUs with at least the minimum "
                 f"required CUDA compute compatibility of 6.000000 are: {available_gpus}"
             )
-            yield Problem((*gpus_at, index), text)
+            yield Problem((*gpus_key, index), text)
 
 
 def _metric_problems(config: ModelConfig) -> Iterator[Problem]:
@@ -259,16 +259,16 @@ def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[Problem]:
             yield Problem(key, f"{subject} for {config.name} {problem}")
 
 
-def _label_problem(base: Path, label: str) -> str:
+def _label_problem(model_dir: Path, filename: str) -> str:
     try:
         # The path is normalised as text, because links may point anywhere.
-        path = Path(os.path.normpath(base / label))
+        path = Path(os.path.normpath(model_dir / filename))
         is_file = stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         is_file = False
     except (OSError, ValueError):
         return "is not a valid path"
-    if not path.is_relative_to(base):
+    if not path.is_relative_to(model_dir):
         return "must be inside the model directory"
     return "" if is_file else "does not exist"
 
@@ -282,29 +282,29 @@ def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
         InvalidArgument: A file cannot be read or is larger than 4 MiB.
     """
     outputs = (output for output in config.output if output.label_filename)
-    return {o.name: _read_lines(model_dir / o.label_filename, o.name) for o in outputs}
+    return {o.name: _read_label_lines(model_dir / o.label_filename, o.name) for o in outputs}
 
 
-def _read_lines(path: Path, output: str) -> list[str]:
+def _read_label_lines(path: Path, output: str) -> list[str]:
     description = f"label file '{path.name}' of output '{output}'"
     with convert_os_errors(f"{description} cannot be read"), path.open("rb") as file:
-        raw = file.read(_LARGEST_LABEL_FILE + 1)
-    if len(raw) > _LARGEST_LABEL_FILE:
-        raise InvalidArgument(f"{description} has more than {_LARGEST_LABEL_FILE} bytes")
-    return [line.removesuffix("\r") for line in raw.decode(errors="replace").split("\n")]
+        content = file.read(_MAX_LABEL_FILE_BYTES + 1)
+    if len(content) > _MAX_LABEL_FILE_BYTES:
+        raise InvalidArgument(f"{description} has more than {_MAX_LABEL_FILE_BYTES} bytes")
+    return [line.removesuffix("\r") for line in content.decode(errors="replace").split("\n")]
 
 
 def ignored_fields(config: ModelConfig) -> list[str]:
     """Return the paths of fields that are set but have no effect, for one log line per model."""
-    return list(_ignored(config))
+    return list(_find_ignored(config))
 
 
-def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
+def warnings_of(written_config: ModelConfig, final_config: ModelConfig) -> list[str]:
     """Return warnings about valid settings that are probably mistakes, one log line each.
 
     Args:
         written_config: The configuration as its author wrote it.
-        final: The completed configuration.
+        final_config: The completed configuration.
     """
     counts = ((i, group.count) for i, group in enumerate(written_config.instance_group))
     text = "is replaced by the default, because a count must be at least 1"
@@ -325,15 +325,15 @@ def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
             key = f"sequence_batching.control_input[{index}]"
             text = "only one kind can set a tensor: CORRID before READY, END and START"
             warnings.append(f"{key}.control: {text}")
-    if written_config.HasField("dynamic_batching") and final.max_batch_size < 1:
+    if written_config.HasField("dynamic_batching") and final_config.max_batch_size < 1:
         warnings.append("dynamic_batching: no effect because max_batch_size is 0")
     return warnings
 
 
-def _ignored(config: ModelConfig) -> Iterator[str]:
+def _find_ignored(config: ModelConfig) -> Iterator[str]:
     if config.backend not in _BATCH_BACKENDS:
         yield from (name for name in _BATCH_FIELDS if _is_set(config, name))
-    for name, backend in _TOP_FIELDS.items():
+    for name, backend in _BACKEND_OF_FIELD.items():
         if _is_set(config, name) and config.backend != backend:
             yield name
     yield from _ignored_parameters(config)
@@ -342,7 +342,7 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
             yield f"model_metrics.metric_control[{index}]"
     on_gpu = _is_on_gpu(config)
     needs_gpu = config.backend == "pytorch"
-    supported = _EFFECTIVE.get(config.backend, ()) if on_gpu or not needs_gpu else ()
+    supported = _OPTIMIZATIONS.get(config.backend, ()) if on_gpu or not needs_gpu else ()
     yield from _ignored_optimization(config.optimization, supported)
     accelerators = config.optimization.execution_accelerators
     unused = "cpu" if on_gpu else "gpu"
@@ -353,7 +353,7 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
         if state.use_growable_memory:
             yield f"sequence_batching.state[{index}].use_growable_memory"
     for index, group in enumerate(config.instance_group):
-        for name in _GROUP_FIELDS:
+        for name in _IGNORED_GROUP_FIELDS:
             if _is_set(group, name):
                 yield f"instance_group[{index}].{name}"
 
@@ -364,9 +364,9 @@ def _is_on_gpu(config: ModelConfig) -> bool:
 
 def _ignored_parameters(config: ModelConfig) -> Iterator[str]:
     backend = config.backend
-    if backend not in _FILE_PARAMETERS:
+    if backend not in _BACKEND_PARAMETERS:
         return
-    effective_names = {*KNOWN_SETTINGS, *_FILE_PARAMETERS[backend]}
+    effective_names = {*KNOWN_SETTINGS, *_BACKEND_PARAMETERS[backend]}
     if _is_on_gpu(config):
         effective_names.update(_GPU_PARAMETERS[backend])
     for name in sorted(config.parameters):

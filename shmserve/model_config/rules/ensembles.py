@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.signature import shape_text, shapes_match
-from shmserve.model_config.diagnostics import Key, Problem, find_repeats, member
+from shmserve.model_config.diagnostics import Key, Problem, find_repeats, map_key
 from shmserve.model_config.rules.scheduling import cache_problems
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
@@ -23,10 +23,10 @@ _CONDITION = re.compile(r"step\[(0|[1-9][0-9]{0,8})\]\.condition")
 
 def ensemble_problems(config: ModelConfig) -> list[Problem]:
     """Return the problems that are visible in an ensemble's own configuration."""
-    return list(_own_problems(config)) or list(_connection_problems(config))
+    return list(_config_problems(config)) or list(_connection_problems(config))
 
 
-def _own_problems(config: ModelConfig) -> Iterator[Problem]:
+def _config_problems(config: ModelConfig) -> Iterator[Problem]:
     name, platform = config.name, config.platform
     if not platform:
         yield Problem(("platform",), f"unexpected platform type '' for {name}")
@@ -58,7 +58,7 @@ def _link_problems(config: ModelConfig) -> Iterator[Problem]:
     name, steps = config.name, config.ensemble_scheduling.step
     read_tensors = _used_tensors(config)
     written_tensors = {
-        (*_STEP, index, "output_map", member(output)): tensor
+        (*_STEP, index, "output_map", map_key(output)): tensor
         for index, step in enumerate(steps)
         for output, tensor in sorted(step.output_map.items())
     }
@@ -97,7 +97,7 @@ def _condition_problems(config: ModelConfig) -> Iterator[Problem]:
     tensors = {io.name for io in config.input}
     tensors |= {tensor for step in steps for tensor in step.output_map.values()}
     for key, parameter in sorted(config.parameters.items()):
-        path: Key = ("parameters", member(key))
+        path: Key = ("parameters", map_key(key))
         match = _CONDITION.fullmatch(key)
         if not match:
             if key.startswith("step["):
@@ -111,8 +111,8 @@ def _condition_problems(config: ModelConfig) -> Iterator[Problem]:
             yield Problem(path, text, (_STEP,))
         elif parameter.string_value not in tensors:
             text = (
-                f"parameter '{key}': ensemble '{name}' has no tensor "
-                f"'{parameter.string_value}', which is to be its condition"
+                f"parameter '{key}': expected the name of a tensor of ensemble '{name}', found "
+                f"'{parameter.string_value}'"
             )
             yield Problem(path, text, (_STEP,))
 
@@ -125,15 +125,15 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
         [*sorted(step.input_map.values()), *([conditional[i]] if i in conditional else [])]
         for i, step in enumerate(steps)
     ]
-    tensors = {io.name for io in config.input}
+    known = {io.name for io in config.input}
     waiting_indices = list(range(len(steps)))
-    while ready_indices := [index for index in waiting_indices if tensors.issuperset(reads[index])]:
+    while ready_indices := [index for index in waiting_indices if known.issuperset(reads[index])]:
         waiting_indices = [index for index in waiting_indices if index not in ready_indices]
-        tensors.update(t for index in ready_indices for t in steps[index].output_map.values())
+        known.update(t for index in ready_indices for t in steps[index].output_map.values())
     writers = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
-    if tensors.issuperset(output.name for output in config.output):
+    if known.issuperset(output.name for output in config.output):
         for index in waiting_indices:  # these steps are in a cycle, or depend on a cycle
-            missing_tensor = next(tensor for tensor in reads[index] if tensor not in tensors)
+            missing_tensor = next(tensor for tensor in reads[index] if tensor not in known)
             text = (
                 f"step {index} of ensemble '{name}', model '{steps[index].model_name}', can "
                 f"never run: its input tensor '{missing_tensor}' is produced only by steps that "
@@ -141,8 +141,8 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
             )
             yield Problem((*_STEP, index), text)
     for index, output in enumerate(config.output):
-        if output.name not in tensors:
-            missing_tensor = next(t for t in reads[writers[output.name]] if t not in tensors)
+        if output.name not in known:
+            missing_tensor = next(t for t in reads[writers[output.name]] if t not in known)
             text = (
                 f"output '{output.name}' for ensemble '{name}' is not written: at least one of "
                 f"its depending tensors, '{missing_tensor}', is not connected"
@@ -153,7 +153,7 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
         for output_name, tensor in sorted(step.output_map.items()):
             if tensor not in used_tensors:
                 text = f"ensemble tensor '{tensor}' is unused in ensemble '{name}'"
-                yield Problem((*_STEP, index, "output_map", member(output_name)), text)
+                yield Problem((*_STEP, index, "output_map", map_key(output_name)), text)
 
 
 def _unused_problems(
@@ -234,7 +234,7 @@ class _Tensor:
 
     @classmethod
     def seen_by_steps(cls, config: ModelConfig, io: ModelInput | ModelOutput) -> _Tensor:
-        """Return an ensemble's own tensor as its steps see it, after its `reshape`."""
+        """Return an ensemble's input or output with the shape that its steps use (`reshape`)."""
         tensor = cls.of(config, io)
         return replace(tensor, dims=tuple(io.reshape.shape)) if io.HasField("reshape") else tensor
 
@@ -266,7 +266,7 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
             raise GraphProblem(
                 f"in ensemble {config.name}, the condition of step {index}, ensemble tensor "
                 f"{condition}, is {DataType.Name(model_tensor.data_type)} and not TYPE_BOOL",
-                ("parameters", member(f"step[{index}].condition")),
+                ("parameters", map_key(f"step[{index}].condition")),
             )
 
 
@@ -279,7 +279,7 @@ def _mapped_tensors(
     inputs = {io.name: io for io in model.input}
     outputs = {io.name: io for io in model.output}
     for name, tensor in sorted(step.input_map.items()):
-        key: Key = (*_STEP, step_index, "input_map", member(name))
+        key: Key = (*_STEP, step_index, "input_map", map_key(name))
         if name not in inputs:
             raise GraphProblem(
                 f"{context}ensemble tensor {tensor} is mapping to non-existing input {name} in "
@@ -295,7 +295,7 @@ def _mapped_tensors(
                 (*_STEP, step_index, "input_map"),
             )
     for name, tensor in sorted(step.output_map.items()):
-        key = (*_STEP, step_index, "output_map", member(name))
+        key = (*_STEP, step_index, "output_map", map_key(name))
         if name not in outputs:
             raise GraphProblem(
                 f"{context}ensemble tensor {tensor} is mapped from non-existing output {name} in "
@@ -334,6 +334,7 @@ def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     """
     steps = config.ensemble_scheduling.step
     conditional = conditions(config)
+    # The decoupled step whose responses each tensor comes from; -1: none.
     origins: dict[str, int] = {io.name: -1 for io in config.input}
     reads = [set(step.input_map.values()) for step in steps]
     for index, condition in conditional.items():

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shmserve.common.names import members
+from shmserve.common.names import reject_duplicate_keys
 from shmserve.errors import clip, suggestion
 from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.model_spec import (
@@ -32,7 +32,7 @@ from shmserve.ipc.model_spec import (
     parse_strategy,
     parse_target_ms,
 )
-from shmserve.model_config.diagnostics import Key, Problem, member
+from shmserve.model_config.diagnostics import Key, Problem, map_key
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
@@ -41,31 +41,31 @@ from shmserve.proto.model_config_pb2 import (
     ModelOutput,
 )
 
-_INSTANCES = (parse_instance_bound, f"an integer from 1 to {LARGEST_INSTANCE_BOUND}")
+_INSTANCE_BOUND = (parse_instance_bound, f"an integer from 1 to {LARGEST_INSTANCE_BOUND}")
 # The parser of each parameter, which returns None for an invalid text, and the allowed texts.
 _PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     STRATEGY_PARAMETER: (parse_strategy, "one of " + ", ".join(f"'{name}'" for name in Strategy)),
     TARGET_PARAMETER: (
         parse_target_ms,
-        "a number of milliseconds, 0.001 at least and of a day at most",
+        "a number of milliseconds from 0.001 to 86400000 (a day)",
     ),
     MAX_STREAMS: (parse_max_streams, f"an integer from 1 to {LARGEST_MAX_STREAMS}"),
     IDLE_UNLOAD: (parse_idle_unload_s, f"a number of seconds from 0 to {LONGEST_IDLE_S:.0f}"),
-    MIN_INSTANCES: _INSTANCES,
-    MAX_INSTANCES: _INSTANCES,
+    MIN_INSTANCES: _INSTANCE_BOUND,
+    MAX_INSTANCES: _INSTANCE_BOUND,
 }
-_INPUT_KEYS = ("value", "buckets", "lengths", "mask", "max_waste")
+_PADDING_KEYS = ("value", "buckets", "lengths", "mask", "max_waste")
 _MAX_ELEMENTS = 1 << 28  # maximum number of elements in a row of a padding bucket
-_LONGEST_SHOWN = 64
+_MAX_SHOWN_CHARS = 64
 # The largest finite value of each floating-point datatype.
-_LARGEST: dict[int, float] = {
+_FLOAT_MAXIMA: dict[int, float] = {
     DataType.TYPE_FP16: 65504.0,
     DataType.TYPE_BF16: 3.3895313892515355e38,
     DataType.TYPE_FP32: 3.4028234663852886e38,
     DataType.TYPE_FP64: 1.7976931348623157e308,
 }
 # The range of each integer datatype: (lowest, highest).
-_RANGES = {
+_INTEGER_RANGES = {
     DataType.TYPE_BOOL: (0, 1),
     **{DataType.Value(f"TYPE_UINT{n}"): (0, 2**n - 1) for n in (8, 16, 32, 64)},
     **{DataType.Value(f"TYPE_INT{n}"): (-(2**n // 2), 2**n // 2 - 1) for n in (8, 16, 32, 64)},
@@ -80,14 +80,14 @@ def parameter_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Pr
         is_complete: Whether the model has completed it.
     """
     suffix = f"for {config.name}"
-    given = config.parameters
-    texts = {name: given[name].string_value for name in _PARAMETERS if name in given}
+    parameters = config.parameters
+    texts = {name: parameters[name].string_value for name in _PARAMETERS if name in parameters}
     values = {name: _PARAMETERS[name][0](text) for name, text in texts.items()}
     for name, text in texts.items():
         if values[name] is None:
-            near = suggestion(text, Strategy) if name == STRATEGY_PARAMETER else ""
+            hint = suggestion(text, Strategy) if name == STRATEGY_PARAMETER else ""
             allowed_text = f"parameter '{name}' must be {_PARAMETERS[name][1]} {suffix}"
-            yield Problem(_key(name), f"{allowed_text}, found '{text}'{near}")
+            yield Problem(_key(name), f"{allowed_text}, found '{text}'{hint}")
     if is_complete:
         yield from _strategy_problems(config, values)
     if PADDING in config.parameters:
@@ -97,7 +97,7 @@ def parameter_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Pr
 
 
 def _key(name: str) -> Key:
-    return "parameters", member(name)
+    return "parameters", map_key(name)
 
 
 def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -114,9 +114,9 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
             f"'{TARGET_PARAMETER}', a number of milliseconds"
         )
         yield Problem(_key(STRATEGY_PARAMETER), text)
-    is_managed = strategy is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
+    uses_target = strategy is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
     may_apply = strategy or STRATEGY_PARAMETER not in values
-    if TARGET_PARAMETER in values and not is_managed and may_apply:
+    if TARGET_PARAMETER in values and not uses_target and may_apply:
         strategy_text = f"'{strategy}'" if strategy else "none"
         text = (
             f"parameter '{TARGET_PARAMETER}' {suffix} requires the parameter '{MAX_INSTANCES}', or "
@@ -181,7 +181,7 @@ def _group_problems(config: ModelConfig, maximum: int) -> Iterator[Problem]:
 
 def _padding_problems(config: ModelConfig, text: str, is_complete: bool) -> Iterator[str]:
     try:
-        entries = json.loads(text, object_pairs_hook=members)
+        entries = json.loads(text, object_pairs_hook=reject_duplicate_keys)
     except ValueError as error:
         yield f" must be a JSON object, but cannot be parsed: {error}"
         return
@@ -191,8 +191,8 @@ def _padding_problems(config: ModelConfig, text: str, is_complete: bool) -> Iter
     if not isinstance(entries, dict) or not all(
         isinstance(entry, dict) for entry in entries.values()
     ):
-        form = '{"INPUT": {"value": 0}, "OUTPUT": {"like": "INPUT"}}'
-        yield f" must be a JSON object of objects, {form}"
+        example = '{"INPUT": {"value": 0}, "OUTPUT": {"like": "INPUT"}}'
+        yield f" must be a JSON object of objects, {example}"
         return
     if not is_complete or not entries:
         return
@@ -215,10 +215,10 @@ def _padding_problems(config: ModelConfig, text: str, is_complete: bool) -> Iter
 
 def _input_errors(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
     for key in entry:
-        if key not in _INPUT_KEYS:
-            allowed_keys = ", ".join(map(repr, (*_INPUT_KEYS, "like")))
-            near = suggestion(key, (*_INPUT_KEYS, "like"))
-            yield f"has the unknown key '{key}' (allowed: {allowed_keys}){near}"
+        if key not in _PADDING_KEYS:
+            allowed_keys = ", ".join(map(repr, (*_PADDING_KEYS, "like")))
+            hint = suggestion(key, (*_PADDING_KEYS, "like"))
+            yield f"has the unknown key '{key}' (allowed: {allowed_keys}){hint}"
     io = inputs.get(name)
     if io is None:
         yield "names neither an input of the model, nor an output with 'like'"
@@ -233,22 +233,22 @@ def _input_errors(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput
     else:
         yield from _value_errors(entry.get("value", 0), io.data_type)
     yield from _bucket_errors(entry.get("buckets", []), list(io.dims))
-    maximum = entry.get("max_waste", 1)
-    if isinstance(maximum, bool) or not isinstance(maximum, int | float) or not 0 <= maximum <= 1:
-        yield f"must have a 'max_waste' from 0 to 1, found {maximum!r}"
+    waste = entry.get("max_waste", 1)
+    if isinstance(waste, bool) or not isinstance(waste, int | float) or not 0 <= waste <= 1:
+        yield f"must have a 'max_waste' from 0 to 1, found {waste!r}"
 
 
 def _value_errors(value: Any, data_type: int) -> Iterator[str]:
-    low, high = _RANGES.get(data_type, (None, None))
+    low, high = _INTEGER_RANGES.get(data_type, (None, None))
     kind = DataType.Name(data_type)
     if low is None or high is None:
-        largest = _LARGEST[data_type]
+        largest = _FLOAT_MAXIMA[data_type]
         if isinstance(value, bool) or not isinstance(value, int | float):
             yield f"must have a 'value' that is a number ({kind}), found {value!r}"
         elif abs(value) > largest and value not in (math.inf, -math.inf):
             yield (
                 f"must have a 'value' from {-largest:.6g} to {largest:.6g}, or infinity, for "
-                f"{kind}, found {clip(repr(value), _LONGEST_SHOWN)}"
+                f"{kind}, found {clip(repr(value), _MAX_SHOWN_CHARS)}"
             )
     elif not isinstance(value, int) or not low <= value <= high:
         yield f"must have an integer 'value' from {low} to {high} ({kind}), found {value!r}"
@@ -267,7 +267,7 @@ def _bucket_errors(buckets: Any, dims: list[int]) -> Iterator[str]:
             yield f"has the bucket {bucket!r}, which does not match the input's dims {dims}"
         elif math.prod(sizes) > _MAX_ELEMENTS:
             yield (
-                f"has the bucket {clip(repr(bucket), _LONGEST_SHOWN)}, which exceeds the "
+                f"has the bucket {clip(repr(bucket), _MAX_SHOWN_CHARS)}, which exceeds the "
                 f"{_MAX_ELEMENTS} elements that a row may have"
             )
 
@@ -280,7 +280,7 @@ def _output_errors(
     entries: dict[str, Any],
 ) -> Iterator[str]:
     if set(entry) != {"like"}:
-        yield "has keys besides 'like', which must be the only one"
+        yield "has keys besides 'like' (allowed: only 'like')"
     output, source = outputs.get(name), entry["like"]
     if output is None:
         yield "has 'like', but the model has no output of this name"
@@ -294,9 +294,9 @@ def _output_errors(
     ):
         yield f"must have a 'like' that names a padded input, found {source!r}"
         return
-    cut_count, like_count = list(output.dims).count(-1), list(inputs[source].dims).count(-1)
-    if cut_count != like_count or not cut_count:
-        yield f"cuts an output with {cut_count} variable dimensions like an input with {like_count}"
+    output_count, input_count = list(output.dims).count(-1), list(inputs[source].dims).count(-1)
+    if output_count != input_count or not output_count:
+        yield f"has {output_count} variable dimensions, but its 'like' input has {input_count}"
 
 
 def _name_errors(

@@ -30,22 +30,22 @@ def dynamic_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Prob
     sizes = batching.preferred_batch_size
     subject = "dynamic batching preferred size"
     yield from _preferred_problems(config, _DYNAMIC, sizes, subject, is_complete)
-    levels, levels_at = batching.priority_levels, (*_DYNAMIC, "priority_levels")
+    levels, levels_key = batching.priority_levels, (*_DYNAMIC, "priority_levels")
     if levels:
         if not 1 <= batching.default_priority_level <= levels:
             text = f"default priority level must be in range [1, {levels}] for {name}"
-            yield Problem((*_DYNAMIC, "default_priority_level"), text, (levels_at,))
+            yield Problem((*_DYNAMIC, "default_priority_level"), text, (levels_key,))
         for level in sorted(batching.priority_queue_policy):
             if not 1 <= level <= levels:
                 text = (
                     f"priority queue policy must have priority level in range [1, {levels}] "
                     f"for {name}"
                 )
-                yield Problem((*_DYNAMIC, "priority_queue_policy", level), text, (levels_at,))
+                yield Problem((*_DYNAMIC, "priority_queue_policy", level), text, (levels_key,))
     if batching.preserve_ordering:
         if levels > 1:
             text = f"Only one priority level is allowed when 'preserve_ordering' is true for {name}"
-            yield Problem(levels_at, text)
+            yield Problem(levels_key, text)
         for key in _find_delays(batching):
             text = (
                 "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is "
@@ -89,10 +89,10 @@ def sequence_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Pro
     ]
     kinds = (((*path, "kind"), control.kind) for path, control in controls)
     for key, kind, first in find_repeats(kinds):
-        title = _Control.Kind.Name(kind)
-        text = f"sequence batching specifies multiple {title} tensors for {name}"
+        kind_name = _Control.Kind.Name(kind)
+        text = f"sequence batching specifies multiple {kind_name} tensors for {name}"
         yield Problem(key, text, (first,))
-    yield from _name_problems(config)
+    yield from _control_name_problems(config)
     for path, control in controls:
         yield from _control_problems(path, control, name)
     subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
@@ -108,7 +108,7 @@ def sequence_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Pro
         yield from _state_problems((*_SEQUENCE, "state", index), state, name)
 
 
-def _name_problems(config: ModelConfig) -> Iterator[Problem]:
+def _control_name_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of control inputs that have no name, or the same name."""
     name = config.name
     names: list[tuple[Key, str]] = []
@@ -188,7 +188,7 @@ def initial_state_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _initial_problems(
-    state_at: Key,
+    state_key: Key,
     path: Key,
     state: ModelSequenceBatching.State,
     initial: ModelSequenceBatching.InitialState,
@@ -202,10 +202,10 @@ def _initial_problems(
             f"The data type used for 'initial_state' field of state '{tensor}' does not match "
             "the state data type."
         )
-        yield Problem((*path, "data_type"), text, ((*state_at, "data_type"),))
+        yield Problem((*path, "data_type"), text, ((*state_key, "data_type"),))
     if initial.WhichOneof("state_data") is None:
         yield Problem(path, f"initial_state setting expects state'{tensor}' to have state_data set")
-    dims, related_keys = (*path, "dims"), ((*state_at, "dims"),)
+    dims, related_keys = (*path, "dims"), ((*state_key, "dims"),)
     if len(initial.dims) != len(state.dims):
         text = (
             "Number of dimensions in 'initial_state' doesn't match the size of 'state' "
@@ -229,7 +229,7 @@ def _initial_problems(
 
 
 def cache_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield the problems of the response cache, which has no streams and no sequences."""
+    """Yield the problems of `response_cache`, which excludes streams and sequences."""
     if not config.response_cache.enable:
         return
     for reason, applies in (

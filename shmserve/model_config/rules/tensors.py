@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from shmserve.model_config.diagnostics import Key, Problem, find_repeats, member
+from shmserve.model_config.diagnostics import Key, Problem, find_repeats, map_key
 from shmserve.proto.model_config_pb2 import (
     BatchInput,
     BatchOutput,
@@ -15,7 +15,7 @@ from shmserve.proto.model_config_pb2 import (
     ModelOutput,
 )
 
-_FORMATS = (ModelInput.FORMAT_NHWC, ModelInput.FORMAT_NCHW)
+_IMAGE_FORMATS = (ModelInput.FORMAT_NHWC, ModelInput.FORMAT_NCHW)
 _MAX_BATCH_SIZE: Key = ("max_batch_size",)
 _ALLOWED_DIMS = "must be integer >= 1, or -1 to indicate a variable-size dimension"
 
@@ -25,7 +25,7 @@ def tensor_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Probl
     for index, io in enumerate(config.input):
         path: Key = ("input", index)
         yield from _io_problems(path, io, "model input ", config.max_batch_size, is_complete)
-        if io.format in _FORMATS and io.dims and len(io.dims) != 3:
+        if io.format in _IMAGE_FORMATS and io.dims and len(io.dims) != 3:
             dims = (*path, "dims")
             yield Problem((*path, "format"), "model input NHWC/NCHW require 3 dims", (dims,))
     for index, out in enumerate(config.output):
@@ -38,7 +38,7 @@ def tensor_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Probl
 def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of batch_input and batch_output."""
     inputs = {io.name for io in config.input}
-    ranks = {io.name: _model_rank(io) for io in config.input}
+    input_ranks = {io.name: _model_rank(io) for io in config.input}
     output_ranks = {out.name: _model_rank(out) for out in config.output}
     for index, batch_input in enumerate(config.batch_input):
         path: Key = ("batch_input", index)
@@ -58,7 +58,7 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
         for key, name in targets.items():
             if name not in output_ranks:
                 yield Problem(key, f"unknown target output name '{name}'", (("output",),))
-            elif source in ranks and output_ranks[name] != ranks[source]:
+            elif source in input_ranks and output_ranks[name] != input_ranks[source]:
                 text = f"target output '{name}' must have as many dims as source input '{source}'"
                 yield Problem(key, text, (("output",), ("input",)))
         for key, name, first in find_repeats(targets.items()):
@@ -162,7 +162,7 @@ def _products(dims: Sequence[int]) -> list[int]:
             runs.append([])
         else:
             runs[-1].append(dim)
-    return [math.prod(stretch) for stretch in runs]
+    return [math.prod(run) for run in runs]
 
 
 def warmup_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:
@@ -176,7 +176,7 @@ def warmup_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Probl
             text = f"warmup sample '{sample.name}': batch size {sample.batch_size}, max allowed is"
             yield Problem(("model_warmup", index, "batch_size"), f"{text} {max_size}")
         for name, tensor in sorted(sample.inputs.items()):
-            path: Key = ("model_warmup", index, "inputs", member(name))
+            path: Key = ("model_warmup", index, "inputs", map_key(name))
             if tensor.data_type == DataType.TYPE_INVALID:
                 text = f"warmup setting of input '{name}' must specify 'data_type'"
                 yield Problem(path, text)

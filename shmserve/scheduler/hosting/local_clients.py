@@ -25,6 +25,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import MAX_LINKS, MAX_REQUEST_BYTES, Capabilities
 from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
+from shmserve.ipc.processes import trim_heap
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature
@@ -92,6 +93,10 @@ class LocalClientListener:
             if _client_number(peer) == client_number:
                 self.link.disconnect(peer)
         self._rules.process_exited(client_number)
+        # Large frames, and the lists in them, leave holes in the heap below objects that stay.
+        if self.link.has_buffered_much:
+            self.link.has_buffered_much = False
+            trim_heap()
 
 
 class _LocalSchema(NamedTuple):
@@ -250,7 +255,7 @@ class LocalTraces:
     def start_trace(self, peer: bytes, submit: Submit) -> Submit:
         """Return a client's request, with a trace if it is measured."""
         context = TraceContext.of(submit.trace)
-        is_sampled = self._sampler.samples(context.is_sampled if context.parent_id else None)
+        is_sampled = self._sampler.should_trace(context.is_sampled if context.parent_id else None)
         if not is_sampled and not self._slow_ns:
             return submit
         if not submit.trace:

@@ -163,6 +163,7 @@ class Responses:
                 outcome, request.outcome = request.outcome, None
                 assert outcome is not None  # every HELD request has an outcome
                 self.finish(request, *outcome, now_ns)
+                now_ns += 1  # so that the times in traces have the order of the responses
 
     def sweep(self) -> None:
         """Remove ended requests from the list of ordered responses if there are many.

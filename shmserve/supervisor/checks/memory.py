@@ -218,7 +218,7 @@ def gather_devices(config: ServerConfig) -> DeviceList:
     device_files = map(str, Path("/dev").glob(pattern))
     version = _DRIVER_FOLDER / "version"
     driver = re.search(r"\d+\.[\d.]+", version.read_text()) if version.is_file() else None
-    visible_count = accelerators(visible=visible_devices).count
+    visible_count = accelerators(visible_devices=visible_devices).count
     return DeviceList(
         *(devices.kind, devices.count, visible_count, visible_devices),
         inaccessible=tuple(file for file in device_files if not os.access(file, os.R_OK | os.W_OK)),

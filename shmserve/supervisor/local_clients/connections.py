@@ -272,7 +272,7 @@ class LocalClientConnections:
         user_clients = sum(client.uid == uid for client in self._clients.values())
         if len(self._clients) >= self._max_clients:
             return False
-        return user_clients < fd_limits.share_of(self._max_clients)
+        return user_clients < fd_limits.max_connections_per_peer(self._max_clients)
 
     def disconnect(self, client: LocalClient) -> None:
         """Close a connection, unless it is closed."""

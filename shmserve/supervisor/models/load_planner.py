@@ -119,7 +119,7 @@ class LoadPlanner:
                 logger.warning("model %s: %s is defined twice with equal values", name, tensor)
             config = self._with_defaults(written_config, folder)
             # If the backend is unknown, no other error of the configuration is reported.
-            fault = model_config.unknown_backend(config)
+            fault = model_config.unknown_backend_error(config)
             if not fault:
                 repository.check_agents(folder, config)
                 _add_environment(config, folder)

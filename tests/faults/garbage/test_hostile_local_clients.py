@@ -159,7 +159,7 @@ def a_request_with_a_large_name(local_client: Guest, stage: Scene) -> None:
     link = local_client.link("identity")
     link.send(replace(submit((small_tensor(),)), request_id="x" * MIB))
     failed_answer = answer(link)
-    assert isinstance(failed_answer, m.Failed) and "larger than" in failed_answer.message
+    assert isinstance(failed_answer, m.Failed) and "at most" in failed_answer.message
 
 
 def all_in_one_frame(local_client: Guest, stage: Scene) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from shmserve.common.fd_limits import share_of
+from shmserve.common.fd_limits import max_connections_per_peer
 from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
@@ -177,7 +177,10 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
         for sock in crowd:
             with contextlib.suppress(OSError):
                 sock.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
-        until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= share_of(limit))
+        until(
+            "they have their share",
+            lambda: 0 < sum(map(is_open, crowd)) <= max_connections_per_peer(limit),
+        )
         assert is_served(port)
         assert is_open(idle)
 

@@ -270,7 +270,7 @@ def test_strided_and_empty_inputs(client) -> None:
 
 def test_a_signal_handler_cannot_use_the_client_while_its_thread_waits(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B)
-    with client._get_waiter().lock:  # a waiting thread holds this lock
+    with client._get_thread_channel().lock:  # a waiting thread holds this lock
         for use_client in (lambda: client.infer("simple", INPUT0=A, INPUT1=B), client.close):
             with pytest.raises(shmserve.client.Unavailable, match="a signal handler cannot use"):
                 use_client()

@@ -588,7 +588,9 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
             assert (kept_view == 1).all()
             with pytest.raises(shmserve.client.Disconnected, match="before the response"):
-                client._get_waiter().submit(late_request)  # it was made for the server before
+                client._get_thread_channel().submit(
+                    late_request
+                )  # it was made for the server before
             assert client.infer_async("rows", region).result(20)["OUTPUT0"][0, 0] == 4
             region.release()
         finally:

@@ -145,7 +145,7 @@ def test_a_submission_during_close_fails_with_disconnected(
 ) -> None:
     waiter = ThreadChannel(connection)
     closing_thread = threading.Thread(target=waiter.close)
-    connect = waiter.channel._links.connect
+    connect = waiter.requests._links.connect
 
     def connect_while_closing(endpoint: str) -> Any:
         closing_thread.start()
@@ -153,7 +153,7 @@ def test_a_submission_during_close_fails_with_disconnected(
             closing_thread.join()
         return connect(endpoint)
 
-    monkeypatch.setattr(waiter.channel._links, "connect", connect_while_closing)
+    monkeypatch.setattr(waiter.requests._links, "connect", connect_while_closing)
     pending = waiter.submit(build_request(connection))
     closing_thread.join()
     with pytest.raises(Disconnected):

@@ -241,7 +241,7 @@ def test_torch_and_numpy_use_a_region_without_a_copy(client: Server) -> None:
     assert (interface["shape"], interface["typestr"]) == ((2, 3), "<f4")
     assert ctypes.c_float.from_address(interface["data"][0] + 4).value == 1
     for wrong_value in ([1, 2, 3, 4], "word"):
-        with pytest.raises(InvalidArgument, match="the data cannot be converted to"):
+        with pytest.raises(InvalidArgument, match="the values cannot be converted to"):
             region["a"].fill(wrong_value)
     with pytest.raises(BufferError):
         region["a"].__dlpack__(copy=True)

@@ -428,7 +428,7 @@ def test_accepted_input_types() -> None:
     with pytest.raises(InvalidArgument, match="Python objects; model expects FP32: pass array"):
         as_array(np.array([1.0], object), TensorSpec("x", "FP32", (-1,)), "x")
     assert as_array(True, None, "x")[1] == "BOOL"
-    with pytest.raises(InvalidArgument, match="takes host memory"):
+    with pytest.raises(InvalidArgument, match="pass a tensor in host memory"):
         as_array(torch.empty(1, device="meta"), None, "x")
     assert as_array(torch._neg_view(torch.ones(2)), None, "x")[0].tolist() == [-1, -1]
     scalar, datatype = as_array(torch.tensor(1.0, dtype=torch.bfloat16), None, "x")

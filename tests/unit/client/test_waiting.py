@@ -167,7 +167,7 @@ def test_a_response_that_cannot_be_read_ends_the_stream(
     with pytest.raises(Internal, match="cannot be read"):
         next(stream)
     assert list(stream) == []
-    channel.channel.flush()
+    channel.requests.flush()
     assert scheduler.next(m.Cancel) == m.Cancel(number)
 
 
@@ -188,7 +188,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
             next(stream)
         assert ended_ids == ["free"] and list(stream) == []
     else:
-        channel.channel.process_events([])
+        channel.requests.process_events([])
         assert successor.next(m.Submit) == submit
         successor.send(make_response(submit.id, 5, final=True))
         assert values(stream) == [5]
@@ -225,7 +225,7 @@ def test_the_end_of_the_connection_ends_its_streams(
             next(stream)
         assert list(stream) == []
         with pytest.raises(ShmserveError):
-            open_stream(stream._waiter, tmp_path, [])
+            open_stream(stream._channel, tmp_path, [])
 
 
 @pytest.mark.parametrize("module", [sync, aio])
@@ -234,7 +234,7 @@ def test_whether_to_retry_depends_on_the_request_that_failed(module: Any) -> Non
     session, lost = MagicMock(), Unavailable("the worker has exited")
     session.should_retry.return_value = False
     server = module.Server(session)
-    server._get_waiter = MagicMock(**{"return_value.wait.side_effect": lost})
+    server._get_thread_channel = MagicMock(**{"return_value.wait.side_effect": lost})
     server._get_channel = server._load_on_demand = AsyncMock()
     server._infer = AsyncMock(side_effect=lost)
     with pytest.raises(Unavailable):

@@ -7,10 +7,10 @@ import pytest
 
 from shmserve.common.auth_tokens import (
     GRPC_HEADER_PREFIX,
-    OPEN,
+    MODEL_METADATA,
     RESTRICTABLE,
     SCOPES,
-    SIGNATURE,
+    SCOPES_WITHOUT_TOKEN,
     Authorisation,
     Restriction,
     parse_restrictions,
@@ -35,11 +35,11 @@ def bearer(token: str) -> dict[str, str]:
 
 def test_a_token_grants_its_scopes(tokens_file: Path) -> None:
     rules = Authorisation(read_tokens(tokens_file), {})
-    assert rules.authorise(SIGNATURE, bearer(LIMITED)) is None
+    assert rules.authorise(MODEL_METADATA, bearer(LIMITED)) is None
     for scope in SCOPES:
         assert rules.authorise(scope, bearer(ADMIN)) is None
         access_error = rules.authorise(scope, bearer(LIMITED))
-        if scope in ("inference", "metadata", *OPEN):
+        if scope in ("inference", "metadata", *SCOPES_WITHOUT_TOKEN):
             assert access_error is None
         else:
             assert access_error is not None
@@ -54,10 +54,10 @@ def test_the_inference_scope_may_read_signatures(tmp_path: Path, scopes: str, st
     path = tmp_path / "some"
     path.write_text(f"{LIMITED} {scopes}\n")
     rules = Authorisation(read_tokens(path), {"metadata": Restriction("key", "secret")})
-    access_error = rules.authorise(SIGNATURE, {**bearer(LIMITED), "key": "secret"})
+    access_error = rules.authorise(MODEL_METADATA, {**bearer(LIMITED), "key": "secret"})
     assert (access_error.status if access_error else 0) == status
     # The scope "metadata of models" is restricted like the metadata API.
-    assert rules.authorise(SIGNATURE, bearer(LIMITED)) is not None
+    assert rules.authorise(MODEL_METADATA, bearer(LIMITED)) is not None
     if scopes == "inference":
         assert rules.authorise("metadata", {**bearer(LIMITED), "key": "secret"}) is not None
 
@@ -82,7 +82,7 @@ def test_a_header_without_a_token_grants_only_health(tokens_file: Path, header: 
     for metadata in ({"authorization": header}, {}):
         for scope in SCOPES:
             access_error = rules.authorise(scope, metadata)
-            if scope in OPEN:
+            if scope in SCOPES_WITHOUT_TOKEN:
                 assert access_error is None
             else:
                 assert access_error is not None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmserve.common.names import DoubledName, members
+from shmserve.common.names import DuplicateKeyError, reject_duplicate_keys
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.json import parser
 from shmserve.gateway.http.json.parser import loads, loads_large
@@ -166,10 +166,10 @@ def test_duplicate_names_beside_large_arrays_are_refused(monkeypatch: pytest.Mon
 @example([("a", 1), ("a", 2)])
 def test_members_refuse_duplicate_names(pairs: Pairs) -> None:
     if len(dict(pairs)) < len(pairs):
-        with pytest.raises(DoubledName):
-            members(pairs)
+        with pytest.raises(DuplicateKeyError):
+            reject_duplicate_keys(pairs)
     else:
-        assert members(pairs) == dict(pairs)
+        assert reject_duplicate_keys(pairs) == dict(pairs)
 
 
 def test_duplicate_names_in_a_configuration_are_refused() -> None:

@@ -120,7 +120,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"'.*pipe': it is a pipe without content"):
         command_line.parse([f"--config={tmp_path}/pipe"])
     (tmp_path / "binary").write_bytes(b"\xff")
-    with pytest.raises(InvalidArgument, match=r"shmserve.yaml': invalid YAML: it is nested too"):
+    with pytest.raises(InvalidArgument, match=r"shmserve.yaml': invalid YAML: nested too"):
         read_options(tmp_path, "id: " + "[" * 20_000)
     with pytest.raises(InvalidArgument, match=r"cannot read '.*binary': it is not UTF-8 text"):
         command_line.parse([f"--config={tmp_path}/binary"])

@@ -109,7 +109,7 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         ("histogram_latencies=", "'histogram_latencies=' is not SETTING=VALUE"),
         ("nope=1", "unknown setting 'nope' (allowed: counter_latencies, histogram_latencies, "
          "summary_latencies, summary_quantiles)"),
-        ("summary_latencies=maybe", "summary_latencies='maybe': it is not true or false"),
+        ("summary_latencies=maybe", "summary_latencies='maybe': expected true or false"),
         ("summary_quantiles=0.5:0.1,0.9",
          "summary_quantiles='0.5:0.1,0.9': Invalid option: [0.9]. No ':' delimiter found. "
          "Expected format is <quantile>:<error>"),
@@ -195,7 +195,7 @@ def test_backend_settings_that_no_backend_reads_are_found() -> None:
     ]
     read = ["onnxruntime,intra_op_thread_count=2", "default-max-batch-size=8"]
     options = settings(*(f"--backend-config={text}" for text in idle + read))
-    assert server.idle_backend_settings(options.backend_config) == idle
+    assert server.unread_backend_settings(options.backend_config) == idle
     with pytest.raises(InvalidArgument, match="default-max-batch-size: 'many' is not an integer"):
         settings("--backend-config=pytorch,default-max-batch-size=many")
 
@@ -294,7 +294,7 @@ def test_an_error_names_the_flag_its_value_and_allowed_values(argument: str, mes
 
 
 def test_errors_of_the_whole_command_line() -> None:
-    assert "at least one is needed" in refusal()
+    assert "at least one folder is needed" in refusal()
     assert "--model-repository: '/no/where' is not a folder" in refusal("/no/where")
     repositories = settings("/no/where", "--exit-on-error=false").model_repositories
     assert repositories == (ROOT, Path("/no/where"))

@@ -109,22 +109,22 @@ def report(name: str, version: str) -> dict[str, Any]:
 SCOPES = {
     "/infer": "inference", "/generate": "inference", "/generate_stream": "inference",
     "/live": "health", "/ready": "health", "/v2": "metadata",
-    "/versions/{version}]": auth_tokens.SIGNATURE, "/config": "model-config",
+    "/versions/{version}]": auth_tokens.MODEL_METADATA, "/config": "model-config",
     "/stats": "statistics", "/index": "model-repository", "/load": "model-repository",
     "/unload": "model-repository", "/register": "shared-memory", "/status": "shared-memory",
     "/unregister": "shared-memory", "/trace/setting": "trace", "/v2/logging": "logging",
     "/v1/models": "metadata", "/v1/models/{id}": "metadata", "/tokenize": "inference",
     "/detokenize": "inference", "/health": "health", "/ping": "health", "/version": "metadata",
     "/": "health", "/openapi.json": "health", "/docs": "health",
-    "/docs/models": auth_tokens.SIGNATURE, "/completions": "inference", "/responses": "inference",
-    "/embeddings": "inference", "/input_tokens": "inference",
+    "/docs/models": auth_tokens.MODEL_METADATA, "/completions": "inference",
+    "/responses": "inference", "/embeddings": "inference", "/input_tokens": "inference",
 }  # fmt: skip
 
 
 def test_every_route_has_a_scope() -> None:
     """Each route belongs to the right API, and its handler is called only with that permission."""
     for route in ROUTES.routes:
-        assert route.scope in (*auth_tokens.RESTRICTABLE, auth_tokens.SIGNATURE), route
+        assert route.scope in (*auth_tokens.RESTRICTABLE, auth_tokens.MODEL_METADATA), route
         (end,) = [end for end in SCOPES if route.path.endswith(end)] or ["not in the table"]
         assert route.scope == SCOPES.get(end), route
     assert {route.method for route in ROUTES.routes} == {"GET", "POST"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmserve.config.flags import header_pattern
+from shmserve.config.flags import convert_header_pattern
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.inference.request import select_forwarded_headers
 
@@ -25,7 +25,9 @@ HEADERS = [("X-My-Key", "Value One"), ("Host", "h"), ("my-other", "2"), ("X-My-K
     ],
 )
 def test_a_name_matches_in_part_and_in_any_case(pattern: str, names: list[str]) -> None:
-    selected_headers = select_forwarded_headers(header_pattern({"flag": pattern}, "flag"), HEADERS)
+    selected_headers = select_forwarded_headers(
+        convert_header_pattern({"flag": pattern}, "flag"), HEADERS
+    )
     assert list(selected_headers) == names
     assert selected_headers.get("X-My-Key", "Value Two") == "Value Two"
 

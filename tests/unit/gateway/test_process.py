@@ -107,4 +107,4 @@ def test_tokens_that_change_while_listeners_open_apply_to_all(
             gateway.settings = replace(gateway.settings, tokens={})
             asyncio.run(server.open())
             rules = [acceptor.listener.authorisation for acceptor in server.acceptors]
-            assert [rule.asks_for_tokens for rule in rules] == [True, True]
+            assert [rule.requires_token for rule in rules] == [True, True]

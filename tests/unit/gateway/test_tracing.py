@@ -19,8 +19,8 @@ SAMPLED_HEADER = f"00-{'1' * 32}-{'2' * 16}-01"
 )
 def test_sampling_has_a_rate_and_a_count(rate: int, count: int, expected_traces: int) -> None:
     sampler = Sampler(TraceSettings(("TIMESTAMPS",), rate, count))
-    assert sum(sampler.samples() for _ in range(12)) == expected_traces
-    assert not Sampler(TraceSettings(trace_rate=rate, trace_count=count)).samples()
+    assert sum(sampler.should_trace() for _ in range(12)) == expected_traces
+    assert not Sampler(TraceSettings(trace_rate=rate, trace_count=count)).should_trace()
 
 
 def test_unchanged_settings_keep_their_count() -> None:

@@ -144,8 +144,7 @@ ENSEMBLE = 'name: "m" platform: "ensemble"' + TENSORS
          "parameter 'step[1].condition': ensemble 'm' has 1 steps, numbered from 0"),
         ('@parameters { key: "step[0].condition" value { string_value: "Q" } } '
          "ensemble_scheduling { step { %s } }", 'parameters["step[0].condition"]',
-         "parameter 'step[0].condition': ensemble 'm' has no tensor 'Q', which is to be its "
-         "condition"),
+         "parameter 'step[0].condition': expected the name of a tensor of ensemble 'm', found 'Q'"),
         ('@parameters { key: "step[0].if" value { string_value: "I" } } '
          "ensemble_scheduling { step { %s } }", 'parameters["step[0].if"]',
          "parameter 'step[0].if' of ensemble 'm' is unknown (allowed: step[N].condition)"),

@@ -78,7 +78,7 @@ def test_a_complete_padding_is_valid() -> None:
         ({"IMAGE": {"mask": "A", "lengths": "A"}}, "creates the input 'A' ('mask')"),
         ({"FEATURES": {"like": "IMAGE"}}, "must have a 'like' that names a padded input"),
         (VALID_PADDING | {"ROWS": {"like": "IMAGE"}},
-         "with 1 variable dimensions like an input with 2"),
+         "has 1 variable dimensions, but its 'like' input has 2"),
         (VALID_PADDING | {"ROWS": {"like": "IMAGE", "value": 1}}, "has keys besides 'like'"),
     ],
 )  # fmt: skip

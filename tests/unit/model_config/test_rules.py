@@ -101,8 +101,8 @@ RULES = [
      "'dynamic_batching': add that block, or remove the parameter"),
     *((DYNAMIC_BATCHING + "} " + STRATEGY % "adaptive" + " @" + TARGET % value,
         'parameters["target_p99_ms"]',
-        "parameter 'target_p99_ms' must be a number of milliseconds, 0.001 at least and of "
-        f"a day at most for m, found '{value}'") for value in ("", "soon", "0", "-1", "nan", "inf",
+        "parameter 'target_p99_ms' must be a number of milliseconds from 0.001 to 86400000 "
+        f"(a day) for m, found '{value}'") for value in ("", "soon", "0", "-1", "nan", "inf",
         "1e9", "1e-300", "1_000", " 30 ")),
     *(
         (

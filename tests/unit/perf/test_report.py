@@ -88,7 +88,7 @@ def test_an_invalid_report_is_rejected(tmp_path: Path, text: str) -> None:
 
 
 def test_csv_has_one_line_per_load() -> None:
-    rows = list(csv.DictReader(report.rows([POINT, replace(POINT, value=8.0)]).splitlines()))
+    rows = list(csv.DictReader(report.as_csv([POINT, replace(POINT, value=8.0)]).splitlines()))
     assert [row["value"] for row in rows] == ["4.0", "8.0"]
     assert (rows[0]["latency.p99"], rows[0]["server.m.queue"]) == ("5.0", "100.0")
 

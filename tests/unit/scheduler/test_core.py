@@ -22,6 +22,7 @@ from shmserve.ipc.messages.supervision import (
     Stop,
 )
 from shmserve.ipc.processes import REMEMBERED_EXITS
+from shmserve.ipc.trace import TraceContext, unpack_spans
 from shmserve.scheduler.requests.request import NEVER
 from tests.rigs.scheduler_rig import (
     GATEWAY,
@@ -118,6 +119,18 @@ def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
         failure(first_id, "UNAVAILABLE", EXPIRED_TEXT, is_early=True),
         m.Finished(second_id, b"done", [b"done"]),
     ]
+
+
+def test_ordered_responses_have_different_times_in_traces() -> None:
+    """A response that was held until another is sent is later than this one, as in Triton."""
+    rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
+    rig.start(0, 100)
+    rig.start(1, 101)
+    rig.submit(2, trace=TraceContext.new().message)
+    for peer, batch in reversed(rig.take_batches()):
+        rig.finish(peer, batch)
+    first, second = (unpack_spans(finished.spans)[0] for finished in rig.answers())
+    assert first.responded_ns < second.responded_ns
 
 
 def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:

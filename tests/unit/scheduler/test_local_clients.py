@@ -1,5 +1,7 @@
 """A scheduler's checks of the fields in local clients' requests."""
 
+from pathlib import Path
+
 import pytest
 
 from shmserve.errors import InvalidArgument
@@ -13,6 +15,7 @@ from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext
 from shmserve.scheduler.hosting.local_clients import LocalClientRules
+from tests.support.servers import run_python
 
 CONFIG = {
     "name": "m",
@@ -79,3 +82,49 @@ def test_a_valid_trace_context_is_continued() -> None:
     assert rules.validate(FIRST, submit, NOW).trace == trace
     with pytest.raises(InvalidArgument, match="trace is malformed"):
         rules.validate(FIRST, m.Submit(1, *packed_request, NOW, 0, 0, 0, trace="00-x"), NOW)
+
+
+# malloc maps larger blocks than each list of the frame, which is therefore on the heap. The log
+# record of the malformed frame is above the lists, and stays.
+_LARGE_FRAME = """
+import logging, os, socket, sys
+from pathlib import Path
+from shmserve.ipc import endpoints, processes
+from shmserve.ipc.transport import zmtp
+from shmserve.scheduler.hosting.local_clients import LocalClientListener
+
+def resident():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+class Keep(logging.Handler):
+    records = []
+    def emit(self, record):
+        self.records.append(bytes(400_000))
+
+logging.basicConfig(handlers=[Keep()])
+processes.unmap_large_blocks_on_free()
+capabilities, number = endpoints.Capabilities(b"key"), endpoints.FIRST_LOCAL_CLIENT
+listener = LocalClientListener(f"ipc://{sys.argv[1]}", capabilities, None)
+identity = f"{number}.{capabilities.token(number)}.one".encode()
+lists = (b"\\xdd" + (60_000).to_bytes(4, "big") + b"\\xc0" * 60_000) * 60
+frame = b"\\xdd" + (61).to_bytes(4, "big") + b"\\x01" + lists
+frame = memoryview(b"\\2" + len(frame).to_bytes(8, "big") + frame)
+with socket.socket(socket.AF_UNIX) as client:
+    client.connect(sys.argv[1])
+    client.send(zmtp.GREETING + zmtp.ready_command("DEALER", identity))
+    listener.link.receive()
+    before = resident()
+    while frame:
+        frame = frame[client.send(frame[:60_000]):]
+        listener.link.receive()
+listener.process_exited(number)
+print(len(Keep.records), resident() - before)
+"""
+
+
+def test_memory_of_large_frames_is_returned_after_the_exit_of_their_client(tmp_path: Path) -> None:
+    run = run_python("-c", _LARGE_FRAME, tmp_path / "socket")
+    assert run.returncode == 0, run.stderr
+    records, kept_bytes = map(int, run.stdout.split())
+    assert records == 1 and kept_bytes < 4 << 20

@@ -87,7 +87,7 @@ async def test_events_without_subscribers_are_not_sent(run_dir: Path) -> None:
             assert not publisher.has_subscriber(publications.MODELS)
             publisher.publish(m.LoadRefused("m", "no"))
             publisher.publish(STARTED_EVENT)
-            arrived = await asyncio.to_thread(reader._next, 5000)
+            arrived = await asyncio.to_thread(reader._receive, 5000)
             assert arrived is not None
             _, header, body = arrived
             assert (header.sequence, body) == (1, [STARTED_EVENT])

@@ -72,7 +72,7 @@ async def test_one_user_cannot_take_them_all(folder: Path, monkeypatch: pytest.M
             link = stack.enter_context(join_server(folder))
             if await is_welcomed(link):
                 admitted_links.append(link)
-        assert len(admitted_links) == fd_limits.share_of(MAX_CLIENTS) < MAX_CLIENTS
+        assert len(admitted_links) == fd_limits.max_connections_per_peer(MAX_CLIENTS) < MAX_CLIENTS
         admitted_links.pop().close()
         await disconnected.wait()
         assert await is_welcomed(stack.enter_context(join_server(folder)))

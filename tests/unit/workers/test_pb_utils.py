@@ -651,7 +651,7 @@ def test_invalid_families_are_refused() -> None:
     pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
     kind: Any
     for kind in (5, "COUNTER", None, 0):
-        with pytest.raises(TypeError, match="the kind of a metric family"):
+        with pytest.raises(TypeError, match="kind must be MetricFamily"):
             pb_utils.MetricFamily("c", "", kind)
     with pytest.raises(TypeError, match="description"):
         pb_utils.MetricFamily("b", None, pb_utils.MetricFamily.GAUGE)  # type: ignore[arg-type]

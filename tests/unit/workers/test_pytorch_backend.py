@@ -450,6 +450,22 @@ def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
     assert np.array_equal(reply.array("doubled"), tokens * 2)
 
 
+class Rank(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() + 10 * x.dim()
+
+
+@pytest.mark.parametrize(("reshape", "result"), [({}, 13), ({"reshape": {"shape": []}}, 3)])
+def test_a_script_has_tensors_of_rank_0(
+    worker: Rig, reshape: dict[str, Any], result: float
+) -> None:
+    save_script(Rank(), worker)
+    inputs = [tensor_config("x", "FP32", [1], **reshape)]
+    serve(worker, model_config(inputs, [tensor_config("y", "FP32", [1])], 0))
+    (reply,) = worker.batch(inference(tensor("x", np.full(1, 3, F32))))
+    assert reply.array("y").tolist() == [result]
+
+
 def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
     export(Affine(), worker, torch.zeros(2, 4))
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
@@ -554,6 +570,10 @@ def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[
         [[["1x", "2y"]], [["2", "2"]]],
         [[["3z", "äz"], ["5z", "6zz"]], [["2", "3"], ["2", "3"]]],
     ]
+    first, second = np.array([[b"\xff", b"1"]], np.object_), text_array("x y")
+    (reply,) = worker.batch(inference(tensor(first_name, first), tensor(second_name, second)))
+    assert reply.answer is not None
+    assert reply.answer.outputs[0].data == b"\x02\0\0\0\xffx\x02\0\0\x001y"
 
 
 def decoded(reply: Any, name: str) -> Any:
@@ -569,7 +589,8 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
     (reply,) = worker.batch(inference(tensor("a", np.array(["a", "bc"], np.object_))))
     assert decoded(reply, "y") == ["A", "BC"]
     (reply,) = worker.batch(inference(tensor("a", np.array([b"\xff"], np.object_))))
-    assert reply.message.startswith("an output has text that is not UTF-8")
+    assert reply.answer is not None
+    assert reply.answer.outputs[0].data == b"\x01\0\0\0\xff"
 
 
 @pytest.mark.parametrize(

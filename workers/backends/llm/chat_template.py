@@ -33,11 +33,12 @@ _PART_TEXTS = {
     "thinking": "thinking",
 }
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
-_OPTIONS = (
+# The members of a conversation that are not variables of its template.
+_NON_VARIABLES = (
     *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
     "continue_final_message",
 )
-NICE = 10
+NICE = 10  # the nice value of threads and processes that convert long texts
 _PROMPT_ENDS = ("add_generation_prompt", "continue_final_message")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued
 # JSON writes a half of a surrogate pair, which no text may contain, as an escape sequence.
@@ -320,17 +321,17 @@ def _as_function(value: Any, position: str) -> Any:
     if not isinstance(custom, dict) or value.get("type") != "custom":
         return value
     name = custom.get("name")
-    others = {key: value[key] for key in value if key != "custom"}
+    rest = {key: value[key] for key in value if key != "custom"}
     if "input" in custom:
         function = {"name": name, "arguments": _to_json({"input": custom["input"]})}
-        return {**others, "type": "function", "function": function}
+        return {**rest, "type": "function", "function": function}
     if not is_tool_name(name):
         raise InvalidArgument(f"{position}.custom.name: {clip(repr(name))} is not a name")
     if custom.get("format") not in (None, {"type": "text"}):
         raise InvalidArgument(f"{position}.custom.format: only the type 'text' is supported")
     members = {key: custom[key] for key in custom if key != "format"}
     function = {**members, "parameters": _CUSTOM_PARAMETERS}
-    return {**others, "type": "function", "function": function}
+    return {**rest, "type": "function", "function": function}
 
 
 # The types of a conversation's variables, and their descriptions.
@@ -354,7 +355,7 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
     - Nulls and an empty list of calls are removed.
     - The reasoning is stored as `thinking` and as `reasoning_content`, since templates differ.
     - The arguments of calls are objects, or texts if the template writes them as they are. As in
-      vLLM, arguments that are no JSON object become an empty object, because clients send
+      vLLM, arguments that are not a JSON object become an empty object, because clients send
       back calls that a token limit has truncated.
     - A missing content becomes empty, as in vLLM, unless the message has calls and the template
       checks for a content. It is null if the template checks for null.
@@ -392,8 +393,8 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
             message["content"] = [{"type": "text", "text": content}]
         return message
     parts = [_text_part(part) for part in content]
-    joins = not template.iterates_parts or message["role"] == "tool"
-    return {**message, "content": "\n".join(part["text"] for part in parts) if joins else parts}
+    is_joined = not template.iterates_parts or message["role"] == "tool"
+    return {**message, "content": "\n".join(part["text"] for part in parts) if is_joined else parts}
 
 
 def _text_part(part: Any) -> dict[str, Any]:
@@ -421,10 +422,10 @@ def _merge_system_messages(
 
     Many templates reject a system message elsewhere, such as a converted developer's message.
     """
-    systems = [message for message in messages if message["role"] == "system"]
-    if systems == messages[:1]:
+    system_messages = [message for message in messages if message["role"] == "system"]
+    if system_messages == messages[:1]:
         return messages
-    contents = (message.get("content") or "" for message in systems)
+    contents = (message.get("content") or "" for message in system_messages)
     texts = [
         content if isinstance(content, str) else "\n".join(part["text"] for part in content)
         for content in contents
@@ -432,8 +433,8 @@ def _merge_system_messages(
     content: Any = "\n\n".join(filter(None, texts))
     if template.takes_only_parts:
         content = [{"type": "text", "text": content}]
-    others = [message for message in messages if message["role"] != "system"]
-    return [{"role": "system", "content": content}, *others]
+    other_messages = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": content}, *other_messages]
 
 
 def _prepare_call(call: Any, is_text: bool) -> Any:
@@ -515,8 +516,8 @@ def _reject(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _format_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _format_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
 
 
 def _to_json(
@@ -582,23 +583,23 @@ def render_in_process(
 
 
 def _exchange(process: subprocess.Popen[str], value: Any) -> Any:
-    """Send a value to the process that renders, and return its answer."""
+    """Send a value to the process that renders, and return its response."""
     assert process.stdin is not None and process.stdout is not None
     print(json.dumps(value), file=process.stdin, flush=True)
     line = process.stdout.readline()
     if not line:
         raise Internal("the process that renders long conversations has exited")
-    answer = json.loads(line)
-    if "error" in answer:
-        raise InvalidArgument(answer["error"])
-    return answer
+    response = json.loads(line)
+    if "error" in response:
+        raise InvalidArgument(response["error"])
+    return response
 
 
 def main() -> None:
     """Render the conversation in a memory file, whose descriptor is the argument.
 
     The prompt replaces the conversation in the file. The standard input has two lines of JSON: the
-    templates and special tokens, and the options for the template. The answers, also JSON, are the
+    templates and special tokens, and the options for the template. The output, also JSON, is the
     options of the conversation and the size of the prompt, or an object with `error`.
     """
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
@@ -606,11 +607,11 @@ def main() -> None:
     with open(int(sys.argv[1]), "r+b", 0) as file:
         try:
             chat = parse_conversation(decode("messages", file.read()))
-            options = {name: chat.pop(name) for name in _OPTIONS if name in chat}
+            options = {name: chat.pop(name) for name in _NON_VARIABLES if name in chat}
             print(json.dumps(options), flush=True)
             prompt = template.render(chat | json.loads(input())).encode()
-        except InvalidArgument as fault:
-            print(json.dumps({"error": fault.message}))
+        except InvalidArgument as error:
+            print(json.dumps({"error": error.message}))
             return
         file.seek(0)
         file.truncate()

@@ -26,7 +26,7 @@ from shmserve.workers.backends.llm.model.transformer import Passes
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampler import (
     PROPOSAL,
-    Check,
+    DraftCheck,
     Proposal,
     SampledRow,
     TokenLogprobs,
@@ -221,8 +221,8 @@ class DraftModel:
         rows = [(s, row) for s, row in rows if len(s.tokens) + row.draft_count <= positions]
         ready_rows = self._catch_up(rows)
         max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
-        for round_ in range(max_drafts):
-            draft_rows = [(s, row) for s, row in ready_rows if row.draft_count > round_]
+        for draft_index in range(max_drafts):
+            draft_rows = [(s, row) for s, row in ready_rows if row.draft_count > draft_index]
             self._append_drafts(self._next_logits(draft_rows, proposals), draft_rows, proposals)
         for sequence, row in ready_rows:
             sequence.draft_computed = len(sequence.tokens) + row.draft_count - 1
@@ -341,12 +341,12 @@ class WorkerEngine:
 
     def fail_step(self, message: Step, error: Exception) -> Stepped:
         """Fail the requests of a step that has raised an error; return the result of the step."""
-        live, numbers = self._sequences, [row.sequence for row in message.rows]
-        keys = {live[number].prompt.key for number in numbers if number in live}
-        not_begun = {new.key for new in message.new_sequences if new.sequence not in live}
+        sequences, numbers = self._sequences, [row.sequence for row in message.rows]
+        keys = {sequences[number].prompt.key for number in numbers if number in sequences}
+        not_begun = {new.key for new in message.new_sequences if new.sequence not in sequences}
         self.fail(keys | not_begun, error)
         for sequence in message.ended:
-            live.pop(sequence, None)
+            sequences.pop(sequence, None)
         return Stepped(message.step, [], 0, 0, 0, skipped=numbers)
 
     def _begin_sequences(self, message: Step) -> None:
@@ -437,16 +437,16 @@ class WorkerEngine:
         """Sample the next token of each sequence, and verify its draft tokens."""
         sampled: list[SampledRow] = []
         logit_rows: list[int] = []
-        checks: list[Check] = []
+        checks: list[DraftCheck] = []
         for plan in plans:
             tokens = plan.proposal.tokens
-            checks.append(Check(len(sampled), plan.proposal))
+            checks.append(DraftCheck(len(sampled), plan.proposal))
             logit_rows += range(plan.logit_row, plan.logit_row + len(tokens) + 1)
             for count in range(len(tokens) + 1):
                 mask = plan.masks[count] if plan.masks else None
                 sampled.append(plan.sequence.sampled_row(tokens[:count], mask))
         row_logits = logits if len(logit_rows) == len(logits) else logits[logit_rows]
-        raw_logits = _copy_raw(row_logits, sampled)
+        raw_logits = _copy_raw_logits(row_logits, sampled)
         process(row_logits, sampled)
         accepted_tokens = verify(row_logits, sampled, checks)
         parts = [
@@ -464,7 +464,7 @@ class WorkerEngine:
     def _are_allowed(self, plan: RowPlan, tokens: list[int], logits: Tensor) -> bool:
         """Return whether sampled tokens are allowed; fail the request if no token is allowed."""
         prompt, parameters = plan.sequence.prompt, plan.sequence.prompt.parameters
-        is_restricted = parameters.restricted or plan.masks
+        is_restricted = parameters.is_restricted or plan.masks
         if not is_restricted or logits[range(len(tokens)), tokens].min() > -math.inf:
             return True
         name = "allowed_token_ids" if parameters.allowed_token_ids else "bad_words"
@@ -474,7 +474,7 @@ class WorkerEngine:
         return False
 
     def _append_tokens(
-        self, plan: RowPlan, check: Check, tokens: list[int], raw_logits: Tensor | None
+        self, plan: RowPlan, check: DraftCheck, tokens: list[int], raw_logits: Tensor | None
     ) -> SequenceOutput:
         """Add the sampled tokens to a sequence and its matcher."""
         sequence, prompt = plan.sequence, plan.sequence.prompt
@@ -515,6 +515,6 @@ def _beam_candidates(plan: RowPlan, logits: Tensor) -> RowResult:
     return RowResult(plan.sequence.number, [], candidates=tokens, scores=scores)
 
 
-def _copy_raw(logits: Tensor, rows: list[SampledRow]) -> Tensor | None:
+def _copy_raw_logits(logits: Tensor, rows: list[SampledRow]) -> Tensor | None:
     """Return a copy of the unprocessed logits if log probabilities are requested, or None."""
     return logits.clone() if any(row.parameters.logprobs >= 0 for row in rows) else None

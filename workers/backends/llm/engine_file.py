@@ -38,26 +38,26 @@ def read(folder: Path) -> EngineSettings:
 def parse(text: str) -> EngineSettings:
     """Return the settings in the text of a file; raise errors like `read`."""
     try:
-        top = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
         document: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         position = f"{NAME}:{_format_mark(mark)}" if mark else NAME
         reason = getattr(error, "problem", None) or str(error)
         raise InvalidArgument(f"{position}: invalid YAML: {reason}") from None
-    if top is None:
+    if root is None:
         return EngineSettings.of({})
     if not isinstance(document, dict):
         kind = type(document).__name__
         raise InvalidArgument(f"{NAME}: expected a mapping (NAME: VALUE), found a {kind}")
-    return EngineSettings.of(document, NAME, _positions(top))
+    return EngineSettings.of(document, NAME, _positions(root))
 
 
-def _positions(top: yaml.Node) -> dict[str, str]:
+def _positions(root: yaml.Node) -> dict[str, str]:
     """Return the position of each key; raise InvalidArgument for duplicate keys."""
     positions: dict[str, str] = {}
     duplicates = []
-    for key, mark in _keys(top, ""):
+    for key, mark in _keys(root, ""):
         if key in positions:
             line = positions[key].partition(":")[0]
             at = _format_mark(mark)

@@ -34,15 +34,15 @@ class Grammars:
         self._end_tokens, self._tokenizer, self._default_message = end_tokens, None, ""
         self._has_quotes = True  # whether the vocabulary has a token that begins with a quote
         # The library's type hints lack the list of end tokens.
-        wrapped: Any = llguidance.LLTokenizer
+        create_tokenizer: Any = llguidance.LLTokenizer
         settings = {"n_vocab": vocab_size, "eos_token": [*end_tokens]}
         if not end_tokens:
             return
         try:
-            self._tokenizer = wrapped(texts.tokenizer.to_str(), **settings)
+            self._tokenizer = create_tokenizer(texts.tokenizer.to_str(), **settings)
         except ValueError:  # the library does not support the tokenizer's decoder
             pieces = _TokenBytes(texts, vocab_size, end_tokens)
-            self._tokenizer = wrapped(pieces, **settings)
+            self._tokenizer = create_tokenizer(pieces, **settings)
             self._has_quotes = any(piece.startswith(b'"') for piece in pieces.tokens)
             # A text that the grammar forces cannot be tokenized without the text's exact bytes,
             # which decoded tokens may not have. The model therefore samples each token.
@@ -87,8 +87,8 @@ class Grammars:
             if not new_matcher.get_error():
                 new_matcher.compute_bitmask()  # raises for grammars that allow no text
             error = new_matcher.get_error() or _list_unsupported(new_matcher.get_grammar_warnings())
-        except Exception as raised:  # of any kind, since a schema may have any values
-            error = str(raised) or repr(raised)
+        except Exception as exception:  # llguidance raises errors of any type for some schemas
+            error = str(exception) or repr(exception)
         if error:
             raise InvalidArgument(f"{name}: cannot be compiled: {_shorten(error)}")
         return new_matcher
@@ -128,7 +128,7 @@ def _with_body(message_grammar: str, body: str) -> str:
 
 # As in vLLM's default grammar library, these classes of a regular expression contain only ASCII
 # characters and the no-break space.
-_CLASSES = {
+_REGEX_CLASSES = {
     "d": "[0-9]",
     "w": "[0-9A-Za-z_]",
     "s": r"[\t-\r \xa0]",
@@ -141,7 +141,7 @@ _CLASSES = {
 def _compile_regex(text: str) -> Any:
     import llguidance
 
-    pattern = re.sub(r"(?s)\\(.)", lambda escape: _CLASSES.get(escape[1], escape[0]), text)
+    pattern = re.sub(r"(?s)\\(.)", lambda escape: _REGEX_CLASSES.get(escape[1], escape[0]), text)
     return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
@@ -246,7 +246,7 @@ _VALUE_KEYS = ("enum", "const", "default", "examples")
 _MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _MAX_LIMIT = 2**63 - 1024  # the largest limit of llguidance, which reads numbers as float64
 # All other keywords, except those with a dollar sign, allow every value.
-_VALIDATING = re.compile(
+_VALIDATING_KEYWORDS = re.compile(
     "type|enum|const|multipleOf|(exclusiveM|m)(in|ax)imum|(min|max)(Length|Items|Properties|Contains)"
     "|pattern|format|(prefixI|additionalI|unevaluatedI|uniqueI|i)tems|contains|required|x-guidance"
     "|(patternP|additionalP|unevaluatedP|p)roperties|propertyNames|(all|any|one)Of|not|if|then|else"
@@ -254,7 +254,7 @@ _VALIDATING = re.compile(
 )
 _POINTER_CHARACTERS = "/~?:@!$&'()*+,;=%"  # those of a URI's fragment that are not percent-encoded
 # The names of llguidance's versions of JSON schemas, and an incorrect scheme, which is common.
-_DRAFT = re.compile("https?(://json-schema.org/draft(?:-0[3467]|/2019-09|/2020-12)/schema#?)")
+_DRAFT_URL = re.compile("https?(://json-schema.org/draft(?:-0[3467]|/2019-09|/2020-12)/schema#?)")
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "(?:0[48]|[2468][048]|[13579][26])"
@@ -292,7 +292,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
         root: The whole schema, which contains the targets of references.
 
     Raises:
-        ValueError: A number cannot be represented, or the options are no object.
+        ValueError: A number cannot be represented, or `x-guidance` is not an object.
     """
     if isinstance(schema, list):
         return [with_patterns(subschema, root) for subschema in with_pauses(schema)]
@@ -303,9 +303,9 @@ def with_patterns(schema: Any, root: Any) -> Any:
     for key, value in schema.items():
         if value is None and key not in ("const", "default"):
             continue
-        if "$ref" in schema and not _VALIDATING.fullmatch(key):
+        if "$ref" in schema and not _VALIDATING_KEYWORDS.fullmatch(key):
             continue
-        # zod's patterns of times allow neither the offset nor the seconds that llguidance requires.
+        # zod's patterns allow neither the offset nor the seconds that llguidance's format requires.
         if key == "format" and value in ("time", "date-time") and "pattern" in schema:
             continue
         if key in SCHEMA_MAPS and isinstance(value, dict):
@@ -327,7 +327,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
             parts = value.split("#", 1)
             extended[key] = "#".join(quote(part, _POINTER_CHARACTERS) for part in parts)
         elif key == "$schema" and isinstance(value, str):
-            if draft := _DRAFT.fullmatch(value):
+            if draft := _DRAFT_URL.fullmatch(value):
                 scheme = "https" if "/20" in value else "http"
                 extended[key] = f"{scheme}{draft[1]}"
         elif key == "pattern" and isinstance(value, str):
@@ -387,7 +387,7 @@ def _check_integers(key: str, value: Any) -> None:
         for item in with_pauses(value if isinstance(value, list) else value.values()):
             _check_integers(key, item)
     elif type(value) is int and (value.bit_length() > 1000 or int(float(value)) != value):
-        raise ValueError(f"{key}: {clip(str(value))} has too many digits")
+        raise ValueError(f"{key}: {clip(str(value))} is an integer that float64 cannot represent")
 
 
 def _representable_limit(key: str, value: Any) -> Any:

@@ -23,7 +23,8 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 Emit = Callable[[str], Any]  # receives text as soon as it was read
 
-_JSON_PLAIN = frozenset(string.digits + string.whitespace + "+-.,:eE" + "truefalsn")
+# The characters of JSON outside of strings, except brackets and quotes.
+_JSON_CHARACTERS = frozenset(string.digits + string.whitespace + "+-.,:eE" + "truefalsn")
 _MEMBERS = ("reasoning", "content", "tool_calls")  # of a message, in their usual order
 CLOSING = {"{": "}", "[": "]", "(": ")"}
 NAME = re.compile(r"[\w.:/-]+")
@@ -172,7 +173,7 @@ class MessageParser:
         self._last_part(member, "")[member] += text
 
     def _last_part(self, member: str, empty: Any) -> dict[str, Any]:
-        """Return the last part, which has this member; add a part if necessary."""
+        """Return the last part if it has this member, or else add and return a new part."""
         if not self._parts or member not in self._parts[-1]:
             self._parts.append({member: empty})
         return self._parts[-1]
@@ -341,7 +342,7 @@ class MessageParser:
         """Read text up to the first of the tags, and pass it on as content; return the tag.
 
         The text up to the end of the reasoning is passed on as reasoning. As in vLLM, a call inside
-        of it ends it, unless a grammar keeps calls out of the reasoning.
+        of the reasoning ends the reasoning, unless a grammar forbids calls there.
         """
 
         def emit(text: str) -> None:
@@ -350,8 +351,8 @@ class MessageParser:
 
         while True:
             markers = self.format.family.markers if self.format.calls_end_reasoning else ()
-            found = tuple(tag for tag in tags if not self.is_reasoning or tag in markers)
-            tag = yield from self.read_until(emit, *found, *self._closing_tags)
+            active_tags = tuple(tag for tag in tags if not self.is_reasoning or tag in markers)
+            tag = yield from self.read_until(emit, *active_tags, *self._closing_tags)
             if not tag or tag not in self._closing_tags:
                 return tag
             self.is_reasoning, self._closing_tags = False, ()
@@ -381,9 +382,9 @@ class MessageParser:
         while not scan.complete:
             if not (yield from self.peek()):
                 raise MalformedCall
-            size, valid = scan.advance(self._buffer)
+            size, is_valid = scan.advance(self._buffer)
             emit(self.pull(size))
-            if not valid:
+            if not is_valid:
                 raise MalformedCall
 
     def read_json_string(self) -> Reading[str]:
@@ -453,7 +454,7 @@ class _JsonScan:
             elif not self._stack and (character in ",}]" or character.isspace()):
                 self.complete = True
                 return index, self._in_scalar
-            elif character not in _JSON_PLAIN:
+            elif character not in _JSON_CHARACTERS:
                 return index, False
             else:
                 self._in_scalar = not self._stack

@@ -44,7 +44,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
 }
 # Members of a conversation, which the input `messages` contains.
-_CONVERSATION = (
+_CONVERSATION_MEMBERS = (
     *("tools", "tool_choice", "parallel_tool_calls", "chat_template", "chat_template_kwargs"),
     *("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort"),
     "include_reasoning",
@@ -129,13 +129,13 @@ class GenerationParameters:
     grammar_name: str = "tools"
 
     @cached_property
-    def penalised(self) -> bool:
+    def is_penalised(self) -> bool:
         """Return whether tokens that occur repeatedly are penalised."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
     @cached_property
-    def restricted(self) -> bool:
+    def is_restricted(self) -> bool:
         """Return whether some tokens are forbidden, or their logits are biased."""
         return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
 
@@ -200,7 +200,7 @@ def parse(
                 problems.append(f"{name}: {clip(repr(value))} is {error}")
         elif name in _IGNORED:
             continue
-        elif name in _CONVERSATION:
+        elif name in _CONVERSATION_MEMBERS:
             problems.append(f"{name}: only supported as a member of the input messages")
         elif name not in _UNSUPPORTED:
             warn_once(logger, "the unknown parameter '%s' of a generation is ignored", clip(name))
@@ -261,44 +261,47 @@ def _find_contradictions(values: Mapping[str, Any], vocab_size: int) -> list[str
         problems.append("truncate_prompt_tokens: 0 is not -1 or an integer above 0")
     if not values.get("top_p", 1.0):
         problems.append("top_p: 0.0 is not a number above 0, up to 1")
-    count, best_of = values.get("n", 1), values.get("best_of", 0)
-    if best_of and best_of < count:
-        problems.append(f"best_of: {best_of} is less than n {count}")
+    n, best_of = values.get("n", 1), values.get("best_of", 0)
+    if best_of and best_of < n:
+        problems.append(f"best_of: {best_of} is less than n {n}")
     if not values.get("use_beam_search"):
-        if best_of > count and values.get("stream"):
-            text = f"stream: the best of {best_of} samples are known only when all are complete"
-            problems.append(text)
+        if best_of > n and values.get("stream"):
+            text = "the best samples are known only when all are complete"
+            problems.append(f"stream: it must be false with best_of {best_of}, because {text}")
         return problems
     if values.get("stream"):
-        reason = "a beam search returns its texts at the end"
-        problems.append(f"stream: it must be false, because {reason}")
+        problems.append("stream: it must be false, because a beam search returns texts at the end")
     if values.get("logprobs", -1) >= 0:
         problems.append("logprobs: a beam search does not return them")
     if not max_tokens:
         problems.append("max_tokens: a beam search requires at least 1")
-    if max(count, best_of) < 2:
-        problems.append(f"n: {count} is not a beam width (allowed: 2 to 128)")
+    if max(n, best_of) < 2:
+        problems.append(f"n: {n} is not a beam width (allowed: 2 to 128)")
     return problems
 
 
 def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
     """Return a problem for each parameter that a beam search does not support."""
-    neutral: tuple[Any, ...] = (None, 0, "", [], {}, (), {"type": "text"})
+    neutral_values: tuple[Any, ...] = (None, 0, "", [], {}, (), {"type": "text"})
     return [
         f"{name}: not supported with use_beam_search"
         for name, value in settings.items()
         if name in _NOT_WITH_BEAM_SEARCH.split()
-        and value not in neutral
+        and value not in neutral_values
         and (name, value) != ("repetition_penalty", 1)
     ]
 
 
-# --- parsers of single parameters; they raise a ValueError: "not ALLOWED"
+# --- parsers of single parameters. `parse` reports their errors as "NAME: VALUE is not ALLOWED".
 
 
 def _check(is_valid: bool, allowed_text: str) -> None:
     if not is_valid:
-        raise ValueError(f"not {allowed_text}")
+        raise _invalid(allowed_text)
+
+
+def _invalid(allowed_text: str) -> ValueError:
+    return ValueError(f"not {allowed_text}")
 
 
 def _parse_number(name: str, value: Any) -> dict[str, Any]:
@@ -311,7 +314,7 @@ def _parse_number(name: str, value: Any) -> dict[str, Any]:
         if is_exact and minimum <= exact <= maximum and not isinstance(value, bool):
             return {name: exact}
     kind = "an integer" if is_integer else "a number"
-    raise ValueError(f"not {kind} from {minimum} to {maximum}")
+    raise _invalid(f"{kind} from {minimum} to {maximum}")
 
 
 def as_flag(value: Any) -> Any:
@@ -345,7 +348,7 @@ def _decode_json(value: Any, allowed_text: str) -> Any:
     try:
         return parse_json(value)
     except ValueError:
-        raise ValueError(f"not {allowed_text}") from None
+        raise _invalid(allowed_text) from None
 
 
 def _parse_stop(name: str, value: Any) -> dict[str, Any]:
@@ -377,8 +380,7 @@ def _parse_bad_words(name: str, value: Any) -> dict[str, Any]:
 def _parse_tokens(name: str, value: Any) -> dict[str, Any]:
     allowed_text = "a list of tokens (integers)"
     tokens = _decode_json(value, allowed_text)
-    is_list = isinstance(tokens, list) and all(type(token) is int for token in tokens)
-    _check(is_list, allowed_text)
+    _check(isinstance(tokens, list) and all(type(t) is int for t in tokens), allowed_text)
     _check(bool(tokens) or name != "allowed_token_ids", "a non-empty list of tokens")
     return {name: tuple(tokens)}
 
@@ -390,7 +392,7 @@ def _parse_bias(name: str, value: Any) -> dict[str, Any]:
         biases = {int(token): float(bias) for token, bias in with_pauses(decoded.items())}
         if all(-100 <= bias <= 100 for bias in with_pauses(biases.values())):
             return {name: biases}
-    raise ValueError(f"not {allowed_text}")
+    raise _invalid(allowed_text)
 
 
 def _parse_early_stopping(name: str, value: Any) -> dict[str, Any]:
@@ -428,7 +430,7 @@ def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
             return _parse_regex(name, spec.get("regex", spec.get("pattern", spec.get("value"))))
         case "grammar":
             return _parse_grammar(name, spec.get("grammar"))
-    raise ValueError(f"not {allowed_text}")
+    raise _invalid(allowed_text)
 
 
 def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
@@ -437,14 +439,14 @@ def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
     members = _decode_json(value, allowed_text)
     _check(isinstance(members, dict), allowed_text)
     given = {key: option for key, option in members.items() if option is not None}
-    enabled = {key: given[key] for key in given if key not in _FLAGS or given[key] is not False}
+    enabled = {key: given[key] for key in given if key not in _BOOLEANS or given[key] is not False}
     kinds = [key for key in enabled if key in _CONSTRAINTS]
     unknown = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
     options_text = f"{allowed_text}, and optionally {', '.join(_OPTIONS)}"
     _check(len(kinds) == 1 and not unknown, options_text)
     kind = kinds[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
-    for key in _FLAGS:
+    for key in _BOOLEANS:
         _check(isinstance(given.get(key, True), bool), f"an object in which {key} is true or false")
     options: dict[str, Any] = {}
     if enabled.get("disable_any_whitespace"):
@@ -516,7 +518,7 @@ _CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
 }
 # The options of structured_outputs. `disable_fallback` is about vLLM's other grammar libraries.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback")
-_FLAGS = ("json_object", "disable_any_whitespace", "disable_fallback")
+_BOOLEANS = ("json_object", "disable_any_whitespace", "disable_fallback")
 _RANGES = {
     number.name: number.metadata["range"]
     for number in fields(GenerationParameters)

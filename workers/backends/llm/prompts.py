@@ -41,7 +41,7 @@ from shmserve.workers.backends.llm.token_texts import (
 from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take_tools
 
 MAX_OBJECTS = 4096  # number of objects of a conversation that is rendered in 20 ms
-_OBJECT = b'{"'  # begins an object in JSON without spaces, and cannot occur in a string
+_OBJECT_START = b'{"'  # begins an object in JSON without spaces, and cannot occur in a string
 UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
 _TASK_INPUTS = {"tokenize": ("text_input", "messages"), "detokenize": ("input_ids",)}
@@ -83,7 +83,7 @@ def read_inputs(
         is_long = name in _INPUTS and size > max_bytes
         is_view = is_long and truncates and name != "input_ids"
         if name == "messages" and not is_long and size > max_objects:
-            is_view = bytes(raw).count(_OBJECT) > max_objects
+            is_view = bytes(raw).count(_OBJECT_START) > max_objects
         if is_view and tensor.is_text():
             inputs[name] = raw[4:]
             continue
@@ -223,7 +223,7 @@ class PromptReader:
         names = settings.tool_parser, settings.reasoning_parser
         self._formats = MessageFormats(*names, self._tokenizer)
         longest_piece = max(map(len, pieces), default=1)
-        # A normaliser may shorten a text; JSON is longer than the messages in it.
+        # The limit has a minimum, because normalisers may shorten a text, and JSON has other parts.
         widest_bytes = min(_MAX_CHARACTER_BYTES * longest_piece, _MAX_TOKEN_BYTES)
         self.max_bytes = max(widest_bytes * self.max_length, _MIN_MAX_BYTES)
 
@@ -264,19 +264,19 @@ class PromptReader:
         parameters = replace(
             parameters,
             max_tokens=max_tokens,
-            # The probabilities determine the best samples.
+            # The best samples are selected by their log probabilities.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
-        if parameters.restricted:  # a step of the engine would otherwise build the arrays
+        if parameters.is_restricted:  # a step of the engine would otherwise build the arrays
             _ = parameters.bias_arrays, parameters.allowed_array
         # A sample with a grammar ends with an end token.
-        ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
+        ignores_end = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         stop_tokens = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
-        end_tokens = stop_tokens if ignores else (*self._checkpoint.end_tokens, *stop_tokens)
+        end_tokens = stop_tokens if ignores_end else (*self._checkpoint.end_tokens, *stop_tokens)
         earlier = {item.sample: np.frombuffer(item.tokens, np.int32).tolist() for item in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
         prompt.message_format, prompt.message_grammar = message_format, message_grammar
-        prompt.eos = -1 if ignores else self._checkpoint.eos
+        prompt.eos = -1 if ignores_end else self._checkpoint.eos
         echo_logprobs = parameters.logprobs if scores_prompt else -1
         prompt.top_logprobs = max(parameters.prompt_logprobs, echo_logprobs)
         if max(prompt.top_logprobs, parameters.logprobs) >= 0:
@@ -306,10 +306,10 @@ class PromptReader:
         requested = {item.name for item in request.schema.outputs} or {"text_output", "token_ids"}
         if name == "input_ids":
             tokens = inputs["input_ids"]
-            wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
-            if wrong.size:
+            invalid = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+            if invalid.size:
                 last_token = self._vocab_size - 1
-                problem = f"tokens: {wrong[0]} is not a token; allowed are 0 to {last_token}"
+                problem = f"tokens: {invalid[0]} is not a token; allowed are 0 to {last_token}"
                 raise InvalidArgument(problem)
             # The method releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
@@ -355,8 +355,8 @@ class PromptReader:
         return RenderedChat(*_take_options(chat), self._chat.render(chat))
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
-        """Return the tokens of stop strings that are special tokens; texts do not contain them."""
-        tokens = [self._special_tokens[stop] for stop in stops if stop in self._special_tokens]
+        """Return the special tokens among stop strings; the text may not contain their texts."""
+        tokens = [self._special_tokens[text] for text in stops if text in self._special_tokens]
         return [token for token in tokens if token < self._vocab_size]
 
     def _prompt_text(
@@ -421,12 +421,12 @@ class PromptReader:
         keeps_beginning = parameters.truncation_side == "right"
         if keeps_beginning:
             part = text = read_whole(name, text)
-            between = _BETWEEN_WORDS.search(text, size, size + LONG)
+            gap = _BETWEEN_WORDS.search(text, size, size + LONG)
         else:
             part, count = read_ending(name, text, size + 1)
-            between = _BETWEEN_WORDS.search(part, 1, 1 + LONG) if count - size > LONG else None
-        if between is not None:
-            cut = between.start()
+            gap = _BETWEEN_WORDS.search(part, 1, 1 + LONG) if count - size > LONG else None
+        if gap is not None:
+            cut = gap.start()
             part = part[:cut] if keeps_beginning else part[cut:]
             encoding = self._encode(part, adds_special, has_offsets)
             if len(encoding) > max_tokens + _MAX_CUT_TOKENS:
@@ -497,7 +497,7 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     if text:
         try:
             settings = parse_json(text)
-            merged_values |= {n: value for n, value in settings.items() if value is not None}
+            merged_values |= {name: value for name, value in settings.items() if value is not None}
         except (AttributeError, TypeError, ValueError):
             problem = f"sampling_parameters: {clip(repr(text))} is not a JSON object"
             raise InvalidArgument(problem) from None
@@ -509,7 +509,7 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
         # A chat template writes the special tokens itself.
         merged_values.setdefault("add_special_tokens", False)
     flags = ("stream", "echo", "exclude_input_in_output")
-    merged_values |= {n: as_flag(merged_values[n]) for n in flags if n in merged_values}
+    merged_values |= {name: as_flag(merged_values[name]) for name in flags if name in merged_values}
     echoes = merged_values.get("echo") is True
     if (excludes := merged_values.get("exclude_input_in_output")) is not None:
         if not isinstance(excludes, bool):

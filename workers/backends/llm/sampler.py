@@ -43,7 +43,7 @@ class SampledRow:
         tokens: The tokens of the sequence up to the sampled one.
         prompt_length: The number of tokens of the prompt.
         end_tokens: The tokens that end a text, with those of the parameter `stop_token_ids`.
-        allowed: The tokens that the grammar allows, as a bitmask of int32 words [vocabulary / 32].
+        allowed_bits: The tokens that the grammar allows, as bits of int32 words [vocabulary / 32].
     """
 
     parameters: GenerationParameters
@@ -51,7 +51,7 @@ class SampledRow:
     tokens: Sequence[int]
     prompt_length: int
     end_tokens: tuple[int, ...]
-    allowed: Tensor | None = None
+    allowed_bits: Tensor | None = None
 
     @property
     def generated_count(self) -> int:
@@ -143,16 +143,16 @@ def process(logits: Tensor, rows: Sequence[SampledRow]) -> None:
     """Apply biases, penalties, grammars and `min_tokens` to logits [rows, vocabulary], in place."""
     for row_logits, row in zip(logits, rows, strict=True):
         parameters = row.parameters
-        if parameters.restricted:
+        if parameters.is_restricted:
             _restrict(row_logits, row)
-        if parameters.penalised:
+        if parameters.is_penalised:
             _penalise(row_logits, row)
-        if row.allowed is not None:
-            _mask(row_logits, row.allowed)
+        if row.allowed_bits is not None:
+            _mask(row_logits, row.allowed_bits)
         if row.generated_count < parameters.min_tokens:
             end_tokens = [*row.end_tokens]
             end_logits, row_logits[end_tokens] = row_logits[end_tokens], -math.inf
-            if row.allowed is not None and row_logits.max() == -math.inf:
+            if row.allowed_bits is not None and row_logits.max() == -math.inf:
                 row_logits[end_tokens] = end_logits  # a completed grammar allows only end tokens
 
 
@@ -175,7 +175,8 @@ def _restrict(logits: Tensor, row: SampledRow) -> None:
 def _penalise(logits: Tensor, row: SampledRow) -> None:
     parameters = row.parameters
     if parameters.repetition_penalty != 1.0:
-        # Repeated tokens receive the same value again: sorting a long context would take longer.
+        # Duplicate tokens are not removed, because sorting a long context would take longer. They
+        # receive the same value again.
         tokens = torch.from_numpy(np.fromiter(row.tokens, np.int64)).to(logits.device)
         old_logits, penalty = logits[tokens], parameters.repetition_penalty
         logits[tokens] = torch.where(old_logits < 0, old_logits * penalty, old_logits / penalty)
@@ -272,14 +273,14 @@ class Proposal:
     probabilities: list[Tensor] = field(default_factory=list)
 
 
-class Check(NamedTuple):
+class DraftCheck(NamedTuple):
     """A proposal to verify, and its first row: it has a row for each draft token, and one more."""
 
     first_row: int
     proposal: Proposal
 
 
-def verify(logits: Tensor, rows: Sequence[SampledRow], checks: Sequence[Check]) -> list[list[int]]:
+def verify(logits: Tensor, rows: Sequence[SampledRow], checks: list[DraftCheck]) -> list[list[int]]:
     """Return the accepted draft tokens of each sequence, followed by a sampled token.
 
     Args:
@@ -335,7 +336,7 @@ def _rejection_sample(
     return [*tokens, bonus]
 
 
-_CACHED_ROWS = 8  # on a CPU, log probabilities take a third of the time if temporaries fit a cache
+_CACHED_ROWS = 8  # rows per pass on a CPU: temporaries fit its cache, which saves 2/3 of the time
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -178,8 +178,8 @@ class SampleText:
     def _append_text(self, token: int, finish_reason: str) -> str:
         """Append the text of a token; return the stop string that it completes, or ""."""
         parameters = self._prompt.parameters
-        is_end = token in self._prompt.end_tokens
-        is_excluded = is_end and not parameters.include_stop_str_in_output
+        is_end_token = token in self._prompt.end_tokens
+        is_excluded = is_end_token and not parameters.include_stop_str_in_output
         text = "" if is_excluded or token in self._dropped_tokens else self._detokenizer.add(token)
         if finish_reason:
             text += self._detokenizer.flush()
@@ -242,8 +242,8 @@ class RequestSamples:
         parameters = prompt.parameters
         self._requested_outputs = {output.name for output in stream.request.schema.outputs}
         if not self._requested_outputs:
-            scored = max(parameters.logprobs, parameters.prompt_logprobs) >= 0
-            self._requested_outputs = {"text_output", *["logprobs"] * scored}
+            has_scores = max(parameters.logprobs, parameters.prompt_logprobs) >= 0
+            self._requested_outputs = {"text_output", *["logprobs"] * has_scores}
             if parameters.return_token_ids:
                 self._requested_outputs |= {"token_ids", "prompt_token_ids"}
         # Two JSON entries for each token of the prompt: in the log probabilities of the echoed
@@ -304,24 +304,24 @@ class RequestSamples:
         return best_samples
 
     def _is_last(self, sample: SampleText) -> bool:
-        any_open = any(item.is_open for item in self.samples if item is not sample)
-        return bool(sample.finish_reason) and not any_open
+        has_open = any(item.is_open for item in self.samples if item is not sample)
+        return bool(sample.finish_reason) and not has_open
 
-    def _send(self, samples: list[SampleText], final: bool) -> bool:
+    def _send(self, samples: list[SampleText], is_final: bool) -> bool:
         """Send one response; return False if the client has no credit."""
         with self._link.lock:
             if not self.output_stream.may_send:
                 return False
-            response = Response(self._encode_outputs(samples, final))
+            response = Response(self._encode_outputs(samples, is_final))
             for sample in samples:
                 sample.is_open = not sample.finish_reason
-                if not final:
+                if not is_final:
                     sent_state = sample.sent_characters, not sample.is_open, sample.sent_tokens
                     self._link.post(ResponseSent(self.prompt.key, sample.index, *sent_state))
-            self.output_stream.send(response, final)
+            self.output_stream.send(response, is_final)
         return True
 
-    def _encode_outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
+    def _encode_outputs(self, samples: list[SampleText], is_final: bool) -> list[Output]:
         texts, tokens, logprobs = zip(*(sample.take() for sample in samples), strict=True)
         values: dict[str, tuple[str, Iterable[Any]]] = {
             "text_output": ("BYTES", map(str.encode, texts)),
@@ -332,7 +332,7 @@ class RequestSamples:
             "message": ("BYTES", map(SampleText.take_message, samples, texts)),
             "stop_reason": ("BYTES", (orjson.dumps(sample.stop_reason) for sample in samples)),
             "prompt_token_ids": ("INT32", () if samples[0].was_sent else self.prompt.tokens),
-            "usage": ("BYTES", [self._encode_usage(samples) if final else b""]),
+            "usage": ("BYTES", [self._encode_usage(samples) if is_final else b""]),
         }
         outputs = Output.select(values, self._requested_outputs)
         for sample in samples:
@@ -340,7 +340,7 @@ class RequestSamples:
         return outputs
 
     def _encode_usage(self, samples: list[SampleText]) -> bytes:
-        counted = self.samples if self.prompt.parameters.stream else samples
+        counted_samples = self.samples if self.prompt.parameters.stream else samples
         prompt = self.prompt
         parsed_samples = [sample for sample in self.samples if sample.parser is not None]
         reasoning_tokens = sum(sample.reasoning_tokens for sample in parsed_samples)
@@ -349,7 +349,7 @@ class RequestSamples:
             "prompt_tokens": len(prompt.tokens),
             "completion_tokens": sum(sample.token_count for sample in self.samples),
             "cached_tokens": max(prompt.cached_tokens, 0),
-            "samples": [sample.token_count for sample in counted],
+            "samples": [sample.token_count for sample in counted_samples],
         }
         return orjson.dumps(usage)
 
@@ -437,9 +437,10 @@ class TextThread:
         self._token_texts = TokenTexts(checkpoint.tokenizer)
         self._link = link
         self.reader = PromptReader(checkpoint, settings, self._token_texts)
-        # Another thread processes long prompts, grammars and bad words, which delay no other text.
+        # Long prompts, grammars and bad words are processed in another thread, so that they do not
+        # delay other texts.
         self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
-        # A long conversation waits seconds for the process that renders it.
+        # Long conversations have a thread, because rendering them in a process takes seconds.
         self._renderings = ThreadPoolExecutor(1, "long conversations")
         self._requests: dict[int, RequestSamples] = {}
         # The time (monotonic ns) since which a request waits for credit, by key, oldest first.

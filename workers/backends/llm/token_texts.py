@@ -149,9 +149,9 @@ class TokenTexts:
             return bytes([int(byte[1], 16)])
         if self._word_suffix:
             return piece.replace(self._word_suffix, " ").encode()
-        # The decoder may strip the first of two equal tokens, but not the second.
-        once_text, twice = self.decode([token]), self.decode([token, token])
-        return twice[len(once_text) :].encode()
+        # The decoder may strip the space of the first of two equal tokens, but not of the second.
+        text_once, text_twice = self.decode([token]), self.decode([token, token])
+        return text_twice[len(text_once) :].encode()
 
     @functools.cached_property
     def _sorted_tokens(self) -> tuple[list[bytes], list[int]]:
@@ -248,8 +248,8 @@ class BadWords:
     def __init__(self, words: Iterable[str], texts: TokenTexts, vocab_size: int) -> None:
         self._bytes_of = texts.bytes_of
         self._words = [word.encode() for word in words]
-        self._longest = max(map(len, self._words))
-        # The tokens that complete a word after its beginning, by this beginning.
+        self._max_size = max(map(len, self._words))
+        # For each beginning of a word: the tokens that complete the word after it.
         containing = {token for word in self._words for token in texts.containing(word)}
         completing: dict[bytes, list[int]] = {}
         for word in self._words:
@@ -265,10 +265,10 @@ class BadWords:
         """Return the tokens that would complete a word after the tokens of a text."""
         tail = b""
         for token in reversed(tokens):
-            if len(tail) >= self._longest:
+            if len(tail) >= self._max_size:
                 break
             tail = self._bytes_of(token) + tail
-        endings = (tail[len(tail) - size :] for size in range(min(self._longest, len(tail) + 1)))
+        endings = (tail[len(tail) - size :] for size in range(min(self._max_size, len(tail) + 1)))
         completing = self._completing_tokens
         return np.concatenate([completing[end] for end in endings if end in completing])
 
@@ -302,8 +302,8 @@ class Detokenizer:
     def position_of(self, token: int) -> int:
         """Return the index of the character in which the next token begins.
 
-        A space that the decoder writes only before another token is counted. So is an incomplete
-        character that the token does not continue, since it is replaced by U+FFFD.
+        A space that the decoder writes only before another token is counted. An incomplete
+        character that the token does not continue is also counted, since U+FFFD replaces it.
         """
         delayed_spaces = bool(self._tokens) and self._ends_word(self._tokens[-1])
         replaced = 0 if self._begins_inside_character(token) else self._replaced_length
@@ -316,7 +316,7 @@ class Detokenizer:
         self._tokens.append(token)
         text, held_tokens = self._decode(self._tokens), len(self._tokens) - self._context_count
         if text.endswith(_REPLACEMENT) and held_tokens < _MAX_HELD_TOKENS:
-            # The context may end with replaced characters, too.
+            # rstrip may also have removed replaced characters at the end of the context.
             context_length = len(self._context_text)
             complete_length = max(len(text.rstrip(_REPLACEMENT)), context_length)
             self._held_length = complete_length - context_length

@@ -97,7 +97,7 @@ class Lark:
         """Return an expression for the JSON values of a schema."""
         try:
             extended = with_patterns(schema, schema)
-        except Exception as error:  # of any kind, since a schema may have any values
+        except Exception as error:  # some schemas raise errors of other types than ValueError
             raise InvalidArgument(
                 f"tools: the parameters of a tool cannot be compiled to a grammar: {error}"
             ) from None
@@ -442,7 +442,7 @@ def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
 
 
 # Keywords that a grammar of separate parameters cannot enforce.
-_WHOLE_OBJECT = {
+_UNENFORCEABLE = {
     *("anyOf", "oneOf", "allOf", "not", "if", "dependentRequired", "dependentSchemas"),
     *("minProperties", "maxProperties"),
 }
@@ -459,7 +459,7 @@ def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[
     root = tool.parameters
     required = dict.fromkeys(root.get("required") or ())
     unwritable = [name for name in required if not re.fullmatch(name_pattern, name)]
-    unsupported = [*sorted(_WHOLE_OBJECT & root.keys()), *map(repr, unwritable)]
+    unsupported = [*sorted(_UNENFORCEABLE & root.keys()), *map(repr, unwritable)]
     if unsupported:
         raise InvalidArgument(
             f"tools: the parameters of '{tool.name}': {clip(', '.join(unsupported))} cannot be "
@@ -468,7 +468,7 @@ def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     has_other_references = _OTHER_REFERENCE.search(json.dumps(root)) is not None
     if has_other_references:
-        definitions = {"$defs": {_WHOLE: _rebase(root)}}
+        definitions = {"$defs": {_ROOT_DEFINITION: _rebase(root)}}
     properties = root.get("properties")
     parameters: list[tuple[str, dict[str, Any], bool]] = []
     for name in {**(properties if isinstance(properties, dict) else {}), **required}:
@@ -483,8 +483,8 @@ def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[
     return parameters
 
 
-_WHOLE = "whole"  # the name of a definition that is the whole schema of a tool
-# A reference to a part of a schema that is no definition.
+_ROOT_DEFINITION = "whole"  # the name of a definition that is the whole schema of a tool
+# A reference to a part of a schema that is not a definition.
 _OTHER_REFERENCE = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
 
 
@@ -497,7 +497,7 @@ def _rebase(schema: Any) -> Any:
     rebased = {key: _rebase(value) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and re.match("#(/|$)", reference):
-        rebased["$ref"] = f"#/$defs/{_WHOLE}{reference[1:]}"
+        rebased["$ref"] = f"#/$defs/{_ROOT_DEFINITION}{reference[1:]}"
     return rebased
 
 
@@ -553,8 +553,8 @@ def _read_python_value(parser: MessageParser) -> Reading[None]:
             if not character:
                 raise MalformedCall
             parser.pull(1)
-            escapes = character == "\\"
-            part = (yield from _read_python_escape(parser)) if escapes else _escape(character)
+            is_escape = character == "\\"
+            part = (yield from _read_python_escape(parser)) if is_escape else _escape(character)
             parser.add_arguments(part)
         parser.pull(1)
         parser.add_arguments('"')
@@ -611,9 +611,9 @@ def _escape(text: str) -> str:
 
 
 def _pythonic_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
-    rests = {t.name: lark.rule(f"{_python_arguments(lark, t)} {lark.text(')')}") for t in tools}
-    first_calls = [(f"[{name}(", arguments_rule) for name, arguments_rule in rests.items()]
-    call = lark.alternatives(f"{lark.text(name + '(')} {rule}" for name, rule in rests.items())
+    rules = {t.name: lark.rule(f"{_python_arguments(lark, t)} {lark.text(')')}") for t in tools}
+    first_calls = [(f"[{name}(", arguments_rule) for name, arguments_rule in rules.items()]
+    call = lark.alternatives(f"{lark.text(name + '(')} {rule}" for name, rule in rules.items())
     return CallGrammar(first_calls, lark.text(", "), call, lark.text("]"))
 
 

@@ -99,8 +99,8 @@ class NativeBackend(Backend):
         completed["input"] = config.get("input") or declaration.client_inputs(
             model, inputs, generated, self._position_prefix
         )
-        kept = [output for output in outputs if output["name"] not in generated]
-        completed["output"] = config.get("output") or kept
+        client_outputs = [output for output in outputs if output["name"] not in generated]
+        completed["output"] = config.get("output") or client_outputs
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
             default = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.yields else 0

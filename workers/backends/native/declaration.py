@@ -400,7 +400,7 @@ def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
     for base in model.__mro__:
         members = vars(base) if base.__module__ == model.__module__ else {}
         for name in [name for name in members if name[:1] != "_" and name not in _KNOWN_ATTRIBUTES]:
-            # Methods are usually helpers of the class.
+            # Methods need a closer resemblance, because most methods are helpers of the class.
             similar = nearest(name, _KNOWN_ATTRIBUTES, 0.85 if callable(members[name]) else 0.75)
             if similar:
                 logger.warning(
@@ -444,8 +444,8 @@ def client_inputs(
             f"(allowed: {', '.join(sorted(names))}), got {ragged!r}"
         )
     client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated_inputs]
-    extra = {"allow_ragged_batch": True}
-    return [t | (extra if t["name"] in ragged else {}) for t in client_tensors]
+    ragged_field = {"allow_ragged_batch": True}
+    return [t | (ragged_field if t["name"] in ragged else {}) for t in client_tensors]
 
 
 def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:
@@ -471,7 +471,7 @@ def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 
 def parameters(model: type) -> dict[str, Any]:
-    """Return the parameters of a configuration that are attributes of a class, by name."""
+    """Return the configuration's parameters that attributes of a class set, by name."""
     parameters = {name: parameter_text(model, name) for name in _PARAMETER_ATTRIBUTES}
     return {name: {"string_value": text} for name, text in parameters.items() if text is not None}
 

@@ -80,12 +80,12 @@ _CUDA_PARAMETERS = (
     "do_copy_in_default_stream",
 )
 # onnxruntime's option names by Triton's names, and onnxruntime's values by Triton's numbers.
-_OPTIONS = {
+_OPTION_NAMES = {
     "max_workspace_size_bytes": "trt_max_workspace_size",
     "int8_calibration_table_name": "trt_int8_calibration_table_name",
     "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
 }
-_VALUES = {
+_OPTION_VALUES = {
     "cudnn_conv_algo_search": {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},
     "arena_extend_strategy": {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"},
 }
@@ -128,19 +128,19 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
         if name not in available_providers:
             raise Unavailable(
                 f"model '{context.model_name}' needs {name}, but the installed onnxruntime only "
-                f"has {', '.join(available_providers)}" + _HINTS.get(name, "")
+                f"has {', '.join(available_providers)}" + _INSTALL_HINTS.get(name, "")
             )
     session = runtime.InferenceSession(str(path), options, providers=selected_providers)
-    active = session.get_providers()
+    active_providers = session.get_providers()
     for name, _ in selected_providers:
-        if name not in active:  # onnxruntime falls back to the CPU if a library does not load
+        if name not in active_providers:  # onnxruntime uses the CPU if a library does not load
             text = f"{name} of onnxruntime cannot be used on {context.device}; see the server's log"
             raise Unavailable(text)
     return session
 
 
 _THREAD_PARAMETERS = ("intra_op_thread_count", "inter_op_thread_count")
-_HINTS = {_CUDA: ": pip install onnxruntime-gpu, or set instance_group to KIND_CPU"}
+_INSTALL_HINTS = {_CUDA: ": pip install onnxruntime-gpu, or set instance_group to KIND_CPU"}
 
 
 def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
@@ -202,7 +202,7 @@ def _provider_options(parameters: Mapping[str, str]) -> dict[str, str]:
                 )
             options |= _PRECISIONS[value]
         else:
-            options[_OPTIONS.get(key, key)] = _VALUES.get(key, {}).get(value, value)
+            options[_OPTION_NAMES.get(key, key)] = _OPTION_VALUES.get(key, {}).get(value, value)
     return options
 
 
@@ -333,7 +333,7 @@ def _check_tensor(side: str, spec: TensorSpec, tensor: FileTensor, signature: Si
         )
 
 
-_ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
+_ERROR_PATTERN = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
 class OnnxRuntimeError(Exception):
@@ -433,7 +433,7 @@ def _convert_errors(path: Path | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        match = _ERROR.search(str(error))
+        match = _ERROR_PATTERN.search(str(error))
         if match is None:
             raise
         text = match[2].strip()

@@ -10,18 +10,19 @@ A shape is known if the file fixes it or gives it by symbols of an input.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, array_interface
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import ModelContext, Request
 from shmserve.workers.device import Device
-from shmserve.workers.tensor_specs import FileDescription, FileTensor
+from shmserve.workers.tensor_specs import FileDescription, FileTensor, escaping_surrogates
 
 if TYPE_CHECKING:
     import torch
@@ -59,23 +60,19 @@ class HostBinding:
     def run(
         self, inputs: Mapping[str, Array], output_names: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Array]:
-        """Return the requested outputs of a batch. Errors of onnxruntime are passed on.
-
-        Raises:
-            InvalidArgument: A string cannot be passed to onnxruntime, or an output is not UTF-8.
-        """
+        """Return the requested outputs of a batch; errors of onnxruntime are passed on."""
         targets: dict[str, Array] = {}
         if len(requests) == 1 and self._bindable:
             targets = self._bind_in_place(inputs, output_names, requests[0])
         if not targets and not self._has_bf16:
-            arrays = {name: _as_strings(name, array) for name, array in inputs.items()}
+            arrays = {name: _convert_strings(array, _decode) for name, array in inputs.items()}
+            run = partial(self._session.run, list(output_names), arrays, self._run_options)
             try:
-                outputs = self._session.run(list(output_names), arrays, self._run_options)
-            except UnicodeDecodeError as error:
-                raise InvalidArgument(
-                    f"an output has a string that is not UTF-8, which onnxruntime cannot return: "
-                    f"{error}"
-                ) from None
+                outputs = run()
+            except UnicodeError:
+                # A string is not UTF-8. The session is stateless and may run again.
+                with escaping_surrogates():
+                    outputs = [_convert_strings(array, _encode) for array in run()]
             return dict(zip(output_names, outputs, strict=True))
         try:
             return self._run_bound(inputs, output_names, targets)
@@ -248,24 +245,18 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _as_strings(name: str, array: Array) -> Array:
-    """Return a BYTES input as an array of str, or of bytes if an element is not UTF-8.
+# Convert strings without loss: bytes that are not UTF-8 are surrogates in a str.
+_decode = partial(bytes.decode, errors="surrogateescape")
+_encode = partial(str.encode, errors="surrogateescape")
 
-    onnxruntime ends an element of such an array at its first NUL.
-    """
+
+def _convert_strings(array: Array, convert: Callable[[Any], Any]) -> Array:
+    """Apply a function to all elements of a BYTES tensor; return any other tensor unchanged."""
     if array.dtype != np.object_:
         return array
-    elements = array.reshape(-1).tolist()
-    try:
-        texts = [element.decode() for element in elements]
-    except UnicodeDecodeError as error:
-        if any(0 in element for element in elements):
-            text = f"input '{name}' has an element that is not UTF-8, and one with a NUL: {error}"
-            raise InvalidArgument(text) from None
-        return np.array(elements, dtype=np.bytes_).reshape(array.shape)
-    strings = np.empty(len(texts), np.object_)
-    strings[:] = texts
-    return strings.reshape(array.shape)
+    elements = np.empty(array.size, np.object_)
+    elements[:] = list(map(convert, array.reshape(-1).tolist()))
+    return elements.reshape(array.shape)
 
 
 def _free_ranges(request: Request, min_bytes: int) -> dict[str, Range]:
@@ -273,8 +264,8 @@ def _free_ranges(request: Request, min_bytes: int) -> dict[str, Range]:
 
     Ranges of less than `min_bytes` bytes are omitted.
     """
-    named = request.memory_ranges.items()
-    ranges = {n: r for n, r in named if r.byte_size >= min_bytes and not r.memory.copied}
+    pairs = request.memory_ranges.items()
+    ranges = {n: r for n, r in pairs if r.byte_size >= min_bytes and not r.memory.copied}
     if not ranges:
         return {}
     used_ranges = [i.memory_range for i in request.inputs.values() if i.memory_range is not None]

@@ -208,7 +208,7 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
 
     Raises:
         Unavailable: The file does not exist.
-        InvalidArgument: It is not a Python file, or has no `TritonPythonModel`.
+        InvalidArgument: The file is not a Python file, or has no `TritonPythonModel`.
     """
     file = file_name(config)
     if not file.endswith(".py"):
@@ -511,10 +511,10 @@ def log_thread_exception(args: threading.ExceptHookArgs) -> None:
     if args.exc_type is not SystemExit and args.thread is not None:
         logger.error("thread '%s' of the model failed", args.thread.name, exc_info=args.exc_value)
     for frame, _ in traceback.walk_tb(args.exc_traceback):
-        for local in gc.get_referents(frame):
-            if isinstance(local, DecoupledRequest):
-                local = local.get_response_sender()
-            if isinstance(local, InferenceResponseSender):
-                local._thread_error = args.exc_value
+        for variable in gc.get_referents(frame):
+            if isinstance(variable, DecoupledRequest):
+                variable = variable.get_response_sender()
+            if isinstance(variable, InferenceResponseSender):
+                variable._thread_error = args.exc_value
     # An error in a variable would otherwise keep all variables alive until a garbage collection.
     traceback.clear_frames(args.exc_traceback)

@@ -50,7 +50,7 @@ class TritonError:
     def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         self._message = as_text(message, "the message of a TritonError")
         if not isinstance(code, ErrorCode):
-            raise TypeError(f"the code of a TritonError must be one of its codes, not {code!r}")
+            raise TypeError(f"a TritonError's code must be like TritonError.INTERNAL, not {code!r}")
         self._code = code
 
     def code(self) -> ErrorCode:

@@ -22,8 +22,8 @@ from typing import Any
 from shmserve.workers.backends.python.errors import NO_CAST, TritonModelException, as_text
 from shmserve.workers.backends.python.server import refusal_text
 
-_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+_METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class MetricKind(int, Enum):
@@ -57,7 +57,7 @@ class _Family:
 
 
 _CREATE_FAILED = "Error when creating Metric: "
-_DELETED = (
+_FAMILY_DELETED = (
     "Invalid metric operation as the corresponding 'MetricFamily' has been deleted. The "
     "'MetricFamily' object should be deleted AFTER its corresponding 'Metric' objects have been "
     "deleted."
@@ -165,9 +165,9 @@ class MetricFamily:
         name = as_text(name, "the name of a metric family")
         description = as_text(description, "the description of a metric family")
         if not isinstance(kind, MetricKind):
-            raise TypeError(f"the kind of a metric family must be one of its kinds, not {kind!r}")
+            raise TypeError(f"kind must be MetricFamily.COUNTER, GAUGE or HISTOGRAM, not {kind!r}")
         prefix = "Error when creating MetricFamily: "
-        if not _NAME.fullmatch(name):
+        if not _METRIC_NAME.fullmatch(name):
             raise TritonModelException(prefix + refusal_text("Invalid metric name"))
         with _lock:
             _remove_collected()
@@ -235,7 +235,7 @@ def _check_labels(kind: MetricKind, labels: dict[str, str] | None) -> Labels:
             raise TritonModelException(_CREATE_FAILED + refusal_text(reason))
         pairs.append((str(name), value))
         # Histograms reserve the label "le".
-        if not _LABEL.fullmatch(str(name)) or (kind is MetricKind.HISTOGRAM and name == "le"):
+        if not _LABEL_NAME.fullmatch(str(name)) or (kind is MetricKind.HISTOGRAM and name == "le"):
             raise TritonModelException(_CREATE_FAILED + refusal_text("Invalid label name"))
     return tuple(sorted(pairs))
 
@@ -299,7 +299,7 @@ class Metric:
     def _require_kind(self, verb: str, operation: str, *kinds: MetricKind) -> None:
         prefix = f"Failed to {verb} metric value: "
         if not self._owner.is_alive:
-            raise TritonModelException(prefix + _DELETED)
+            raise TritonModelException(prefix + _FAMILY_DELETED)
         kind = self._owner.family.kind
         if kind not in kinds:
             reason = f"TRITONSERVER_METRIC_KIND_{kind.name} does not support {operation}"

@@ -342,7 +342,7 @@ class InferenceTrace:
         self.message = message
 
     def get_context(self) -> str | None:
-        """Return the W3C context to pass on as JSON, or None for an untraced request."""
+        """Return the W3C trace context for other requests as JSON, or None for no trace."""
         if not self.message:
             return None
         return json.dumps({"traceparent": TraceContext.of(self.message).traceparent})

@@ -307,7 +307,7 @@ class Logger:
             TypeError: The message is not a string, or the level is invalid.
         """
         if not isinstance(level, Logger.LogLevel):
-            raise TypeError(f"the level of a log message must be one of Logger's, not {level!r}")
+            raise TypeError(f"the level of a log message must be a Logger.LogLevel, not {level!r}")
         logger.log(_LEVELS[level], "%s", as_text(message, "a log message"))
 
     @staticmethod

@@ -110,7 +110,7 @@ class PytorchBackend(Backend):
         _set_options(config.parameters)
         program, description = self._open_program(config)
         arguments = program.arguments
-        if program.single_dict:
+        if program.takes_dict:
             arguments = [Argument(name) for name in signature.inputs]
         self._arguments = ArgumentBinding(signature.name, list(signature.inputs), arguments)
         _check_strings(signature, self._arguments.string_inputs)
@@ -149,13 +149,9 @@ class PytorchBackend(Backend):
     def _call_program(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         program = self._program
         for name in self._arguments.string_inputs & inputs.keys():
-            inputs = {**inputs, name: _decode_strings(inputs[name])}
-        args, kwargs = ([inputs], {}) if program.single_dict else self._arguments.bind(inputs)
-        try:
-            return self._results.map_outputs(program.call(*args, **kwargs))
-        except UnicodeDecodeError as error:
-            text = f"an output has text that is not UTF-8, which TorchScript cannot return: {error}"
-            raise InvalidArgument(text) from None
+            inputs = {**inputs, name: inputs[name].reshape(-1).tolist()}
+        args, kwargs = ([inputs], {}) if program.takes_dict else self._arguments.bind(inputs)
+        return self._results.map_outputs(program.call(*args, **kwargs))
 
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
         """Allocate the memory of a model with fixed shapes; return its CUDA graphs, or None."""
@@ -230,19 +226,6 @@ def _check_strings(signature: Signature, string_inputs: frozenset[str]) -> None:
                     f"Triton only supports 1 dimensional List of String as {side} for "
                     f"'{spec.name}' for model '{signature.name}'"
                 )
-
-
-def _decode_strings(array: Any) -> list[str]:
-    """Return the elements of a BYTES input, in order."""
-    return [_decode_string(element) for element in array.reshape(-1)]
-
-
-def _decode_string(element: bytes) -> Any:
-    """Return an element as str, or as bytes if it is not UTF-8; TorchScript accepts both."""
-    try:
-        return element.decode()
-    except UnicodeDecodeError:
-        return element
 
 
 # The switches of TorchScript that Triton's parameters set.

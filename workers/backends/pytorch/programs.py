@@ -38,7 +38,12 @@ from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.workers.device import Device, preload_scripted
 from shmserve.workers.memory.tensors import PROTOCOL_DATATYPES
-from shmserve.workers.tensor_specs import FileDescription, FileTensor, fits_scalar
+from shmserve.workers.tensor_specs import (
+    FileDescription,
+    FileTensor,
+    escaping_surrogates,
+    fits_scalar,
+)
 from shmserve.workers.user_code import describe_error, import_file
 
 logger = logging.getLogger(__name__)
@@ -241,14 +246,14 @@ class Program:
 
     Attributes:
         arguments: The arguments; None if they are unknown.
-        single_dict: Whether the callable takes all inputs as one dict.
+        takes_dict: Whether the callable takes all inputs as one dict.
         module: The module with the weights.
     """
 
     call: Callable[..., Any]
     arguments: Sequence[Argument] | None
     result_count: int | None
-    single_dict: bool = False
+    takes_dict: bool = False
     module: torch.nn.Module | None = None
 
 
@@ -311,25 +316,33 @@ def load_script(path: Path, device: Device) -> Program:
     arguments = [
         Argument(a.name, not a.has_default_value(), is_text=_is_strings(a.type)) for a in inputs
     ]
-    single_dict = len(inputs) == 1 and isinstance(inputs[0].type, torch._C.DictType)
+    takes_dict = len(inputs) == 1 and isinstance(inputs[0].type, torch._C.DictType)
     call, count = module, None
     if len(schema.returns) == 1:
         result_type = schema.returns[0].type
         if isinstance(result_type, torch._C.TupleType):
             count = len(result_type.elements())
-        elif isinstance(result_type, torch._C.TensorType):
+        elif isinstance(result_type, torch._C.TensorType) or _is_strings(result_type):
             count = 1
-        # A list of strings is a single output, not a list of outputs.
-        elif _is_strings(result_type):
-            call, count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
-    return Program(call, None if single_dict else arguments, count, single_dict, module=module)
+        if "str" in str(result_type):
+            call = partial(_call_for_texts, module, _is_strings(result_type))
+    return Program(call, None if takes_dict else arguments, count, takes_dict, module=module)
+
+
+def _call_for_texts(module: Any, is_single: bool, *args: Any, **kwargs: Any) -> Any:
+    """Return the result of a TorchScript module with its strings as bytes, as not all are UTF-8.
+
+    A list of strings (`is_single`) is a single output, not a list of outputs.
+    """
+    encode = partial(str.encode, errors="surrogateescape")
+    with escaping_surrogates():
+        result = torch.utils._pytree.tree_map_only(str, encode, module(*args, **kwargs))
+    return (result,) if is_single else result
 
 
 def _is_strings(kind: Any) -> bool:
     """Check whether a TorchScript type is List[str], the type of Triton's BYTES tensors."""
-    return isinstance(kind, torch._C.ListType) and isinstance(
-        kind.getElementType(), torch._C.StringType
-    )
+    return str(kind) == "List[str]"
 
 
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
@@ -490,7 +503,7 @@ def describe(exported: torch.export.ExportedProgram) -> FileDescription:
     """Describe the inputs and outputs in the graph of a program.
 
     Raises:
-        InvalidArgument: The protocol lacks a datatype.
+        InvalidArgument: The protocol does not have the datatype of a tensor.
     """
     signature = exported.graph_signature
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes}

@@ -4,7 +4,7 @@
 itself, so all requests are passed to it immediately.
 
 engine.py     the engine, and the conversion of requests to its calls
-answers.py    from the engine's outputs to responses
+answers.py    the conversion of the engine's outputs to responses
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class VllmBackend(Backend):
         stream.send(final=True)  # this has no effect after a final response
 
     async def _watch(self) -> None:
-        """Report changed metrics until the engine ends; raise Internal then."""
+        """Report changed metrics until the engine ends, then raise Internal."""
         reported: list[list[Any]] = []
         while not self._engine.client.errored:
             current = convert_metrics(REGISTRY.collect(), self.context.version)
@@ -166,7 +166,7 @@ class VllmBackend(Backend):
         raise Internal("vLLM's engine has failed; see the server's log")
 
     def _fail(self, stream: OutputStream, error: BaseException) -> None:
-        # If the engine has failed, the process ends, which fails other requests than warm-ups.
+        # After a failure of the engine the process ends, which fails all requests but warm-ups.
         if not self._engine.client.errored or isinstance(stream, WarmupStream):
             stream.fail_raised(self._engine.client_error(error, stream.request.inputs) or error)
 

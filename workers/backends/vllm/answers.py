@@ -1,4 +1,4 @@
-"""The outputs of responses, from the outputs of vLLM's engine."""
+"""The conversion of the outputs of vLLM's engine to the outputs of responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class VllmAnswer:
 
     Args:
         call: The request.
-        requested: The names of the outputs; empty: the text.
+        requested: The names of the requested outputs; if empty, the text is sent.
         flags: The names of `FLAGS` that are requested by inputs.
     """
 

@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from shmserve.common.names import DoubledName, members
+from shmserve.common.names import DuplicateKeyError, reject_duplicate_keys
 from shmserve.errors import Internal, InvalidArgument, clip, nearest
 from shmserve.ipc.tensors.descriptors import MAX_UINT64
 
@@ -60,7 +60,7 @@ class JsonFault(Internal):
 class DuplicateKey(InvalidArgument):
     """The error for a key that occurs twice in an object of a client's JSON."""
 
-    def __init__(self, fault: DoubledName) -> None:
+    def __init__(self, fault: DuplicateKeyError) -> None:
         super().__init__(f"{_PARSE_ERROR}{fault}")
         self.name = fault.name
 
@@ -148,10 +148,10 @@ def _loads_lenient(json_text: bytes, strict_error: orjson.JSONDecodeError) -> An
             with_infinity,
             parse_float=_parse_finite,
             parse_int=_parse_int_or_float,
-            object_pairs_hook=members,
+            object_pairs_hook=reject_duplicate_keys,
         )
         orjson.dumps(value)  # raises for an unpaired surrogate, which is not text
-    except DoubledName as doubled:
+    except DuplicateKeyError as doubled:
         raise DuplicateKey(doubled) from None
     except json.JSONDecodeError as error:
         raise JsonFault(f"{_PARSE_ERROR}{error.msg}. at {error.pos}") from None
@@ -289,16 +289,16 @@ def _count_request_members(value: Any) -> int:
     return count
 
 
-def _find_duplicate_key(json_text: bytes, value: Any) -> DoubledName | None:
+def _find_duplicate_key(json_text: bytes, value: Any) -> DuplicateKeyError | None:
     """Return the error if `json_text`, which was parsed to `value`, has duplicate keys."""
     if len(_select_outside_strings(json_text, b":")) == _count_members(value):
         return None
     if len(json_text) <= _MAX_NAMED_BYTES:
         try:
-            json.loads(json_text, object_pairs_hook=members)
-        except DoubledName as doubled:
-            return doubled
-    return DoubledName(None)
+            json.loads(json_text, object_pairs_hook=reject_duplicate_keys)
+        except DuplicateKeyError as duplicate:
+            return duplicate
+    return DuplicateKeyError(None)
 
 
 def _count_members(value: Any) -> int:

@@ -1,6 +1,6 @@
 """The table of the RPCs: the permission and the handler of each."""
 
-from shmserve.common.auth_tokens import RESTRICTABLE, SIGNATURE
+from shmserve.common.auth_tokens import MODEL_METADATA, RESTRICTABLE
 from shmserve.gateway.grpc.service import (
     HEALTH_WATCH,
     MODEL_INFER,
@@ -20,7 +20,7 @@ def test_every_rpc_has_a_scope() -> None:
     assert len(ALL_RPCS) == 22
     assert set(RPCS) == {*ALL_RPCS, *REFLECTION_METHODS}
     for path, rpc in RPCS.items():
-        assert rpc.scope in (*RESTRICTABLE, SIGNATURE), path
+        assert rpc.scope in (*RESTRICTABLE, MODEL_METADATA), path
 
 
 def test_every_rpc_has_a_handler() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.common.host import Accelerators
-from shmserve.common.names import check_model_name, is_inline
+from shmserve.common.names import check_model_name, names_one_model
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import InvalidArgument
@@ -428,7 +428,7 @@ def test_a_bad_override_leaks_nothing(tmp_path: Path) -> None:
 def test_classes_in_files_are_models(tmp_path: Path, file: str, class_name: str, name: str) -> None:
     (tmp_path / file).write_text("class Model: ...\n")
     spec = f"{tmp_path}/{file}:{class_name}"
-    assert is_inline(spec)
+    assert names_one_model(spec)
     base = tmp_path / "run"
     folder = inline_model(spec, base, {})
     assert (folder.name, folder.versions, folder.problem) == (name, (1,), "")
@@ -482,7 +482,7 @@ def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_a_missing_class_is_refused(tmp_path: Path, spec: str, expected: str) -> None:
     with pytest.raises(InvalidArgument, match=expected):
         inline_model(spec, tmp_path, {})
-    assert not is_inline("models")
+    assert not names_one_model("models")
 
 
 @needs_users

@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {**_QWEN, "sliding_window": 4096, "head_dim": 128},
 }
 # The supported values of fields; the first one is the default.
-_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+_SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0, None),
     "is_causal": (True, None),
@@ -44,7 +44,7 @@ _POSITIVE_INTEGERS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
     *("max_position_embeddings", "num_key_value_heads", "head_dim"),
 )
-_OPTIONAL = ("num_key_value_heads", "head_dim")  # may be absent or null
+_OPTIONAL_FIELDS = ("num_key_value_heads", "head_dim")  # may be absent or null
 _MAX_SIZE = (1 << 31) - 1
 _MAX_NUMBER = 1e38  # numbers up to this one are finite as float32
 # The required fields of each rope type. "dynamic" is supported up to the trained length, in which
@@ -78,8 +78,8 @@ class Rope:
         if self.kind == "linear":
             return frequencies / self.parameters["factor"]
         if self.kind == "yarn":
-            return self._yarn(head_dim)
-        return self._llama3(frequencies) if self.kind == "llama3" else frequencies
+            return self._yarn_frequencies(head_dim)
+        return self._llama3_frequencies(frequencies) if self.kind == "llama3" else frequencies
 
     @property
     def amplitude(self) -> float:
@@ -100,7 +100,7 @@ class Rope:
         length = self.parameters.get(_ORIGINAL, original)
         return max(original, int(length * self.parameters["factor"]))
 
-    def _yarn(self, head_dim: int) -> torch.Tensor:
+    def _yarn_frequencies(self, head_dim: int) -> torch.Tensor:
         """Return the frequencies of YaRN (Peng et al., 2023).
 
         Frequencies with few rotations in the original length are divided by the factor, frequencies
@@ -108,8 +108,8 @@ class Rope:
         """
         parameters, half = self.parameters, head_dim // 2
         rotations = (parameters.get("beta_fast") or 32.0, parameters.get("beta_slow") or 1.0)
-        turns = (math.log(parameters[_ORIGINAL] / (r * 2 * math.pi)) for r in rotations)
-        low, high = (head_dim * turn / (2 * math.log(self.theta)) for turn in turns)
+        log_ratios = (math.log(parameters[_ORIGINAL] / (r * 2 * math.pi)) for r in rotations)
+        low, high = (head_dim * log_ratio / (2 * math.log(self.theta)) for log_ratio in log_ratios)
         if parameters.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
@@ -119,7 +119,7 @@ class Rope:
         kept_share = 1 - ramp
         return 1.0 / (parameters["factor"] * powers) * (1 - kept_share) + 1.0 / powers * kept_share
 
-    def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
+    def _llama3_frequencies(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Divide low frequencies by the factor, keep high ones, and interpolate the others."""
         low, high = self.parameters["low_freq_factor"], self.parameters["high_freq_factor"]
         original = self.parameters["original_max_position_embeddings"]
@@ -169,33 +169,33 @@ class Architecture:
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self | None:
         """Return the architecture in config.json; None if problems were added to `problems`."""
         problem_count = len(problems)
-        family = _family(config, problems)
+        family = _find_family(config, problems)
         if not family:
             return None
         config = {**DEFAULTS[family], **config}
         for name in _POSITIVE_INTEGERS:
             size = config.get(name)
-            is_absent = size is None and name in _OPTIONAL
+            is_absent = size is None and name in _OPTIONAL_FIELDS
             if not is_absent and (type(size) is not int or size < 1):
                 problems.append(f"config.json: {name}: {size!r} is not a positive integer")
             elif size is not None and size > _MAX_SIZE:
                 problems.append(f"config.json: {name}: {clip(repr(size))} exceeds {_MAX_SIZE}")
         epsilon = config.get("rms_norm_eps")
         if epsilon is not None and not 0 <= epsilon <= _MAX_NUMBER:
-            problems.append(f"config.json: rms_norm_eps: {epsilon!r} is not a number from 0")
-        for name, allowed in _SUPPORTED.items():
+            problems.append(f"config.json: rms_norm_eps: {epsilon!r} is not a number >= 0")
+        for name, allowed in _SUPPORTED_VALUES.items():
             if config.get(name, allowed[0]) not in allowed:
                 problems.append(f"config.json: {name}: {config[name]!r} is not {allowed[0]!r}")
         if len(problems) > problem_count:
             return None
-        rope = _rope(config, problems)
+        rope = _read_rope(config, problems)
         positions = rope.positions(config["max_position_embeddings"])
         if positions > MAX_MODEL_LEN:
             problems.append(
                 f"config.json: max_position_embeddings: the model has {positions} positions, more "
                 f"than {MAX_MODEL_LEN}"
             )
-        window = _window(family, config, positions, problems)
+        window = _get_window(family, config, positions, problems)
         if len(problems) > problem_count:
             return None
         heads = config["num_attention_heads"]
@@ -259,11 +259,11 @@ class Architecture:
         if not self.tied_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         for layer in range(self.layers):
-            for name, shape in self._layer().items():
+            for name, shape in self._layer_weights().items():
                 shapes[f"model.layers.{layer}.{name}"] = shape
         return shapes
 
-    def _layer(self) -> dict[str, tuple[int, ...]]:
+    def _layer_weights(self) -> dict[str, tuple[int, ...]]:
         hidden, intermediate = self.hidden, self.intermediate
         query_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         linears = {
@@ -276,9 +276,9 @@ class Architecture:
             "mlp.down_proj": (hidden, intermediate, self.mlp_bias),
         }
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, (rows, columns, biased) in linears.items():
+        for name, (rows, columns, has_bias) in linears.items():
             shapes[f"{name}.weight"] = (rows, columns)
-            if biased:
+            if has_bias:
                 shapes[f"{name}.bias"] = (rows,)
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
         if self.head_norms:
@@ -286,7 +286,7 @@ class Architecture:
         return shapes | {f"{name}.weight": (size,) for name, size in norms.items()}
 
 
-def _family(config: Mapping[str, Any], problems: list[str]) -> str:
+def _find_family(config: Mapping[str, Any], problems: list[str]) -> str:
     """Return the family named by `architectures` or, if there are none, by `model_type`."""
     names: list[str] = config.get("architectures") or []
     family = next((_FAMILIES[name] for name in map(str, names) if name in _FAMILIES), "")
@@ -302,7 +302,7 @@ def _family(config: Mapping[str, Any], problems: list[str]) -> str:
     return family
 
 
-def _window(family: str, config: Mapping[str, Any], positions: int, problems: list[str]) -> int:
+def _get_window(family: str, config: Mapping[str, Any], positions: int, problems: list[str]) -> int:
     """Return the size of a window that limits the attention of a layer, or 0."""
     types = config.get("layer_types") or []
     unsupported = sorted({str(kind) for kind in types} - {"full_attention"})
@@ -323,7 +323,7 @@ def _is_positive(number: Any) -> bool:
     return type(number) in (int, float) and 0 < number <= _MAX_NUMBER
 
 
-def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
+def _read_rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     """Return the rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`."""
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(field) or {}
@@ -335,7 +335,7 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0
     factor = scaling.get("partial_rotary_factor")
-    if factor not in _SUPPORTED["partial_rotary_factor"]:
+    if factor not in _SUPPORTED_VALUES["partial_rotary_factor"]:
         problems.append(f"config.json: {field}: partial_rotary_factor: {factor!r} is not 1.0")
     if kind not in _ROPE_FIELDS:
         allowed_names = ", ".join(_ROPE_FIELDS)

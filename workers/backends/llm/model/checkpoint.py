@@ -38,20 +38,20 @@ logger = logging.getLogger(__name__)
 _INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _ADAPTER_FILE = "adapter_config.json"
 # Settings of generation_config.json that neither this server nor vLLM supports.
-_WITHOUT_EFFECT = (
+_IGNORED_DEFAULTS = (
     "bad_words_ids begin_suppress_tokens constraints dola_layers encoder_no_repeat_ngram_size "
     "encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
     "force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale max_length max_time "
     "min_length min_new_tokens no_repeat_ngram_size num_beams num_return_sequences penalty_alpha "
     "sequence_bias stop_strings suppress_tokens token_healing top_h typical_p watermarking_config"
 )
-_GPT2 = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
-_SENTENCEPIECE = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+_GPT2_TOKENS = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
+_SENTENCEPIECE_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 # The supported classes of transformers that replace parts of tokenizer.json, with their special
 # tokens.
 _SPECIAL_TOKENS: Mapping[str, Mapping[str, str]] = {
-    "GPT2Tokenizer": _GPT2,
-    "GPTNeoXTokenizer": {**_GPT2, "pad_token": "<|padding|>"},
+    "GPT2Tokenizer": _GPT2_TOKENS,
+    "GPTNeoXTokenizer": {**_GPT2_TOKENS, "pad_token": "<|padding|>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "CohereTokenizer": {
         "unk_token": "<UNK>",
@@ -62,9 +62,9 @@ _SPECIAL_TOKENS: Mapping[str, Mapping[str, str]] = {
         "cls_token": "<CLS>",
         "sep_token": "<SEP>",
     },
-    "LlamaTokenizer": _SENTENCEPIECE,
+    "LlamaTokenizer": _SENTENCEPIECE_TOKENS,
     "CodeLlamaTokenizer": {
-        **_SENTENCEPIECE,
+        **_SENTENCEPIECE_TOKENS,
         "prefix_token": "\u2581<PRE>",
         "middle_token": "\u2581<MID>",
         "suffix_token": "\u2581<SUF>",
@@ -90,7 +90,7 @@ _MISTRAL_PATTERN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _MIN_MISTRAL_TOKENS = 100_000  # transformers does not change smaller tokenizers
-# Unsupported classes that replace parts of tokenizer.json.
+# Classes of transformers that replace parts of tokenizer.json, and are not supported.
 _UNSUPPORTED_CLASSES = (
     "Albert Barthez Bert BigBird Blenderbot CLIP Camembert CodeGen Deberta DebertaV2 Esmc Funnel "
     "Herbert Lasr LayoutLMv2 LayoutLMv3 LayoutXLM Luke MBart MBart50 MLuke MPNet MarkupLM Nllb "
@@ -98,11 +98,11 @@ _UNSUPPORTED_CLASSES = (
     "Tipsv2 Udop VideoPrism Whisper XGLM XLMRoberta XLNet"
 )
 _SPACE_SYMBOL = "\u2581"
-_POINTER_START = b"version https://git-lfs"  # of a file without its content
+_LFS_POINTER_START = b"version https://git-lfs"  # in place of a file's content
 _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The special tokens, in the order in which transformers adds them to a tokenizer.
-_TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
+_SPECIAL_TOKEN_NAMES = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
 _BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
 _INTEGER, _TEXT = ((int,), "an integer"), ((str,), "a string")
 _TOKENS_FIELD = ((list, dict), "a list or an object")
@@ -130,13 +130,13 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
         _LIST: "additional_special_tokens",
         _TOKENS_FIELD: "extra_special_tokens",
         _TEXT: "tokenizer_class",
-        _TOKEN: _TOKENS,
+        _TOKEN: _SPECIAL_TOKEN_NAMES,
         ((str, list, dict), "a string, a list or an object"): "chat_template",
     },
     "special_tokens_map.json": {
         _LIST: "additional_special_tokens",
         _TOKENS_FIELD: "extra_special_tokens",
-        _TOKEN: _TOKENS,
+        _TOKEN: _SPECIAL_TOKEN_NAMES,
     },
     "generation_config.json": {_IDS: "eos_token_id", _INTEGER: "max_new_tokens"},
     _INDEX_FILE: {_OBJECT: "weight_map"},
@@ -193,18 +193,18 @@ class Checkpoint:
         if architecture is not None and len(problems) == problem_count:
             _check_weights(architecture, quantisation, stored_tensors, problems)
         defaults, defaults_file = config, "config.json"
-        preset = DEFAULTS[architecture.family] if architecture else {}
+        family_defaults = DEFAULTS[architecture.family] if architecture else {}
         if os.path.lexists(path / "generation_config.json"):
-            defaults_file, preset = "generation_config.json", {}
+            defaults_file, family_defaults = "generation_config.json", {}
             defaults = read_json(path / defaults_file, problems)
-        end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
+        end_tokens = _token_ids({**family_defaults, **config, **defaults}.get("eos_token_id"))
         templates = _read_templates(path, settings, problems)
         if problems:
             _add_pointers(path, problems)
             raise InvalidArgument(f"the model's folder is invalid: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
-        special = _special_tokens(settings)
-        eos = tokenizer.token_to_id(special.get("eos_token", ""))
+        special_tokens = _special_tokens(settings)
+        eos = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
         # The tokenizer may have more tokens than the model.
         known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocab_size)
         end_tokens = tuple(dict.fromkeys(known_ends))
@@ -216,7 +216,7 @@ class Checkpoint:
             logger.warning("%s has no effect; the folder's own weights are used", _ADAPTER_FILE)
         parts = architecture, tokenizer, stored_tensors, quantisation, end_tokens
         eos = -1 if eos is None else eos
-        return cls(*parts, eos, defaults, defaults_file, templates, special)
+        return cls(*parts, eos, defaults, defaults_file, templates, special_tokens)
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint's files contain the weight with this name."""
@@ -230,7 +230,7 @@ class Checkpoint:
             weight: torch.Tensor = tensors["values"].float()
             return weight
         shapes = self.architecture.weights()
-        # Only the head has no shape of its own, if it is tied to the embedding.
+        # A head that is tied to the embedding has no entry in `shapes`.
         return self.quantisation.dequantise(name, shapes.get(name) or shapes[_EMBEDDING], tensors)
 
     @cached_property
@@ -304,7 +304,7 @@ def _add_pointers(path: Path, problems: list[str]) -> None:
 
 def _is_pointer(file: Path) -> bool:
     with file.open("rb") as content:
-        return content.read(len(_POINTER_START)) == _POINTER_START
+        return content.read(len(_LFS_POINTER_START)) == _LFS_POINTER_START
 
 
 def _read_tokenizer(
@@ -544,7 +544,7 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
                     shape = tuple(tensor.get_shape())
                     weights[name] = StoredTensor(file_path, name, shape, str(tensor.get_dtype()))
         except (OSError, SafetensorError) as error:
-            # The path is one of the server; clients see the error.
+            # Clients see the error, and must not see paths of the server.
             problems.append(f"{shard} cannot be read: {error}".replace(f": {file_path}", ""))
     if "norm.weight" in weights:
         weights |= {f"model.{name}": tensor for name, tensor in weights.items()}
@@ -608,7 +608,7 @@ def _list_names(names: list[str]) -> str:
 
 def _warn_ineffective(defaults: dict[str, Any], file: str) -> None:
     """Warn of defaults of requests that only transformers supports."""
-    for name in _WITHOUT_EFFECT.split():
+    for name in _IGNORED_DEFAULTS.split():
         if defaults.get(name) not in (None, 0, 1, [], {}, False):
             logger.warning("%s: %s has no effect, as in vLLM", file, name)
 
@@ -652,7 +652,7 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     """Return the texts of special tokens in tokenizer_config.json by their names ("eos_token")."""
     tokens: dict[str, str] = {}
-    for name in dict.fromkeys((*_TOKENS.split(), *settings)):
+    for name in dict.fromkeys((*_SPECIAL_TOKEN_NAMES.split(), *settings)):
         value = settings.get(name)
         if name.endswith("_token") and isinstance(value, (str, dict)):
             tokens[name] = _content(value)
@@ -698,8 +698,8 @@ def _private_memory() -> list[Range]:
     ranges: list[Range] = []
     if _HUGE_PAGE_SIZE.exists():
         for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
-            addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
-            if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+            addresses, permissions, _, _, inode, *name = line.split(maxsplit=5)
+            if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
                 begin, end = addresses.split("-")
                 ranges.append((int(begin, 16), int(end, 16)))
     return ranges

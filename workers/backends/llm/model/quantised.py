@@ -19,9 +19,9 @@ from torch import Tensor
 
 from shmserve.errors import InvalidArgument
 
-_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
+_UNQUANTISED_TYPES = ("F64", "F32", "F16", "BF16")
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2")
-_BITS = (2, 4, 8)
+_WIDTHS = (2, 4, 8)
 _ACT_ORDERS = ("group", "dynamic", True)  # `actorder` values that require the group of each column
 
 
@@ -50,7 +50,7 @@ class Method(NamedTuple):
 
 
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
-_PACKED = {"qweight": ("I32",)}
+_PACKED_VALUES = {"qweight": ("I32",)}
 _QUANTISED_ROLES = {"scales": ("scales",), "zeros": ("qzeros",)}
 _METHODS = {
     "fp8": Method({"weight": _FP8_TYPES}, {"scales": ("weight_scale_inv", "weight_scale")}),
@@ -60,7 +60,7 @@ _METHODS = {
         {"format": (*_FORMATS, "mixed-precision", "dense")},
     ),
     "gptq": Method(
-        _PACKED,
+        _PACKED_VALUES,
         {**_QUANTISED_ROLES, "groups": ("g_idx",)},
         {
             **dict.fromkeys(("checkpoint_format", "format"), ("gptq", "gptq_v2")),
@@ -68,7 +68,7 @@ _METHODS = {
         },
     ),
     "awq": Method(
-        _PACKED,
+        _PACKED_VALUES,
         _QUANTISED_ROLES,
         dict.fromkeys(("version", "checkpoint_format", "format"), ("gemm",)),
     ),
@@ -99,19 +99,19 @@ class Quantisation:
     @classmethod
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self:
         """Return the quantisation that a quantization_config in config.json describes."""
-        loads_bits = config.get("load_in_8bit") or config.get("load_in_4bit")
-        name = config.get("quant_method") or ("bitsandbytes" if loads_bits else "")
+        is_bitsandbytes = config.get("load_in_8bit") or config.get("load_in_4bit")
+        name = config.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "")
         unsupported: list[tuple[str, Any, tuple[Any, ...]]] = []
         if config and name not in _METHODS:
             unsupported.append(("quant_method", name, tuple(_METHODS)))
         else:
-            for part in _sections(config):
+            for section in _sections(config):
                 permitted = _METHODS[name].settings if config else {}
                 unsupported += [
-                    (field, part[field], allowed_values)
+                    (field, section[field], allowed_values)
                     for field, allowed_values in permitted.items()
-                    if part.get(field) is not None
-                    and str(part[field]).lower() not in allowed_values
+                    if section.get(field) is not None
+                    and str(section[field]).lower() not in allowed_values
                 ]
         sparsity = config.get("sparsity_config") or {}
         if sparsity.get("format", "dense") != "dense":
@@ -124,8 +124,8 @@ class Quantisation:
                 f"config.json: quantization_config: {field}: {value!r} is not supported, "
                 f"supported: {supported}"
             )
-        version = config.get("checkpoint_format") or config.get("format")
-        zero_offset = 1 if name == "gptq" and version != "gptq_v2" else 0
+        gptq_format = config.get("checkpoint_format") or config.get("format")
+        zero_offset = 1 if name == "gptq" and gptq_format != "gptq_v2" else 0
         required_roles = ("scales", *_required_roles(config))
         is_interleaved = "gptqmodel" not in str((config.get("meta") or {}).get("quantizer"))
         method = name if name in _METHODS else ""
@@ -149,7 +149,7 @@ class Quantisation:
         """Return the problem of a weight in the files, or ""."""
         parts = self.parts(name, stored)
         values = parts["values"]
-        if values.dtype in _PLAIN_TYPES and "scales" not in parts:
+        if values.dtype in _UNQUANTISED_TYPES and "scales" not in parts:
             if values.shape == shape:
                 return ""
             return f"{name} has the shape {list(values.shape)}, expected {list(shape)}"
@@ -179,7 +179,7 @@ class Quantisation:
             sizes = ", ".join(f"{role} {list(tensor.shape)}" for role, tensor in parts.items())
             raise InvalidArgument(
                 f"the model's folder is invalid: {name}: {self.method} tensors {sizes} do not fit "
-                f"the shape {list(shape)} (supported: {', '.join(map(str, _BITS))} bits)"
+                f"the shape {list(shape)} (supported: {', '.join(map(str, _WIDTHS))} bits)"
             ) from None
 
     def _dequantise(
@@ -290,7 +290,7 @@ def _group_sizes(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
 
 def _bit_width(words: int, count: int) -> int:
     """Return the number of bits of each of `count` values in `words` words of 32 bits; 0: none."""
-    return next(bits for bits in (*_BITS, 0) if not bits or math.ceil(count * bits / 32) == words)
+    return next(bits for bits in (*_WIDTHS, 0) if not bits or math.ceil(count * bits / 32) == words)
 
 
 def _unpack(words: Tensor, bits: int, is_interleaved: bool = False) -> Tensor:

@@ -39,7 +39,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint, moved_to_
 
 MIN_ROWS = 4  # number of rows to which smaller batches are padded
 _PACK_ROWS = 16  # number of rows for which oneDNN packs weights
-_MIN_SCALE = 1e-8
+_MIN_SCALE = 1e-8  # prevents division by zero
 MAX_ROWS = 256  # maximum number of rows of one call; kernels for more rows give other bits
 
 Linear = Callable[[Tensor], Tensor]
@@ -271,7 +271,7 @@ class Transformer:
             heads = self._rotate(layer, qkv, rotations)
             cache.write(index, heads[:, model.heads :], slots)
             if selection is not None and index == model.layers - 1:
-                # The states of other rows are not needed any more.
+                # After the keys of the last layer are stored, only the selected rows are computed.
                 if not selection.indices:
                     break
                 extended, heads = extended[selection.indices], heads[selection.indices]

@@ -106,7 +106,7 @@ def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, v
         ({"logprob_token_ids": [3]}, "logprob_token_ids: [3] is not supported"),
         ({"tools": [{}]}, "tools: only supported as a member of the input messages"),
         ({"n": 3, "best_of": 2}, "best_of: 2 is less than n 3"),
-        ({"best_of": 2, "stream": True}, "stream: the best of 2 samples are known only when"),
+        ({"best_of": 2, "stream": True}, "stream: it must be false with best_of 2, because"),
         ({"use_beam_search": True, "n": 2, "logit_bias": {"3": 1}},
          "logit_bias: not supported with use_beam_search"),
         ({"use_beam_search": True, "n": 2, "response_format": {"type": "json_object"}},

@@ -93,7 +93,7 @@ def test_only_allowed_tokens_are_sampled() -> None:
     bits = torch.zeros(2, dtype=torch.int32)
     bits[0], bits[1] = -(1 << 31) | 1, 4  # allows the tokens 31, 0 and 34
     row = new_row(temperature=0.0)
-    row.allowed = bits
+    row.allowed_bits = bits
     logits = torch.arange(100.0).unsqueeze(0)
     sampler.process(logits, [row])
     assert logits[0].isfinite().nonzero().flatten().tolist() == [0, 31, 34]
@@ -125,12 +125,12 @@ def test_sampled_tokens_follow_their_probabilities() -> None:
 def test_a_draft_token_that_the_grammar_rejects_does_not_change_probabilities() -> None:
     target, draft = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.5, 0.0, 0.5])
     rows: list[sampler.SampledRow] = []
-    checks: list[sampler.Check] = []
+    checks: list[sampler.DraftCheck] = []
     for seed in range(4000):
         row = new_row(seed=seed)
         (token,) = sampler.pick(draft.unsqueeze(0), [row.draw(sampler.PROPOSAL)])
         accepted_tokens = [token] if target[token] else []
-        checks.append(sampler.Check(len(rows), sampler.Proposal(accepted_tokens, [draft])))
+        checks.append(sampler.DraftCheck(len(rows), sampler.Proposal(accepted_tokens, [draft])))
         rows += [row] * (1 + len(accepted_tokens))
     texts = sampler.verify(target.log().repeat(len(rows), 1), rows, checks)
     counts = Counter(tokens[0] for tokens in texts)
