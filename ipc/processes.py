@@ -101,7 +101,8 @@ def _kill(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
         if not command_line and state != b"Z":
             return False
-        # A process that another user started in this container may be a child of process 1.
+        # The kill may fail: if the server is process 1 of a container, processes of other users may
+        # be its children.
         if _RESOURCE_TRACKER not in command_line:
             os.kill(pid, signal.SIGKILL)
     return True

@@ -46,8 +46,8 @@ class SchedulingLimits:
 class CacheStart:
     """A model version's share of the response cache, in bytes (0: no cache).
 
-    The process `supervisor_pid` holds the memory of clients open. The cache does not read tensors
-    in memory of that process.
+    The cache does not read tensors in clients' memory, which the process `supervisor_pid` holds
+    open.
     """
 
     byte_size: int = 0
@@ -305,7 +305,7 @@ class InstanceExpected(Message):
 class InstanceGone(Message):
     """Sent by the supervisor to a scheduler when an instance will not restart.
 
-    If it was the last instance, waiting requests fail for `reason`.
+    If it was the last instance, the scheduler fails the waiting requests with `reason`.
     """
 
     index: int

@@ -87,14 +87,15 @@ class ShmPolicy:
     """The server's settings for shared memory of clients. Sizes are in bytes.
 
     Attributes:
-        allow: Whether all listeners offer shared memory, or none; None: only listeners that no
-            other host reaches.
+        allow: True: all listeners offer shared memory. False: no listener does. None: only
+            listeners that other hosts cannot reach offer it.
         group: A gid, or NO_GROUP.
         max_regions: The maximum number of regions.
         max_regions_per_uid: The maximum number of regions of one user.
         max_byte_size: The maximum total size of all regions.
         max_byte_size_per_uid: The maximum total size of one user's regions.
-        sparse_byte_size: The server's limit of memory for pages that clients did not allocate.
+        sparse_byte_size: The maximum bytes of pages that the server allocates because clients have
+            not.
         overlap: The action for outputs of two requests in the same range: error, warn or ignore.
     """
 

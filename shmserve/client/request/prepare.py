@@ -88,7 +88,7 @@ def options_of(
 
 
 def _trace_context(traceparent: str, parameters: Mapping[str, Any]) -> str:
-    """Return a request's trace context; "" if it needs neither a trace nor an explanation.
+    """Return a request's trace context; "" if it is neither traced nor explained.
 
     The parameter `explain` requests an explanation of the response's latency.
 
@@ -355,7 +355,7 @@ class _UntemplatedRequest:
         return view.memory_range()
 
     def _hold(self, segment: AnySegment, holder: Any) -> None:
-        """Keep memory that the server uses in place alive until the response."""
+        """Keep a segment, and the `holder` of its memory, alive until the response."""
         self._segments.append(segment)
         self._holders.append(holder)
 

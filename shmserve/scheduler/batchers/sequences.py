@@ -146,7 +146,7 @@ class StatefulSequence:
 class Rows(Record):
     """A decision of the sequence batcher to run these sequences now.
 
-    Each sequence has the row of its slot; None is a null row.
+    Each sequence has the row of its slot. None stands for a null row, which has no request.
     """
 
     rows: list[tuple[int, StatefulSequence | None]]
@@ -302,8 +302,8 @@ class Sequences:
     A sequence expires after it was idle for `idle_ns`. At most `max_waiting` sequences of an owner
     may wait for a slot.
 
-    `single_request`: a sequence is one request, which its model may reschedule; it ends with that
-    request.
+    With `single_request`, each sequence has a single request, which its model may reschedule. The
+    sequence ends with that request.
     """
 
     def __init__(

@@ -26,16 +26,16 @@ _STORED_PREFIX = "kept-"  # the prefix of the names of stored descriptors
 # Seconds by which each message extends the service manager's timeout for the start or the end.
 _TIMEOUT_EXTENSION_S = 60
 _SIGN_OF_LIFE_INTERVAL_S = 10.0
-_FLUSH_TIMEOUT_S = 5.0  # the longest wait of a registration for a manager that hangs
+_FLUSH_TIMEOUT_S = 5.0  # the longest time that a registration waits for a manager that hangs
 _MAX_NAMED_MODELS = 5  # maximum number of models that the status line names for each state
 
 
 class ServiceManager:
     """The service manager at `address`, a path or "@" with an abstract name; None: no manager.
 
-    The manager requires a sign of life every `watchdog_s` seconds (0: none). Its socket holds about
-    ten messages. Further messages are queued, because the descriptors of a lost message would be
-    missing after the next restart.
+    The manager requires a keep-alive message every `watchdog_s` seconds (0: none). Its socket holds
+    about ten messages. Further messages are queued, because the descriptors of a lost message would
+    be missing after the next restart.
     """
 
     def __init__(self, address: str | None, watchdog_s: float = 0.0) -> None:

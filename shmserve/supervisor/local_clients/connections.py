@@ -75,7 +75,8 @@ class _Packet(NamedTuple):
 
 
 def _receive_packet(link: socket.socket, size: int) -> _Packet:
-    # With a smaller buffer, the kernel would close further descriptors, which may block.
+    # In a smaller buffer, some descriptors would have no space: the kernel would close them, which
+    # may block.
     ancillary_size = socket.CMSG_SPACE(MAX_PASSED_FDS * 4) + socket.CMSG_SPACE(_CREDENTIALS_BYTES)
     data, ancillary, flags, _ = link.recvmsg(size, ancillary_size, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
@@ -142,7 +143,7 @@ def _run_in_thread(action: Callable[[], None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class LocalClient:
-    """A connected program; it is `is_welcomed` after its Hello. `unsent` are queued packets."""
+    """A connected program; `is_welcomed` is true after its Hello, `unsent` has queued packets."""
 
     number: int
     pid: int  # 0 if the process is in another namespace

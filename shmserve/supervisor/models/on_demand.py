@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _MAX_WAIT_S = 1e6  # a longer time limit counts as no limit
 _CHECK_EVERY_S = 1.0
 _REPORT_TIMEOUT_S = 1.0  # a scheduler that sends no report within this time counts as busy
-# A load waits at most this long for unloads, whose requests in flight may call the loading model.
+# The longest wait of a load for unloads: requests of the unloading models may call the loading one.
 _UNLOAD_TIMEOUT_S = 2.0
 _MEASURE_EVERY_S = 10.0
 
@@ -132,7 +132,7 @@ class MemoryUse:
 
 
 class _Usage(NamedTuple):
-    """The last report of a version's scheduler, and the time of the version's last use."""
+    """The last report of a version's scheduler; `used_ns` is the time of the version's last use."""
 
     response_count: int
     executed_ns: int
@@ -160,7 +160,7 @@ class OnDemand:
 
     def __post_init__(self, observers: list[Callable[[], None]]) -> None:
         self._loads: dict[str, asyncio.Future[ShmserveError | None]] = {}
-        # By model whose load has failed: the backoff, and the time of the next retry.
+        # For each model whose load has failed: the backoff, and the time of the next retry.
         self._failures: dict[str, tuple[RestartBackoff, float]] = {}
         self._unload_lock = asyncio.Lock()
         self._memory = MemoryUse()

@@ -156,7 +156,7 @@ class MessageParser:
             self._add_text("content", self._leading_space)
 
     def _read_opening_tag(self, begin: str, end: str) -> Reading[None]:
-        """Start the reasoning, which `end` ends, if the message begins with the tag `begin`."""
+        """Read the tag that begins reasoning, if the message begins with it; `end` closes it."""
         while begin.startswith(self._buffer.lstrip()) and not self._is_ended:
             if self._buffer.lstrip() == begin:
                 break
@@ -227,7 +227,7 @@ class MessageParser:
     def add_arguments(self, text: str) -> None:
         """Pass on a part of the call's arguments."""
         call = self.current_call
-        # Half of a surrogate pair, which the value of a literal may have, is escaped as in JSON.
+        # A Python literal may contain half of a surrogate pair, which is escaped as in JSON.
         call.arguments += text.encode(errors="backslashreplace").decode()
         self._pass_on_call(call)
 

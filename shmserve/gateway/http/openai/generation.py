@@ -84,7 +84,7 @@ class ChoiceFormat(NamedTuple):
         is_chunk: bool = False,
         is_last: bool = False,
     ) -> dict[str, Any]:
-        """Return the part of a choice with its text, and its reasoning and calls (`members`)."""
+        """Return the content of a choice: the text, and its reasoning and calls (`members`)."""
         if not self.is_chat:
             return {"text": text}
         has_content = text or is_first or not (members or is_last)
@@ -174,7 +174,8 @@ class _Sample:
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0  # number of tokens, counted for `Choices.shows_running_usage`
-    # Number of characters of `logprobs`. The text lags behind if it may contain a stop string.
+    # Number of characters of the tokens in `logprobs`. `text` may have fewer characters, because
+    # the beginning of a possible stop string is withheld.
     token_characters: int = 0
 
     def parts(self) -> dict[str, Any]:
@@ -215,9 +216,10 @@ class _Sample:
         return {**parts, "tool_calls": calls} if calls else parts
 
     def _end_custom_calls(self, names: Collection[str], has_ended: bool) -> list[dict[str, Any]]:
-        """Replace functions by custom tools in the calls that have ended, and return these calls.
+        """Convert complete function calls of custom tools to custom calls, and return them.
 
-        The last call may continue if the sample does.
+        The last call is complete once the sample has ended, and any other call once the next call
+        has begun.
         """
         ended_calls = []
         for index, call in enumerate(self.tool_calls if has_ended else self.tool_calls[:-1]):
@@ -342,7 +344,7 @@ class Choices:
         return {**{name: members[name] for name in members if name not in omitted}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
-        """Store `Delta.extra_members`, and return those that belong to the choice in a chunk."""
+        """Store the `extra_members` of a delta, and return those for the choice in a chunk."""
         members = dict(fields)
         if self.format.is_chat:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
