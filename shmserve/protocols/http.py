@@ -45,7 +45,7 @@ _closes_connection = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
 _CHUNKED = -1  # in place of the remaining bytes, for a chunked body
 _MAX_ERROR_LENGTH = 300
 OPENAI_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-# A part of the server's error if a request to a decoupled model does not accept JSON lines.
+# Part of the error that rejects a request to a decoupled model unless it accepts JSON lines.
 _DECOUPLED_ERROR = "models with decoupled transaction policy"
 _JSON_HEADERS = {"Content-Type": "application/json"}
 

@@ -296,7 +296,7 @@ class RateLimiter:
 
 
 class Tickets:
-    """The rate limiter of the server. Each member is bound to its current scheduler.
+    """The rate limiter of the server. Each member (model version) is bound to its scheduler.
 
     Args:
         is_enabled: Whether the server was started with the rate limiter.
