@@ -208,8 +208,8 @@ class OverloadLog:
 class Core(Protocol[R]):
     """The decisions of one kind of scheduler about the requests of a model version.
 
-    Times are arguments (monotonic ns). `R` is the class of the requests. A request is in
-    `client.requests` of its client from `admit` to its end.
+    Times are arguments (monotonic ns). `R` is the class of the requests. From `admit` to
+    its end, a request is in the `requests` of its client.
     """
 
     statistics: Statistics

@@ -59,7 +59,7 @@ class TensorKind:
         return _KINDS.find(key) or _KINDS.store_if_absent(key, cls(*key))
 
     def shape_for(self, dims: Sequence[int], for_batched: bool) -> tuple[int, ...]:
-        """Return the shape as another model takes it: a batch dimension of 1 is added or removed.
+        """Return the shape for another model: a batch dimension of 1 is added or removed if needed.
 
         Args:
             dims: The dimensions in that model's configuration.

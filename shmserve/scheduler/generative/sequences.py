@@ -441,10 +441,10 @@ class Beams(Generic[T]):
         del self.hypotheses[search.width :]
 
     def _is_settled(self, best_score: float, length: int) -> bool:
-        """Check whether no better hypotheses than the present ones can follow.
+        """Check whether the search can end, because its best hypotheses are final.
 
-        Unless `early_stopping` is "true", a beam that could become better than the worst hypothesis
-        continues the search.
+        Unless `early_stopping` is "true", the search continues while a beam could become better
+        than the worst of the present hypotheses.
         """
         search = self.generation.beams
         assert search is not None

@@ -57,7 +57,7 @@ Convert = Callable[[Any], Any]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Packed:
-    """A prompt or another large field of a large body, converted to bytes by the process.
+    """A prompt or another large field of a large body, which the parser process has encoded.
 
     Attributes:
         kind: "text": a string. "tokens": a list of integers. "messages": a list of messages, whose
