@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.signature import Signature, client_shape
 from shmserve.ipc.timers import Timers
 from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
-from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
+from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, combined_override
 from shmserve.scheduler.requests.queue import expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.request import (
     CACHED,
@@ -391,7 +391,7 @@ class EnsembleRequests:
     def _pack_response(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
         """Return a response's schema and data, and lend the client the memory that it reads."""
         data: list[Any] = []
-        sequence = step_sequence(request.submit, overrides(response.values()))
+        sequence = step_sequence(request.submit, combined_override(response.values()))
         key_parts: list[Any] = [sequence]
         for name, value in response.items():
             key_parts += (name, value.kind)

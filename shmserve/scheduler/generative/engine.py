@@ -301,7 +301,7 @@ class Engine(Generic[T]):
             self.counts.swapped_out += len(sequence.host_blocks)
             self.pool.release(sequence.table)
             sequence.table = []
-            sequence.sent_blocks = sequence.sealed_blocks = 0
+            sequence.sent_blocks = sequence.registered_blocks = 0
             sequence.status = SequenceStatus.SWAPPED
         else:
             self.counts.preemptions["recompute"] += 1
@@ -393,7 +393,7 @@ class Engine(Generic[T]):
             sequence.table = []
             return False
         sequence.computed_tokens = len(cached) * block_size
-        sequence.sealed_blocks = len(cached)
+        sequence.registered_blocks = len(cached)
         self.counts.prefix_queries += len(sequence.tokens)
         self.counts.prefix_hits += sequence.computed_tokens
         if not sequence.generated_tokens:
@@ -445,7 +445,7 @@ class Engine(Generic[T]):
     def _handle_row(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
         sequence.computed_tokens = row.start + row.count
         if result is None:
-            self._seal(sequence)
+            self._register_blocks(sequence)
             if sequence.forks and sequence.missing_tokens == 1:
                 self._fork(sequence)
         elif sequence.generation.beams is None:
@@ -455,9 +455,9 @@ class Engine(Generic[T]):
         if sequence.has_stopped and sequence.status is SequenceStatus.RUNNING:
             self._end_sequence(sequence, "stop")
 
-    def _seal(self, sequence: Sequence[T]) -> None:
+    def _register_blocks(self, sequence: Sequence[T]) -> None:
         if self.settings.enable_prefix_caching:
-            sequence.seal(self.pool, self.settings.block_size)
+            sequence.register_blocks(self.pool, self.settings.block_size)
 
     def _add_tokens(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
         tokens = result.tokens
@@ -465,7 +465,7 @@ class Engine(Generic[T]):
             raise ValueError(f"expected 1 to {row.draft_count + 1} tokens, got {len(tokens)}")
         sequence.tokens.extend(tokens)
         sequence.computed_tokens += len(tokens) - 1
-        self._seal(sequence)
+        self._register_blocks(sequence)
         counts = self.counts
         counts.generated += len(tokens)
         if result.draft_count:
@@ -495,7 +495,7 @@ class Engine(Generic[T]):
         if parent.status is SequenceStatus.RUNNING and has_row:
             child.status = SequenceStatus.RUNNING
             child.computed_tokens = parent.computed_tokens
-            child.sealed_blocks = parent.sealed_blocks
+            child.registered_blocks = parent.registered_blocks
             child.sent_blocks = parent.sent_blocks
             child.table = parent.table[:]
             self.pool.share(child.table)
@@ -510,7 +510,7 @@ class Engine(Generic[T]):
 
         After the last beam's candidates, replace the beams by the best candidates.
         """
-        self._seal(sequence)
+        self._register_blocks(sequence)
         beams = self._beams[sequence.generation.key]
         sequence.is_held = True
         beams.add(sequence, result)

@@ -231,7 +231,8 @@ class LocalTraces:
 
     Attributes:
         is_active: Whether traces or slow requests are recorded.
-        measured_requests: The measured requests, and whether each is sampled, by client and number.
+        measured_requests: The requests with a trace, by client and number, and whether each is
+            sampled. A request that is not sampled is reported only if it is slow.
     """
 
     def __init__(self, model: str, version: str, control: ControlLink) -> None:
@@ -265,7 +266,7 @@ class LocalTraces:
         return submit
 
     def end_trace(self, peer: bytes, message: Any) -> None:
-        """Report a measured request if this is the last message to its client about it."""
+        """End the trace of a request if `message` is the last message about it to its client."""
         if type(message) is Responded:
             if not message.final:
                 return

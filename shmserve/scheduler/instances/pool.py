@@ -209,12 +209,15 @@ class InstanceTickets:
 
 @dataclass(eq=False)
 class Pool:
-    """The instances of a model version. With `_tickets`, each execution needs a ticket.
+    """The instances of a model version, and their executions.
 
-    `free_slots` has the instances that can take a batch, the longest free one first. An instance of
-    a decoupled model is free while it has less than `_max_open` requests (0: any number). `failure`
-    is the reason why no instance can run or is expected; otherwise it is empty. No execution
-    exceeds its limit before `due_ns`.
+    Attributes:
+        _tickets: The rate limiter's tickets, one for each execution; None if there is no limit.
+        _max_open: The number of open requests at which an instance of a decoupled model takes no
+            further batch; 0: unlimited.
+        free_slots: The instances that can take a batch, the longest free one first.
+        failure: The reason of the last failure if all instances are gone; otherwise "".
+        due_ns: No execution exceeds the time limit for executions before this time.
     """
 
     _execution_limit_ns: int

@@ -385,8 +385,8 @@ class ModelEntry:
         is_expected: Whether the model is loaded at the start and required for readiness.
         on_demand: Whether the model is loaded by its first request and unloaded to free memory.
             An operator's load or unload ends this.
-        is_outdated: Whether a step's model has another immutable configuration than the serving
-            ensemble uses, and an open load was expected to adopt it.
+        is_outdated: Whether the serving ensemble uses an old immutable configuration of a step's
+            model. The ensemble is then reloaded after its open loads.
         failure_is_temporary: Whether the last load failed for a reason that may be temporary.
     """
 

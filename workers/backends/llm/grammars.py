@@ -51,11 +51,12 @@ class Grammars:
     def matcher(
         self, grammar: tuple[str, str], message_grammar: str = "", name: str = "tools"
     ) -> Any:
-        """Return a new matcher of a grammar.
+        """Return a new matcher, which determines the tokens that a grammar allows next.
 
         Args:
             grammar: The grammar of the content, see `GenerationParameters.grammar`.
-            message_grammar: The grammar of the message, which has `grammar` as `@body`; or "".
+            message_grammar: The grammar of the whole message, which refers to `grammar` as
+                `@body`; "" if the message is only its content.
             name: The parameter of the request, for error texts.
 
         Raises:

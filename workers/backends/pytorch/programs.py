@@ -58,13 +58,13 @@ class Argument:
     Attributes:
         name: The name.
         required: Whether the argument has no default.
-        by_name: Whether the argument is keyword-only.
+        is_keyword_only: Whether the argument is keyword-only.
         is_text: Whether the argument is a list of strings.
     """
 
     name: str
     required: bool = True
-    by_name: bool = False
+    is_keyword_only: bool = False
     is_text: bool = False
 
 
@@ -121,7 +121,7 @@ class ArgumentBinding:
             if name not in inputs:
                 continue
             argument = None if self._arguments is None else self._arguments[position]
-            if position == len(args) and not (argument and argument.by_name):
+            if position == len(args) and not (argument and argument.is_keyword_only):
                 args.append(inputs[name])
             elif argument is None:
                 raise InvalidArgument(
@@ -478,8 +478,8 @@ def _arguments(forward: Callable[..., Any]) -> list[Argument] | None:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None
         is_required = parameter.default is parameter.empty
-        by_name = parameter.kind is parameter.KEYWORD_ONLY
-        arguments.append(Argument(parameter.name, is_required, by_name=by_name))
+        is_keyword_only = parameter.kind is parameter.KEYWORD_ONLY
+        arguments.append(Argument(parameter.name, is_required, is_keyword_only=is_keyword_only))
     return arguments
 
 

@@ -6,10 +6,10 @@ They also give each row the same bits in any batch of at least two rows; a singl
 kernel. The kernel for four to six rows is the fastest, so smaller batches are padded. The operators
 for packed weights are not part of torch's public interface, so they are tested before use.
 
-`Passes` computes the passes of a model over its KV cache, by CUDA graphs if the device supports
-them. A graph computes a decode pass, with one row per sequence, in one launch instead of hundreds.
-It is captured for a number of rows and of blocks per row, and computes any smaller pass. The keys
-and values of a sequence are gathered from its blocks; the keys after its end are masked.
+`Passes` computes the forward passes of a model, by CUDA graphs if the device supports them. A graph
+computes a decode pass, with one row per sequence, in one launch instead of hundreds. It is captured
+for a number of rows and of blocks per row, and computes any smaller pass. The keys and values of a
+sequence are gathered from its blocks; the keys after its end are masked.
 """
 
 from __future__ import annotations
@@ -406,7 +406,7 @@ class CapturedGraph(NamedTuple):
 
 
 class DecodeGraphs:
-    """The captured CUDA graphs of one model over its cache."""
+    """The captured CUDA graphs of one model and its KV cache."""
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
         self._model, self._cache = model, cache
@@ -519,7 +519,7 @@ def _next_power_of_two(minimum: int) -> int:
 
 
 class Passes:
-    """The executor of a model's passes over its KV cache."""
+    """The executor of a model's forward passes, which use one KV cache."""
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
         self.cache, self.positions = cache, model.architecture.positions
