@@ -86,7 +86,7 @@ class RegionQuota:
             self._regions_by_file[file] += 1
 
     def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
-        """Remove a region from the count."""
+        """Remove a region, which `count` has counted, from the counts."""
         self._regions_by_uid[uid] -= 1
         self._bytes_by_uid[uid] -= byte_size
         if not self._regions_by_uid[uid]:

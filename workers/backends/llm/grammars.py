@@ -1,6 +1,6 @@
 """Grammars of texts: their compilation, and the tokens that they allow at each position.
 
-Grammars are compiled by llguidance. `with_patterns` implements a keyword of JSON schemas that
+Grammars are compiled by llguidance. `with_patterns` replaces keywords of JSON schemas that
 llguidance lacks.
 """
 

@@ -355,7 +355,7 @@ class PromptReader:
         return RenderedChat(*_take_options(chat), self._chat.render(chat))
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
-        """Return the special tokens among stop strings; the text may not contain their texts."""
+        """Return stop strings that are special tokens, as tokens: texts may not contain them."""
         tokens = [self._special_tokens[text] for text in stops if text in self._special_tokens]
         return [token for token in tokens if token < self._vocab_size]
 

@@ -119,11 +119,11 @@ def model_names(gateway: Gateway, model: str, unloaded: Collection[str] = ()) ->
         model: The name of the model's folder.
         unloaded: The models on demand that generate text and are not loaded.
     """
-    served = gateway.settings.served_names
-    is_only = bool(served) and only_generative_model(gateway, unloaded) == model
+    served_names = gateway.settings.served_names
+    is_only = bool(served_names) and only_generative_model(gateway, unloaded) == model
     names = (
         name
-        for named_model, name in served
+        for named_model, name in served_names
         if named_model == model or (is_only and not named_model)
     )
     return list(dict.fromkeys([*names, model]))

@@ -201,7 +201,7 @@ def test_one_named_call(family: str) -> None:
     test_tokenizer, rng = tokenizer(), random.Random(1)
     choice = {"type": "function", "function": {"name": "now"}}
     matcher, tools = grammar(family, test_tokenizer, tool_choice=choice)
-    assert not tools.parallel
+    assert not tools.allows_parallel_calls
     assert parse_calls(random_text(matcher, test_tokenizer, rng), tools) == ("", [("now", {})])
 
 
@@ -368,7 +368,8 @@ def test_tool_choices() -> None:
     assert tools.take_tools({"tools": [], "tool_choice": "auto"}) is None
     conversation = {"tools": GIVEN_TOOLS, "parallel_tool_calls": False}
     free_tools = tools.take_tools(conversation)
-    assert free_tools is not None and not free_tools.constrained and not free_tools.parallel
+    assert free_tools is not None and not free_tools.constrained
+    assert not free_tools.allows_parallel_calls
     assert conversation == {"tools": GIVEN_TOOLS}
     some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
     for c in ({"type": "allowed_tools", "allowed_tools": some}, {"type": "allowed_tools", **some}):
