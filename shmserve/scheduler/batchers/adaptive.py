@@ -93,7 +93,7 @@ class MissBudget:
     def subtract_trial_misses(self, misses: int) -> int:
         """Return how many of `misses` of the latency target were not caused by trials.
 
-        Misses count as caused by trials until the number that trials have paid for is used up.
+        The first misses count as caused by trials, up to the number in `subtract_misses`.
         """
         caused_by_trials = min(misses, int(self._trial_misses))
         self._trial_misses -= caused_by_trials
