@@ -193,13 +193,13 @@ def header_lines(name: str, description: str, kind: str) -> tuple[str, str]:
 
 def sample_line(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
     """Return the line of a sample, with labels in this order; integers have no decimal point."""
-    pairs = ",".join(f'{label}="{_escape(text, quote=True)}"' for label, text in labels)
+    pairs = ",".join(f'{label}="{_escape(text, escapes_quotes=True)}"' for label, text in labels)
     return f"{name}{{{pairs}}} {_as_text(value)}" if pairs else f"{name} {_as_text(value)}"
 
 
-def _escape(text: str, quote: bool = False) -> str:
+def _escape(text: str, escapes_quotes: bool = False) -> str:
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return text.replace('"', '\\"') if quote else text
+    return text.replace('"', '\\"') if escapes_quotes else text
 
 
 def _as_text(value: float) -> str:

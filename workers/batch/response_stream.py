@@ -192,7 +192,7 @@ class OutputStream:
         open_request.open_window(bool(request.memory_ranges))
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Return whether the model has ended the stream or failed, and must send no more responses.
 
         A stream that was ended because its client reads nothing counts as cancelled, not as closed.

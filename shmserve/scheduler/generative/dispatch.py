@@ -261,7 +261,7 @@ class GenerativeDispatcher(Dispatcher):
             self._executions.cancel(request)
             return
         can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
-        if message.replays:
+        if message.replays_tokens:
             ended_samples = {s: tokens for s, (tokens, _) in assigned.ended_samples.items()}
             for sample, tokens in (resumed | ended_samples).items():
                 previous_tokens = assigned.replayed_tokens.get(sample, tokens)
@@ -292,7 +292,7 @@ class GenerativeDispatcher(Dispatcher):
             if request.timing is not None:
                 start_ns = request.timing.compute_start_ns
                 request.timing = Timing(start_ns, 0, now_ns - start_ns, 0)
-            if row.samples:
+            if row.samples_next:
                 self._record_latency(sequence, request, now_ns)
         return True
 

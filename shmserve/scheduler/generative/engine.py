@@ -431,7 +431,7 @@ class Engine(Generic[T]):
         if running_step is None or message.step != running_step.step:
             raise ValueError(f"step {message.step} is not the running step")
         results = {result.sequence: result for result in message.results}
-        sampled = {number for number, (_, row) in running_step.rows.items() if row.samples}
+        sampled = {number for number, (_, row) in running_step.rows.items() if row.samples_next}
         if results.keys() != sampled - {*message.skipped}:
             raise ValueError("the results are for other sequences than the rows of the step")
         self.running_step = None

@@ -180,13 +180,13 @@ class RenderedChat(NamedTuple):
     Attributes:
         tools: The tools of the conversation.
         hides_reasoning: Whether its reasoning is hidden.
-        continues: Whether the prompt ends inside of the last message.
+        continues_message: Whether the prompt ends inside of the last message.
         text: The text of the prompt.
     """
 
     tools: ToolRequest | None
     hides_reasoning: bool
-    continues: bool
+    continues_message: bool
     text: str | memoryview
 
 
@@ -247,12 +247,12 @@ class PromptReader:
         scores_prompt = echoes and parameters.logprobs >= 0 and "messages" not in inputs
         message_format, message_grammar = None, ""
         if "messages" in inputs:
-            tools, hides_reasoning, continues, rendered = self._render(inputs["messages"])
+            tools, hides_reasoning, continues_message, rendered = self._render(inputs["messages"])
             inputs = {**inputs, "messages": rendered}
             ending, _ = read_ending("messages", rendered, LONG)
             has_body = bool(parameters.grammar[0])
             message_format = self._formats.make_format(
-                tools, ending, hides_reasoning, has_body, continues
+                tools, ending, hides_reasoning, has_body, continues_message
             )
             if message_format is not None:
                 message_grammar = self._formats.grammar(tools, message_format, has_body)
@@ -349,8 +349,8 @@ class PromptReader:
         """Render a conversation, in a separate process if it is long."""
         if isinstance(text, memoryview):
             options, prompt = render_in_process(self._chat, text, _take_options)
-            tools, hides_reasoning, continues = options
-            return RenderedChat(tools, hides_reasoning, continues, prompt)
+            tools, hides_reasoning, continues_message = options
+            return RenderedChat(tools, hides_reasoning, continues_message, prompt)
         chat = parse_conversation(text)
         return RenderedChat(*_take_options(chat), self._chat.render(chat))
 

@@ -558,7 +558,7 @@ class TextThread:
                 request.append(output)
             except BaseException as error:
                 request.output_stream.fail_raised(error)
-            if output.tokens or request.output_stream.closed:
+            if output.tokens or request.output_stream.is_closed:
                 updated_keys[key] = None
         for key in updated_keys:
             self._respond(key)
@@ -590,7 +590,7 @@ class TextThread:
             request.respond()
         except BaseException as error:
             request.output_stream.fail_raised(error)
-        if request.output_stream.closed:
+        if request.output_stream.is_closed:
             self._remove(request)
         elif request.output_stream.may_send:
             self._unread_since_ns.pop(key, None)

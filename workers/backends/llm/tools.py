@@ -251,7 +251,7 @@ class MessageFormats:
         prompt: str,
         hides_reasoning: bool = False,
         has_body: bool = False,
-        continues: bool = False,
+        continues_message: bool = False,
     ) -> MessageFormat | None:
         """Return the format of the message after a prompt; None if all of its text is content.
 
@@ -260,7 +260,7 @@ class MessageFormats:
             prompt: The text of the prompt.
             hides_reasoning: Whether reasoning is left out of the message.
             has_body: Whether the content has a grammar.
-            continues: Whether the prompt ends inside of the last message.
+            continues_message: Whether the prompt ends inside of the last message.
 
         Raises:
             InvalidArgument: The format of the model's calls is not known.
@@ -268,7 +268,7 @@ class MessageFormats:
         ending = prompt.rstrip()
         begin, end = self._reasoning or ("", "")
         # The message that is continued may have opened or closed the reasoning.
-        depth = ending.rfind(begin) - ending.rfind(end) if continues else 0
+        depth = ending.rfind(begin) - ending.rfind(end) if continues_message else 0
         # A template may have closed the reasoning, for example if thinking is disabled.
         reasoning = () if end and (ending.endswith(end) or depth < 0) else self._reasoning
         if request is None and not reasoning:

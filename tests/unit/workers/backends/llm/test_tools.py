@@ -395,10 +395,10 @@ def test_no_reasoning_begins_after_a_prompt_that_has_closed_it(reasoning: str) -
 def test_a_message_may_be_continued_inside_of_its_reasoning(reasoning: str) -> None:
     formats = tools.MessageFormats("none", reasoning, tokenizer())
     history = "<|user|>Explain </think> and <think>.<|assistant|>"
-    opened = formats.make_format(None, f"{history}<think>\nI see", continues=True)
+    opened = formats.make_format(None, f"{history}<think>\nI see", continues_message=True)
     assert opened is not None and opened.starts_reasoning
     closed = f"{history}<think>\nI see</think>\n\nThe"
-    assert formats.make_format(None, closed, continues=True) is None
+    assert formats.make_format(None, closed, continues_message=True) is None
     new_message = formats.make_format(None, history)
     assert new_message is not None
     assert new_message.starts_reasoning == (reasoning == "deepseek_r1")
