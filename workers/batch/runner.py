@@ -259,7 +259,7 @@ class Runner:
         weights = _weights_byte_size(model) if is_module(model) else 0
         plan = MemoryPlan.of(config, self._signature, weights)
         if plan is not None and plan.rows > 1 and config.has_scheduler:
-            for name, row_bytes in plan.inputs.items():
+            for name, row_bytes in plan.input_row_bytes.items():
                 self._gatherer.reserve(name, row_bytes * plan.rows)
         return plan
 

@@ -154,12 +154,12 @@ class TokenSequence:
             self.draft_computed = min(self.draft_computed, row.kept_blocks * block_size)
         self.block_table[row.kept_blocks :] = row.blocks
 
-    def sampled_row(self, drafts: list[int], allowed: Any = None) -> SampledRow:
+    def sampled_row(self, drafts: list[int], mask: Any = None) -> SampledRow:
         """Return the inputs for sampling the token that follows the sequence and `drafts`."""
         prompt = self.prompt
         tokens = [*self.tokens, *drafts] if drafts else self.tokens
         size = len(prompt.tokens)
-        return SampledRow(prompt.parameters, self.sample, tokens, size, prompt.end_tokens, allowed)
+        return SampledRow(prompt.parameters, self.sample, tokens, size, prompt.end_tokens, mask)
 
     def append(self, tokens: list[int]) -> tuple[list[int], str]:
         """Append tokens until the sequence ends; return them, and the finish reason or ""."""

@@ -252,8 +252,8 @@ class RequestSamples:
         self.samples = [self._sample(index) for index in range(parameters.samples)]
 
     def _sample(self, index: int) -> SampleText:
-        message = "message" in self._requested_outputs
-        return SampleText(self.prompt, self._token_texts, index, self._echo, message)
+        parses_message = "message" in self._requested_outputs
+        return SampleText(self.prompt, self._token_texts, index, self._echo, parses_message)
 
     @property
     def is_finished(self) -> bool:
