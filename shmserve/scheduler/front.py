@@ -329,8 +329,8 @@ class Front(Generic[R]):
                 if request is not None:
                     self._core.credit(request, message.responses, now_ns)
             case Release():
-                outputs = (client.pid, message.memory, message.offsets)
-                if self._cache is None or not self._cache.lent.release(*outputs):
+                blocks = (client.pid, message.memory, message.offsets)
+                if self._cache is None or not self._cache.lent.release(*blocks):
                     self._core.release(client, message)
             case ReportStatistics():
                 self._reports.answer(client, message.id, now_ns)

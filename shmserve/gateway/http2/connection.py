@@ -122,7 +122,7 @@ class Http2Connection(FrameReader[HeadT]):
 
     @property
     def debt(self) -> int:
-        """Return the client's useless work in control frames; only differences are meaningful."""
+        """Return the cost of useless frames from the client; only differences are meaningful."""
         return -self._control_budget.tokens - _RESET_DEBT * self._reset_budget.tokens
 
     # --- data

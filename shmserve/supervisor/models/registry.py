@@ -44,16 +44,16 @@ class ModelRegistry:
             The removed models.
         """
         is_unused = not (model.orders or statuses(model)) and self.models.get(model.name) is model
-        removed = [model] if is_unused else []
+        removed_models = [model] if is_unused else []
         if model.is_unloaded and len(self.models) > MAX_UNLOADED:
             needed = {step for user in self.models.values() for step in user.needed_steps}
             models = (entry for entry in self.models.values() if entry.name not in needed)
             unloaded = [m for m in models if m.is_unloaded and not any(m.versions)]
-            removed += unloaded[:-MAX_UNLOADED]
-        for entry in removed:
+            removed_models += unloaded[:-MAX_UNLOADED]
+        for entry in removed_models:
             del self.models[entry.name]
             self._summaries.pop(entry.name, None)
-        return removed
+        return removed_models
 
     def update(self, names: Iterable[str]) -> None:
         """Derive the summaries of models that have changed; other summaries stay valid."""

@@ -306,10 +306,10 @@ class PromptReader:
         requested = {item.name for item in request.schema.outputs} or {"text_output", "token_ids"}
         if name == "input_ids":
             tokens = inputs["input_ids"]
-            invalid = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
-            if invalid.size:
+            invalid_ids = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+            if invalid_ids.size:
                 last_token = self._vocab_size - 1
-                problem = f"tokens: {invalid[0]} is not a token; allowed are 0 to {last_token}"
+                problem = f"tokens: {invalid_ids[0]} is not a token; allowed are 0 to {last_token}"
                 raise InvalidArgument(problem)
             # The method releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)

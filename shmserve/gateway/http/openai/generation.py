@@ -336,9 +336,9 @@ class Choices:
         if "prompt_token_ids" in members:
             self._prompt_sizes[prompt_index] = len(members["prompt_token_ids"])
         omitted = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
-        size, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
-        usage = {"prompt_tokens": size, "completion_tokens": new_tokens}
-        usage["total_tokens"] = size + new_tokens
+        prompt_tokens, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
+        usage["total_tokens"] = prompt_tokens + new_tokens
         return {**{name: members[name] for name in members if name not in omitted}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
