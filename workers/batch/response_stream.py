@@ -315,10 +315,10 @@ class OutputStream:
     ) -> None:
         """Write a response and send it, with the lock held."""
         writer = self._writer
-        copied, memory = writer.context.copy_counter, writer.context.output_memory
+        counter, memory = writer.context.copy_counter, writer.context.output_memory
         code = message = ""
         packed: Packed = (b"", [])
-        copied_before = copied.outputs
+        copied_before = counter.outputs
         self._trace_inputs()
         if response is not None and response.error is not None:
             code, message = response.error.code, response.error.message
@@ -330,8 +330,8 @@ class OutputStream:
                 failure = self.explain(error)
                 code, message = failure.code, failure.message
                 request_failed = final
-        copied_bytes = copied.outputs - copied_before
-        copied.outputs = copied_before
+        copied_bytes = counter.outputs - copied_before
+        counter.outputs = copied_before
         if self.request.work.trace and len(self._traced_tensors) < MAX_TRACED_CHARS:
             self._traced_tensors += b"".join(writer.context.spans)
             writer.context.spans.clear()
