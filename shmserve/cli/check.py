@@ -275,7 +275,7 @@ class _Model:
         """Return the differences between a response and the configuration, or ""."""
         config = self._config
         returned = {tensor.name: tensor for tensor in response.outputs}
-        reshaped = {name for output in config.batch_output for name in output.target_name}
+        split_outputs = {name for output in config.batch_output for name in output.target_name}
         # Responses of decoupled models and of ensembles with conditional steps may lack outputs.
         all_required = not (config.decoupled and returned)
         all_required &= not any(name.startswith("step[") for name in config.parameters)
@@ -290,7 +290,7 @@ class _Model:
                 continue
             # A scalar is one element; configurations have no scalars.
             is_scalar = not tensor.shape and element_count([*map(abs, expected_dims)]) == 1
-            fits = name in reshaped or is_scalar or shapes_match(expected_dims, tensor.shape)
+            fits = name in split_outputs or is_scalar or shapes_match(expected_dims, tensor.shape)
             if tensor.datatype != spec.datatype or not fits:
                 shape = shape_text(tensor.shape)
                 mismatches.append((name, configured, f"{TO_CONFIG[tensor.datatype]} {shape}"))

@@ -24,7 +24,7 @@ class FakeVersion:
 
     def __init__(self, spec: VersionSpec, rig: LifecycleRig, number: int) -> None:
         self.spec, self.config, self.endpoint = spec, spec.config, f"{number}"
-        self.instances = SimpleNamespace(keep_count_of=lambda _: None, hangs=False)
+        self.instances = SimpleNamespace(adopt_count=lambda _: None, hangs=False)
         self.ready = False
         self.problem = ""
         self._rig = rig

@@ -247,12 +247,12 @@ class Executor:
             return self._run_streams([OutputStream(self._writer, *pair) for pair in pairs])
         replies: list[Reply] = []
         failed_requests: list[WorkerRequest] = []
-        too_large = False
+        is_too_large = False
         try:
             responses = self._execute(requests)
         except BaseException as error:  # SystemExit, too: a model must not end its worker
-            too_large = len(requests) > 1 and is_out_of_memory(error)
-            if too_large:
+            is_too_large = len(requests) > 1 and is_out_of_memory(error)
+            if is_too_large:
                 logger.warning(
                     "model '%s': a batch of %d requests exceeds the memory (%r); it is divided",
                     self._context.model_name,
@@ -283,9 +283,9 @@ class Executor:
                 self._writer.scatterer.finish_writes()
         if failed_requests:
             self._link.pump()
-            if too_large:
+            if is_too_large:
                 free_cached_memory()  # the error no longer refers to the tensors
-            group_size = (len(failed_requests) + 1) // 2 if too_large else 1
+            group_size = (len(failed_requests) + 1) // 2 if is_too_large else 1
             for start in range(0, len(failed_requests), group_size):
                 group = failed_requests[start : start + group_size]
                 replies += self._run_again(group, copy_inputs=len(requests) == 1)

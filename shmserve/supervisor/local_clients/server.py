@@ -286,9 +286,9 @@ class LocalClientServer:
         """Send a message that every local client has to acknowledge within a second."""
         clients, number = self.numbers(), message.ack_number
         self.broadcast(message)
-        loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
+        loop, acknowledge = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
         for client in clients:
-            loop.call_later(_ACK_TIMEOUT_S, acknowledged, client, number)
+            loop.call_later(_ACK_TIMEOUT_S, acknowledge, client, number)
 
     def broadcast(self, message: Any) -> None:
         """Send a message to every local client."""

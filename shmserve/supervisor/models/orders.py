@@ -258,7 +258,7 @@ class Order:
         for number, version in new_versions.items():
             replaced = model.serving.get(number, latest)
             if replaced is not None:
-                version.instances.keep_count_of(replaced.instances)
+                version.instances.adopt_count(replaced.instances)
         model.incoming = {number: model.serving[number] for number in self.updates} | new_versions
         model.has_steps |= bool(self.step_models)
         self.phase = OrderPhase.STARTING
