@@ -245,9 +245,9 @@ class SizeTrials:
             self._size = 0
         if self._delayed_requests > 0:
             self._delayed_requests -= count
-            charged = min(misses, self._chargeable_misses)
-            self._chargeable_misses -= charged
-            self._account.subtract_misses(charged)
+            charged_misses = min(misses, self._chargeable_misses)
+            self._chargeable_misses -= charged_misses
+            self._account.subtract_misses(charged_misses)
 
 
 class AdaptiveBatcher(Batcher):

@@ -150,9 +150,9 @@ class SequenceDispatcher(Dispatcher):
         for slots, instance in instances:
             if slots.running_sequences and instance is not None and instance.execution is None:
                 sequences.finish_batch(slots, now_ns)
-        for expired in sequences.expire_idle(now_ns):
+        for expired_sequence in sequences.expire_idle(now_ns):
             text = "sequence %s of model '%s' is closed: it was idle for too long"
-            logger.info(text, expired.id, self._name)
+            logger.info(text, expired_sequence.id, self._name)
         for slots, ended_slots in sequences.take_unended().items():
             if self._slots.get(slots.peer) is slots:
                 self._executions.post(slots.peer, EndSequences(ended_slots))

@@ -278,12 +278,12 @@ class EnsembleRequests:
 
     def expire(self, now_ns: int) -> list[EnsembleRequest]:
         """Fail the requests whose deadlines have expired, and return them."""
-        expired = self.timers.take_expired(now_ns)
-        for request in expired:
+        expired_requests = self.timers.take_expired(now_ns)
+        for request in expired_requests:
             text = expired_text(request.submit, request.arrived_ns, request.deadline_ns)
             self.fail(request, Unavailable.code, text, now_ns)
             self.report_early(request)
-        return expired
+        return expired_requests
 
     def _report(self, request: EnsembleRequest, is_early: bool) -> None:
         request.transition(EnsembleEvent.REPORT)

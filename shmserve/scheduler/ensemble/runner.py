@@ -147,9 +147,9 @@ class StepRunner:
         context = TraceContext.of(step.submit.trace)
         if not context.with_tensors:
             return
-        traced: list[TracedTensor] = []
-        unpack_spans(spans, traced)
-        for tensor in traced:
+        traced_tensors: list[TracedTensor] = []
+        unpack_spans(spans, traced_tensors)
+        for tensor in traced_tensors:
             names, ensemble_tensors = node.inputs, self._graph.inputs
             if tensor.is_output:
                 names, ensemble_tensors = node.outputs, self._graph.outputs

@@ -135,9 +135,9 @@ class GenerativeDispatcher(Dispatcher):
         """
         engines = [self._engine(slot) for slot in self._pool.ready()]
         capacity = self._engine_settings.max_batch_size * len(engines)
-        unprepared = sum(item.generation is None for item in self._assigned_requests.values())
+        unprepared_count = sum(item.generation is None for item in self._assigned_requests.values())
         live_count = sum(engine.live_sequences for engine in engines)
-        return max(len(self._queue) + unprepared + live_count - capacity, 0)
+        return max(len(self._queue) + unprepared_count + live_count - capacity, 0)
 
     def flush(self) -> None:
         """Do nothing: an engine never waits for further requests."""
@@ -196,8 +196,8 @@ class GenerativeDispatcher(Dispatcher):
         slots = [slot for slot in self._pool.ready() if not slot.is_retiring]
         if not slots:
             return
-        unassigned, self._unassigned_requests = self._unassigned_requests, []
-        for assigned in unassigned:
+        unassigned_requests, self._unassigned_requests = self._unassigned_requests, []
+        for assigned in unassigned_requests:
             self._prepare(assigned, min(slots, key=_request_count), now_ns)
         while len(self._queue):
             (request,) = self._queue.take(1)

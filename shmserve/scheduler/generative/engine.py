@@ -332,14 +332,14 @@ class Engine(Generic[T]):
     ) -> None:
         """Start or resume waiting sequences in order, until one does not fit."""
         free_rows = self._free_rows(running)
-        reserved = sum(self._blocks_needed(sequence) for sequence in running)
+        reserved_blocks = sum(self._blocks_needed(sequence) for sequence in running)
         while waiting_sequences:
             sequence = waiting_sequences[0]
             free_rows -= sequence.row_count
             if free_rows < 0 or plan.token_budget < 1:
                 return
             headroom = self.pool.block_count // 64 if running else 0
-            free_blocks = self.pool.available_count - reserved - headroom
+            free_blocks = self.pool.available_count - reserved_blocks - headroom
             if sequence.status is SequenceStatus.SWAPPED:
                 is_admitted = self._swap_in(plan, sequence, free_blocks)
             else:
@@ -353,7 +353,7 @@ class Engine(Generic[T]):
                 self._fork(sequence)
             self._add_rows(plan, [sequence], [sequence])
             # `blocks_needed` includes the samples that the sequence has forked.
-            reserved += max(blocks_needed - (old_available - self.pool.available_count), 0)
+            reserved_blocks += max(blocks_needed - (old_available - self.pool.available_count), 0)
 
     def _free_rows(self, sequences: list[Sequence[T]]) -> int:
         """Return how many rows of a step are free beside the running sequences in `sequences`."""
@@ -381,19 +381,19 @@ class Engine(Generic[T]):
         Return False, without a change, if it needs more than `free_blocks` further blocks.
         """
         block_size = self.settings.block_size
-        cached: list[int] = []
+        cached_blocks: list[int] = []
         if self.settings.enable_prefix_caching and not sequence.generation.ignores_prefix_cache:
-            cached = sequence.find_prefix(self.pool, block_size)
+            cached_blocks = sequence.find_prefix(self.pool, block_size)
         old_available = self.pool.available_count
-        self.pool.share(cached)
+        self.pool.share(cached_blocks)
         free_blocks -= old_available - self.pool.available_count
-        sequence.table = cached
+        sequence.table = cached_blocks
         if self._blocks_needed(sequence) > free_blocks:
-            self.pool.release(cached)
+            self.pool.release(cached_blocks)
             sequence.table = []
             return False
-        sequence.computed_tokens = len(cached) * block_size
-        sequence.registered_blocks = len(cached)
+        sequence.computed_tokens = len(cached_blocks) * block_size
+        sequence.registered_blocks = len(cached_blocks)
         self.counts.prefix_queries += len(sequence.tokens)
         self.counts.prefix_hits += sequence.computed_tokens
         if not sequence.generated_tokens:
@@ -517,8 +517,8 @@ class Engine(Generic[T]):
         if any(not sequence.is_held for sequence in sequence.generation.sequences):
             return
         parents = sequence.generation.sequences[:]
-        remaining = [s for s in self._sequences.values() if s not in parents]
-        free_rows = self._free_rows(remaining)
+        remaining_sequences = [s for s in self._sequences.values() if s not in parents]
+        free_rows = self._free_rows(remaining_sequences)
         for index, candidate in enumerate(beams.step()):
             # Beams that were preempted as they waited have lost their rows: a child may get none.
             child = self._add_child(candidate.parent, 0, candidate.token, index < free_rows)

@@ -159,8 +159,8 @@ class InstanceTickets:
 
     def record_grant(self, ticket: int) -> None:
         """Record a grant of the supervisor; ignore it if the request was withdrawn."""
-        for index, requested in self._requested_tickets.items():
-            if requested == ticket:
+        for index, requested_ticket in self._requested_tickets.items():
+            if requested_ticket == ticket:
                 del self._requested_tickets[index]
                 self._granted_tickets[index] = ticket
                 return
@@ -458,11 +458,11 @@ class Pool:
             slots: The instances that the request may run on; empty: all of them.
             any_suffices: Whether one occupied instance is enough to block the request.
         """
-        usable = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
+        usable_slots = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
         occupied = [
             bool(slot.executions)
             and any((slot.pid, request.key) in callers for request in slot.executions[0].requests)
-            for slot in usable
+            for slot in usable_slots
         ]
         return any(occupied) if any_suffices else bool(occupied) and all(occupied)
 

@@ -238,13 +238,13 @@ class OnDemand:
         """Unload the models that are due, and wait until their processes end, with a time limit."""
         async with self._unload_lock:
             names = await self._due_names()
-            unloading = {v for name in names for v in self._registry.models[name].versions}
+            unloading_versions = {v for name in names for v in self._registry.models[name].versions}
             for name in names:
                 logger.info("model '%s' is unloaded; its next request loads it", name)
                 self._lifecycle.unload(name, on_demand=True)
             try:
                 async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
-                    while not unloading.isdisjoint(self._registry.live_versions):
+                    while not unloading_versions.isdisjoint(self._registry.live_versions):
                         self._status_changed.clear()
                         await self._status_changed.wait()
             except TimeoutError:

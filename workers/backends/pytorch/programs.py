@@ -392,13 +392,13 @@ def _loading_tensors_only() -> Iterator[None]:
     It otherwise unpickles other objects in an archive, which may execute code.
     """
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
+    saved_variables = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ[names[0]] = "1"
     try:
         yield
     finally:
         del os.environ[names[0]]
-        os.environ.update(saved)
+        os.environ.update(saved_variables)
 
 
 def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]) -> Program:

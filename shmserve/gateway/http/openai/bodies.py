@@ -106,8 +106,8 @@ def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> s
         gateway: The gateway.
         unloaded: The models on demand that generate text and are not loaded.
     """
-    loaded = {model.name for model in gateway.models.all_versions() if generates_text(model)}
-    candidates = loaded.union(unloaded)
+    loaded_models = {model.name for model in gateway.models.all_versions() if generates_text(model)}
+    candidates = loaded_models.union(unloaded)
     return candidates.pop() if len(candidates) == 1 else ""
 
 
@@ -430,8 +430,8 @@ def _text_request(
 ) -> TextRequest:
     stream = check_member(parameters, "stream", bool, False)
     sample_count = check_member(parameters, "n", int, 1)
-    excluded = ("model", "prompt", "messages", "stream_options")
-    fields = {name: value for name, value in parameters.items() if name not in excluded}
+    excluded_fields = ("model", "prompt", "messages", "stream_options")
+    fields = {name: value for name, value in parameters.items() if name not in excluded_fields}
     usage = running_usage = False
     if options := check_member(parameters, "stream_options", dict, {}):
         if not stream:

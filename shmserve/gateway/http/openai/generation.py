@@ -568,14 +568,14 @@ class _Generation:
 
         All queues are read, because the model stops for a prompt whose responses are not read.
         """
-        unfinished = dict(enumerate(self._queues))
-        while unfinished:
-            while not any(unfinished.values()):
+        unfinished_queues = dict(enumerate(self._queues))
+        while unfinished_queues:
+            while not any(unfinished_queues.values()):
                 self._response_event.clear()
                 await self._response_event.wait()
             results: list[list[Any]] = []
-            for prompt_index, queue in list(unfinished.items()):
-                while queue and prompt_index in unfinished:
+            for prompt_index, queue in list(unfinished_queues.items()):
+                while queue and prompt_index in unfinished_queues:
                     inferred = queue.inference.unpack_outputs(queue.first_response)
                     if self._has_logprobs and inferred is not None:
                         sizes = (len(output_bytes(self._gateway, t)) for t in inferred.outputs)
@@ -589,7 +589,7 @@ class _Generation:
                     if choices:
                         results.append(choices)
                     if queue.remove_first(inferred):
-                        del unfinished[prompt_index]
+                        del unfinished_queues[prompt_index]
             yield results
 
     def _add(self, prompt_index: int, inferred: Inferred | None) -> list[Any]:
