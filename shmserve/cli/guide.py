@@ -186,8 +186,8 @@ def client_reference() -> str:
 
     public = {name: getattr(client, name) for name in client.__all__}
     classes = filter(inspect.isclass, public.values())
-    errors = [value for value in classes if issubclass(value, ShmserveError)]
-    documented = [value for value in public.values() if value not in errors]
+    error_classes = [value for value in classes if issubclass(value, ShmserveError)]
+    documented = [value for value in public.values() if value not in error_classes]
     lines = ["# The client: shmserve.client", ""]
     for member in sorted(documented, key=inspect.isclass):
         lines += _describe(client, member)
@@ -195,7 +195,7 @@ def client_reference() -> str:
     for member in (aio.connect, aio.Server, aio.ResponseStream):
         lines += _describe(aio, member)
     lines += ["# Errors", "", "All are ShmserveError, and have `code`, `status` and `message`.", ""]
-    for error in errors:
+    for error in error_classes:
         parents = ", ".join(base.__name__ for base in error.__bases__)
         lines += [f"{error.__name__}({parents})  {error.code}, {error.status}"]
         lines += [*_indented(inspect.getdoc(error)), ""]

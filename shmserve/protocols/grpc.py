@@ -533,9 +533,9 @@ def _encode_window_update(stream: int, size: int) -> bytes:
     return h2.encode_frame(h2.WINDOW_UPDATE, 0, stream, h2.pack_uint32(size))
 
 
-def _response_error(decoded: Iterable[Any]) -> str:
+def _response_error(decoded_fields: Iterable[Any]) -> str:
     """Return the error in the headers or trailers of a response, or ""."""
-    fields: dict[str, str] = dict(decoded)
+    fields: dict[str, str] = dict(decoded_fields)
     if fields.get("grpc-status", "0") != "0":
         message = unquote(fields.get("grpc-message", ""))
         return f"{message} (gRPC status {fields['grpc-status']})"

@@ -355,8 +355,8 @@ class EnsembleRequests:
             request.client.post(Finished(submit.id, *packed_response, *times_ns, spans))
 
     def _encode_spans(self, request: EnsembleRequest, now_ns: int) -> bytes:
-        steps = Timing(0, 0, 0, 0, request.rows, spans=request.spans)
-        times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
+        timing = Timing(0, 0, 0, 0, request.rows, spans=request.spans)
+        times = (request.arrived_ns, request.enqueued_ns, timing, now_ns)
         return spans_of(self._statistics, request.submit, *times)
 
     def _warn_absent(self, tensors: set[str]) -> None:
