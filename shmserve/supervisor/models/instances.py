@@ -245,10 +245,10 @@ def expand_instances(config: ModelSpec, running_count: int = 0) -> list[Instance
 def _expand(config: ModelSpec) -> list[Instance]:
     instances: list[Instance] = []
     for group in config.instance_group:
-        gpu = group.kind == "KIND_GPU"
-        for device_id in group.gpus if gpu else (0,):
-            prefix = f"{group.name}_gpu{device_id}" if gpu else group.name
-            device, kind = f"gpu:{device_id}" if gpu else "cpu", group.kind.removeprefix("KIND_")
+        on_gpu = group.kind == "KIND_GPU"
+        for device_id in group.gpus if on_gpu else (0,):
+            prefix = f"{group.name}_gpu{device_id}" if on_gpu else group.name
+            device, kind = f"gpu:{device_id}" if on_gpu else "cpu", group.kind.removeprefix("KIND_")
             for number in range(group.count):
                 name, limit = f"{prefix}_{number}", group.rate_limiter
                 instances.append(Instance(len(instances), name, device, kind, device_id, limit))
