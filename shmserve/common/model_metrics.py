@@ -98,15 +98,15 @@ def sum_families(parts: Iterable[Families]) -> Families:
     total: Families = {}
     for part in parts:
         for name, family in part.items():
-            earlier = total.get(name)
-            if earlier is None:
+            first_family = total.get(name)
+            if first_family is None:
                 total[name] = family
-            elif earlier.kind == family.kind:
-                values = dict(earlier.values)
+            elif first_family.kind == family.kind:
+                values = dict(first_family.values)
                 for labels, value in family.values.items():
                     previous = values.get(labels)
                     values[labels] = _add(family.kind, previous, value) if previous else value
-                total[name] = replace(earlier, values=values)
+                total[name] = replace(first_family, values=values)
     return total
 
 

@@ -83,8 +83,8 @@ class Value(Token):
         kind: The tensor's datatype and shape; None: the value is `SKIPPED` or `ABSENT`.
         data: The tensor's bytes or their memory range.
         is_true: Whether some element is true, if the tensor is a condition.
-        override: The sequence parameters in the response that contained the tensor. They replace
-            those of the request.
+        override: The sequence parameters in the response that contained the tensor; they replace
+            the request's.
         held_credits: The flow-control credits of the steps that made it, returned at its release.
     """
 

@@ -110,7 +110,7 @@ class Acknowledgements:
         return number not in self._missing_peers
 
     async def until_next_complete(self) -> None:
-        """Wait until the next time that all live peers have acknowledged some change."""
+        """Wait until all live peers have acknowledged one more change."""
         self._change_acknowledged.clear()
         await self._change_acknowledged.wait()
 
