@@ -157,9 +157,9 @@ def search(words: str) -> str:
             in_title = all(pattern.search(f"{topic} {title}".lower()) for pattern in title_patterns)
             lines = [line for line in section.splitlines() if patterns[0].search(line.lower())]
             entry = (f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), "")
-            phrase = words.lower() in section.lower()
+            has_phrase = words.lower() in section.lower()
             is_page = topic == words.lower() and section.startswith("# ")
-            sort_key = (rank, not in_title, not is_page, not phrase, -sum(matches))
+            sort_key = (rank, not in_title, not is_page, not has_phrase, -sum(matches))
             ranked_sections.append((sort_key, "\n".join(entry)))
     if not ranked_sections:
         raise InvalidArgument(f"guide: no section has '{words}'; `shmserve guide` lists the pages")
