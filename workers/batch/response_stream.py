@@ -230,7 +230,7 @@ class OutputStream:
                 self._time_out()
                 return
         if is_first and not final:
-            # The model keeps this core busy, so the processes that forward the response run first.
+            # Let the processes that forward the response run; the model would keep this core busy.
             os.sched_yield()
 
     @property

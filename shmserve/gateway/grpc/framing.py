@@ -368,7 +368,7 @@ class Assembly:
         return None
 
     def permit_rest(self) -> int:
-        """Permit the rest of the message, beyond the window; return the number of its bytes."""
+        """Permit the bytes of the message beyond the flow-control window; return their number."""
         permitted_bytes, self.beyond_window = self.beyond_window, 0
         self._permitted_beyond += permitted_bytes
         return permitted_bytes

@@ -65,10 +65,11 @@ class HttpConnection(Incoming):
         self._acceptor = acceptor
         self._app = app
         self._task: asyncio.Task[None] | None = None
-        # The request that the receiving callback has begun. The task may have to send its response.
+        # The request that `_begin_request` has begun without the task. The task sends its response
+        # only if the callback cannot.
         self._begun_request: BegunRequest | None = None
-        # The task's `_waiter` while a request is handled without the task: further bytes must not
-        # wake the task.
+        # The future that wakes the task (`_waiter`). It is withheld here while a request is handled
+        # without the task, so that further bytes do not wake the task.
         self._withheld_waiter: asyncio.Future[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = _IDLE_TIMEOUT_S

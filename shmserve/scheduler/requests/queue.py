@@ -38,7 +38,7 @@ _TIMEOUT_ORIGIN = "the request's parameter 'timeout'"
 
 
 class _Level:
-    """The requests of one priority level, by key: those in time, and the delayed ones."""
+    """The requests of one priority level, in time or delayed, each by the request's key."""
 
     __slots__ = ("delayed_requests", "in_time")
 
@@ -202,7 +202,10 @@ class RequestQueue:
         *,
         is_cached: bool = False,
     ) -> ScheduledRequest:
-        """Queue a request and return it; a `is_cached` request is not queued, but may expire.
+        """Queue a request, and return it.
+
+        With `is_cached`, the response is in the cache. The request is then not queued, but its
+        deadline may expire.
 
         Raises:
             Unavailable: Its deadline has passed.
@@ -275,7 +278,8 @@ class RequestQueue:
             deadline_ns = 0
         own_timeout_us = 0
         if submit.timeout_us:
-            # In a backlog, the timeout of a request applies to its sequence.
+            # While a sequence waits in the backlog, the timeout of its request applies to the
+            # sequence, even if the level's policy permits no such timeouts.
             has_backlog = settings.sequences is not None
             timeout_us = min(submit.timeout_us, MAX_TIMEOUT_US)
             own_timeout_us = timeout_us if has_backlog else policy.own_timeout_us(timeout_us)

@@ -121,7 +121,7 @@ class SampleText:
         count = min(len(self.pending_text), self._skip_characters - self.sent_characters)
         if count > 0:
             if self.parser is not None:
-                # Responses end at token boundaries, so the earlier instance has sent all parts.
+                # All parsed parts were sent, because earlier responses ended at token boundaries.
                 self.parser.take()
             self.pending_text = self.pending_text[count:]
             self.sent_characters += count
@@ -440,7 +440,7 @@ class TextThread:
         # Long prompts, grammars and bad words are processed in another thread, so that they do not
         # delay other texts.
         self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
-        # Long conversations have a thread, because rendering them in a process takes seconds.
+        # This thread waits for processes that render long conversations, which takes seconds.
         self._renderings = ThreadPoolExecutor(1, "long conversations")
         self._requests: dict[int, RequestSamples] = {}
         # The time (monotonic ns) since which a request waits for credit, by key, oldest first.
@@ -531,7 +531,7 @@ class TextThread:
                     request.samples[earlier.sample].resume(earlier, tokens)
             with self._link.lock:
                 if stream.is_cancelled():
-                    # If the scheduler was replaced, the key may have a request of its successor.
+                    # The scheduler's successor may use the same key for another request.
                     stream.send(final=True)
                     return
                 self._requests[key] = request

@@ -125,7 +125,8 @@ class _Owner:
         self.is_alive = True
 
 
-# Owners whose object was garbage-collected, at any time; `_remove_collected` removes them.
+# Owners whose object was collected. Since a collection may happen while the lock is held,
+# `_remove_collected` removes them later.
 _collected_owners: deque[_Owner] = deque()
 
 
