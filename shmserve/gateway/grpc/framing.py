@@ -363,8 +363,9 @@ class Assembly:
                 self.sink.feed(part)
             if not self.missing_bytes:
                 data = self._finish_content()
-                permitted, self._permitted_beyond, self.beyond_window = self._permitted_beyond, 0, 0
-                return ReceivedMessage(data, self._is_compressed, permitted)
+                message = ReceivedMessage(data, self._is_compressed, self._permitted_beyond)
+                self._permitted_beyond = self.beyond_window = 0
+                return message
         return None
 
     def permit_rest(self) -> int:

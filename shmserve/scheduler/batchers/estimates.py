@@ -80,7 +80,7 @@ class SizeTimes:
         self._observed: list[int] = []  # the indices of the observed sizes
         self._last_index = _index(largest)
         self._level = 1.0
-        # The fitted line of duration by size; the durations are divided by the level (see above).
+        # The fitted line of duration by size; the durations are divided by `_level`.
         self._setup_ns = self._slope_ns = 0.0
         self._spread = _INITIAL_SPREAD
         # The latest successive outliers, which are batches whose duration is far from the estimate.

@@ -86,7 +86,8 @@ logger = logging.getLogger(__name__)
 _LINGER_S = 0.3  # time for the delivery of the last responses
 # The maximum number of times that sockets are read before a drain: a client may never stop sending.
 _MAX_READS = 1024
-# A sleeping thread wakes up late, so timers are set earlier by the measured delay, up to this one.
+# A sleeping thread wakes up late. Timers are therefore set earlier by the measured delay, which
+# counts up to this maximum.
 _MAX_WAKE_DELAY_NS = 60_000
 # A client's deadline may be any number; no timer is longer than this.
 _MAX_WAIT_NS = 3_600_000_000_000
@@ -192,7 +193,7 @@ class HostedScheduler(ABC):
         self.has_stopped = front.has_stopped
 
     def _catch_up(self) -> None:
-        """Handle the messages that clients sent before they received the successor's endpoint."""
+        """Handle the messages that clients sent here before they switched to the successor."""
         links = (self._client_router, self._local_clients.link)
         for _ in range(_MAX_READS):
             readable_fds = [link.fd for link in links if link.wait(0)]
@@ -366,7 +367,7 @@ def run(start_record: bytes) -> None:
 
 
 class DescriptorWaiter:
-    """A waiter for readable descriptors, which sleeps in the kernel, or polls while polling pays.
+    """A waiter for readable descriptors, which sleeps in the kernel or polls (`BusyPoll`).
 
     `handlers` has the handler of each watched descriptor.
     """

@@ -220,7 +220,8 @@ class Executions:
         self._take_unknown_releases(pid)
         for slot in self._pool.ready():
             self._workers.post(slot.peer, ReaderExited(pid))
-        # These workers of a predecessor may not have been notified.
+        # Workers of a preceding scheduler that have not connected yet receive the message when they
+        # connect: that scheduler may have died before it could notify them.
         for awaited_pid in self._pool.awaited_pids():
             self._early_releases.setdefault(awaited_pid, []).append(ReaderExited(pid))
 
