@@ -404,7 +404,7 @@ class ConnectionLifetime:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._checked_frames = 0  # received frames at the last check
         self._pings_sent = 0  # pings that were sent since the last data
-        # The sent DATA frames when the server's pings, and the client's pings, were last counted.
+        # The number of sent DATA frames at the server's last ping, and at the client's last ping.
         self._data_frames_at_ping = self._data_frames_at_client_ping = 0
         self._counted_pings = 0
         self._last_ping = float("-inf")

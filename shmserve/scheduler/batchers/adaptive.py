@@ -55,9 +55,9 @@ _SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch sti
 _MIN_EXPLORE_INTERVAL, _MAX_EXPLORE_INTERVAL = 2, 160
 _CLEAR_RATIO = 0.8  # ratio of the mean latencies with and without waiting below which waiting pays
 _EPOCH_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
-_AIM_STEP = 0.02  # relative reduction of the aim per miss
+_AIM_STEP = 0.02  # relative reduction, per missed target, of the latency to plan for (the aim)
 _ALLOWED_MISSES = 0.01  # share of requests that may miss the target
-_MIN_AIM = 0.25  # minimum latency to plan for (the aim), as a share of the target
+_MIN_AIM = 0.25  # minimum of the aim, as a share of the latency target
 _TOLERATED_MISSES = 0.02  # share of requests that may miss the target before misses accumulate
 # Accumulated misses at which the target is out of reach, and their maximum.
 _HOPELESS_MISSES, _MAX_MISSES = 30, 60
@@ -197,7 +197,7 @@ class SizeTrials:
     def __init__(self, account: MissBudget) -> None:
         self._account = account
         self._next_trial = 0
-        self._size = 0  # the size that is being tried, in the state of `_state`
+        self._size = 0  # the size of the running trial; 0: no trial runs
         self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle_share = 1.0
         # The requests that may still be late because of the last trial, and the misses that may
@@ -321,8 +321,8 @@ class AdaptiveBatcher(Batcher):
         head = gather(pending, self._rules)
         if head is None:
             return None
-        # A batch cannot run before its instance has a ticket, so the same requests may be decided
-        # several times. The end of the wait is therefore set only when the first request changes.
+        # While a batch waits for a ticket of the rate limiter, the same requests are decided again.
+        # The end of their wait is therefore set only when the first request changes.
         if not any(request is self._first_request for request in head.requests):
             self._first_request = head.requests[0]
             self._wait_end_ns = now_ns + int(self._size_times.setup_ns)

@@ -197,7 +197,7 @@ class HandoverLink:
             try:
                 await self._execute(verb, name, fds)
             except Exception:
-                logger.exception("request '%s' of the handover's other server failed", verb)
+                logger.exception("request '%s' of the successor or predecessor failed", verb)
             self._send([number])
 
     def _end(self) -> None:

@@ -53,12 +53,12 @@ _MIN_REQUESTS = 20  # the fewest requests for a mean
 _P99_RATIO = math.log(100)  # the ratio of the p99 to the mean of an exponential distribution
 _IDLE_S = 20.0  # the time without long waits before a removal
 _BUSY_WINDOW_S = 0.5  # the window of the mean number of busy instances
-_REMOVAL_PAUSE_S = 2.0  # the shortest time between a change and a removal
-_TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
-# If an instance is added within this multiple of the idle time after a removal, the time doubles.
+_REMOVAL_PAUSE_S = 2.0  # the shortest time from an addition or removal to the next removal
+_TARGET_UTILIZATION = 0.6  # a removal may raise the utilization up to this value
+# If an instance is added within this multiple of the idle time after a removal, that time doubles.
 _SOON_FACTOR = 3.0
 _MAX_IDLE_S = 320.0
-_MIN_SHARE = 0.25  # a p99 of the wait below this share of the target is never too long
+_MIN_WAIT_SHARE = 0.25  # the allowed p99 wait is at least this share of the latency target
 
 # The parameters for measurements of the host's capacity.
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -68,7 +68,7 @@ _MEASURE_EVERY_S = 0.5  # the execution time after which the processors per inst
 _DECAY = 0.98  # the decay, per measurement, of the maximum of processors per instance
 _READ_EVERY_S = 1.0
 _FULLY_USED = 0.95  # the utilization at which the host's processors are fully used
-_MIN_COMPETING = 0.25  # a model with fewer processors per instance does not compete for them
+_MIN_COMPETING = 0.25  # an instance that uses fewer processors does not compete for them
 _EXCESS = 0.5  # the number of processors by which the demand may exceed the limit
 
 
@@ -329,7 +329,8 @@ class ScalingPolicy:
     def _max_mean_wait_s(self) -> float:
         """Return the allowed mean wait in seconds: from `target_s`, or else from `delay_s`."""
         if self.target_s:
-            max_wait_s = max(self.target_s - self._mean_execution_s, _MIN_SHARE * self.target_s)
+            min_wait_s = _MIN_WAIT_SHARE * self.target_s
+            max_wait_s = max(self.target_s - self._mean_execution_s, min_wait_s)
             return max_wait_s / _P99_RATIO
         return max(self.delay_s, self._mean_execution_s)
 

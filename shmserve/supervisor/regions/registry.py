@@ -47,7 +47,7 @@ from shmserve.supervisor.regions.region import DROP, KEEP, KeptRegions, OpenRegi
 
 logger = logging.getLogger(__name__)
 
-_OBJECT_REMOVED = "the object behind its name was removed"
+_OBJECT_REMOVED = "its shared memory object was removed"
 
 
 class Processes(Protocol):
@@ -270,7 +270,7 @@ class RegionRegistry:
                 text = f"shared memory region '{name}' cannot be registered: {error.strerror}"
                 raise Unavailable(text) from None
             if existing_region is not None:
-                logger.info("region '%s' replaces a region whose object was removed", name)
+                logger.info("region '%s' was replaced: its shared memory object was removed", name)
                 await self._withdraw(existing_region, _OBJECT_REMOVED)
             await self._activate(region)
             return {"memory_id": region.memory_id}

@@ -94,7 +94,7 @@ class SampleText:
         self.pending_logprobs: list[ScoredToken] = []
         self.is_open = True
         self.was_sent = False
-        self._skip_characters = self._skip_tokens = 0  # numbers that were sent earlier
+        self._skip_characters = self._skip_tokens = 0  # counts that an earlier instance has sent
         self._prompt, self._token_texts = prompt, texts
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
@@ -440,10 +440,10 @@ class TextThread:
         # Long prompts, grammars and bad words are processed in another thread, so that they do not
         # delay other texts.
         self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
-        # Long conversations have a thread, because rendering them in a process takes seconds.
+        # This thread waits for the process that renders a long conversation, which takes seconds.
         self._renderings = ThreadPoolExecutor(1, "long conversations")
         self._requests: dict[int, RequestSamples] = {}
-        # The time (monotonic ns) since which a request waits for credit, by key, oldest first.
+        # By key of a request: since when it waits for credit (monotonic ns), oldest first.
         self._unread_since_ns: dict[int, int] = {}
         self._cpu_ns = self._reported_cpu_ns = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -531,7 +531,7 @@ class TextThread:
                     request.samples[earlier.sample].resume(earlier, tokens)
             with self._link.lock:
                 if stream.is_cancelled():
-                    # If the scheduler was replaced, the key may have a request of its successor.
+                    # After a scheduler was replaced, its successor may use this key.
                     stream.send(final=True)
                     return
                 self._requests[key] = request
