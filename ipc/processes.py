@@ -98,7 +98,7 @@ def _kill(pid: int) -> bool:
         command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
         if not command_line:
             return False
-        # A process that another user started in this container may be a child of process 1.
+        # The kill fails for a process of another user, which may be a child of a container's pid 1.
         if _RESOURCE_TRACKER not in command_line:
             os.kill(pid, signal.SIGKILL)
     return True

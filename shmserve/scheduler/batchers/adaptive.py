@@ -422,7 +422,7 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting_rows * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            # With a steady load, clients wait for responses, or the instance is fully used.
+            # A steady load means that clients wait for responses, or the instance is fully used.
             is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(

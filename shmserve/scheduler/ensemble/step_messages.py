@@ -195,7 +195,7 @@ class StepMessages:
             data.append(
                 pack_range(request.memory_ranges[tensor] if block is None else block.memory_range)
             )
-        # A client's memory must not keep an output, because the client may write to it.
+        # An output must not stay in the memory of an input from a client, who may write to it.
         if blocks and all(value.in_block for value in firing.inputs.values()):
             schema = kind.schema_reusing_input
         flags = client_request.flags

@@ -81,7 +81,7 @@ class AssignedRequest:
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        # A sample that is generated again may not have begun: its replayed tokens count then.
+        # Replayed tokens count for samples that this worker has not yet begun to generate again.
         open_tokens = self.replayed_tokens | self.open_sample_tokens
         samples = {s: (tokens, "") for s, tokens in open_tokens.items()} | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):

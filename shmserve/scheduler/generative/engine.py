@@ -185,7 +185,7 @@ class Engine(Generic[T]):
         running.sort(key=rank)
         decoding = [sequence for sequence in running if sequence.missing_tokens == 1]
         plan.decoding_count = max(len(decoding), 1)
-        # Drafts may use what a token for each decoding sequence and a prompt chunk leave free.
+        # Drafts use the budget that a token per decoding sequence and a prompt chunk leave free.
         has_prompts = len(decoding) < len(running) + len(waiting_sequences)
         prompt_share = self._chunk_multiple if has_prompts else 0
         plan.draft_budget = plan.token_budget - len(decoding) - prompt_share
@@ -520,7 +520,7 @@ class Engine(Generic[T]):
         remaining = [s for s in self._sequences.values() if s not in parents]
         free_rows = self._free_rows(remaining)
         for index, candidate in enumerate(beams.step()):
-            # Beams that were preempted as they waited have lost their rows: a child may get none.
+            # A row may be missing: a beam that was preempted while it waited has lost its row.
             child = self._add_child(candidate.parent, 0, candidate.token, index < free_rows)
             child.score = candidate.score
         # Parents are dropped after all children have begun, so that shared blocks stay referenced.

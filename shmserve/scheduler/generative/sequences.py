@@ -102,7 +102,7 @@ class BlockPool:
             start = max(self._length_by_start, key=self._length_by_start.__getitem__)
             length = self._length_by_start[start]
             block_count = min(count, length)
-            # The first half of the rest stays free for the sequence that ends before this extent.
+            # Half of the rest stays free before the blocks, for the sequence before them to grow.
             first_block = start + (length - block_count) // 2 if start else start
             self._take_from_extent(start, first_block, block_count)
             yield from range(first_block, first_block + block_count)

@@ -123,8 +123,8 @@ class Executions:
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     # Releases for announced instances that are not ready yet, by the instance's pid.
     _early_releases: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
-    # The last releases of outputs of processes that the supervisor has not announced as instances,
-    # and perhaps never will. The client may have received its outputs first.
+    # The last releases, with the worker's pid, for workers that were not announced as instances: a
+    # client may release an output before the announcement arrives.
     _unknown_releases: deque[tuple[int, ReleaseOutputs]] = field(
         default_factory=partial(deque, maxlen=_MAX_EARLY_RELEASES)
     )
@@ -219,7 +219,7 @@ class Executions:
         self._take_unknown_releases(pid)
         for slot in self._pool.ready():
             self._workers.post(slot.peer, ReaderExited(pid))
-        # These workers of a predecessor may not have been notified.
+        # A predecessor scheduler's workers that have not connected yet may not know of the exit.
         for awaited_pid in self._pool.awaited_pids():
             self._early_releases.setdefault(awaited_pid, []).append(ReaderExited(pid))
 

@@ -120,7 +120,7 @@ class RunDirectory:
             time.sleep(_LOCK_PAUSE_S)
 
     def _lock_now(self) -> int:
-        # This may be temporary, while the last process of a killed server deletes the files.
+        # The next attempt may succeed: a killed server's last process may still delete its files.
         if self._has_foreign_files():
             raise InvalidArgument(
                 f"--run-dir: '{self.path}' contains files that do not belong to a "

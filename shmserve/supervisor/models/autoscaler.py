@@ -58,7 +58,7 @@ _TARGET_UTILIZATION = 0.6  # a removal may raise the utilization up to this valu
 # If an instance is added within this multiple of the idle time after a removal, that time doubles.
 _SOON_FACTOR = 3.0
 _MAX_IDLE_S = 320.0
-_MIN_WAIT_SHARE = 0.25  # the allowed p99 wait is at least this share of the latency target
+_WAIT_SHARE = 0.25  # the allowed p99 wait is at least this share of the latency target
 
 # The parameters for measurements of the host's capacity.
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -329,8 +329,7 @@ class ScalingPolicy:
     def _max_mean_wait_s(self) -> float:
         """Return the allowed mean wait in seconds: from `target_s`, or else from `delay_s`."""
         if self.target_s:
-            min_wait_s = _MIN_WAIT_SHARE * self.target_s
-            max_wait_s = max(self.target_s - self._mean_execution_s, min_wait_s)
+            max_wait_s = max(self.target_s - self._mean_execution_s, _WAIT_SHARE * self.target_s)
             return max_wait_s / _P99_RATIO
         return max(self.delay_s, self._mean_execution_s)
 

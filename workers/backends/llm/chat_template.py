@@ -197,7 +197,7 @@ class _CompiledTemplate(NamedTuple):
 
 def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> None:
     """Raise InvalidArgument if the template ignores the documents, or disabled reasoning."""
-    # Agents send other efforts by default, and a model without such a variable has one effort.
+    # Only "none" is checked: agents send other efforts by default, also to models with one effort.
     forbids_reasoning = chat.get("reasoning_effort") == "none" and template.names_thinking
     for name, is_set, other_name in (
         ("documents", bool(chat.get("documents")), ""),

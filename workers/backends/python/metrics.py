@@ -125,7 +125,8 @@ class _Owner:
         self.is_alive = True
 
 
-# Owners whose object was garbage-collected, at any time; `_remove_collected` removes them.
+# Owners whose object was garbage-collected. A collection may interrupt a holder of `_lock`, so the
+# owners are removed later, by `_remove_collected`.
 _collected_owners: deque[_Owner] = deque()
 
 

@@ -345,7 +345,7 @@ class Transformer:
             head_norms = torch.cat([q_norm, k_norm])
         input_norm = self._load_norm_gain(f"{prefix}.input_layernorm")
         post_attention_norm = self._load_norm_gain(f"{prefix}.post_attention_layernorm")
-        # Large gains would reduce the precision of weights with fewer bits.
+        # Only float32 weights contain the gains: large gains would make other weights less precise.
         is_folded = self._dtype == "fp32"
         qkv_gain, mlp_gain = (input_norm, post_attention_norm) if is_folded else (None, None)
         return Layer(
