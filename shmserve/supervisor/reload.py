@@ -105,7 +105,7 @@ class RepositoryPoller:
             return  # its next request loads the current files
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
         retry_at, pause_s = self._retries.get(name, (0.0, _FIRST_PAUSE_S))
-        if model is None or model.fingerprint != fingerprint:  # even if the last load has failed
+        if model is None or model.fingerprint != fingerprint:  # a change needs no pause
             pause_s = _FIRST_PAUSE_S
         elif not model.failure_is_temporary or time.monotonic() < retry_at:
             return

@@ -402,7 +402,7 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
         logger.error("gRPC call %s failed", call.head.path, exc_info=error)
         return INTERNAL_FAILURE
     if call.is_out_of_time():
-        # The error is the scheduler's for an expired deadline, which clients expect as this status.
+        # The scheduler has reported an expired deadline, for which clients expect this status.
         return DEADLINE_EXPIRED
     return ending_from_error(error)
 

@@ -206,7 +206,7 @@ class BatchDispatcher(Dispatcher):
         queue, in_order, executions = self._queue, self._queue.in_order, self._executions
         times = executions.service_time
         while in_order.count:
-            # A model's call that is sent ahead could wait behind the execution that makes it.
+            # A model's call is not sent ahead: it could wait behind the execution that awaits it.
             if queue.model_requests and queue.calls():
                 break
             slot = self._pool.least_busy(times.pipeline_depth, times.has_short_batches)

@@ -139,7 +139,7 @@ class CallWaits:
                     if call is None or id(successor) in visited:
                         continue
                     visited.add(id(successor))
-                    # If the caller is another model, it holds resources of the called model.
+                    # A caller of another model holds resources that `wait.model` needs.
                     holder = [] if call.caller == wait.model else [call.caller]
                     paths.append((successor, [*models, *holder, successor.model]))
         return None

@@ -500,7 +500,7 @@ def _describe_type(value: Any) -> str:
 _REQUEST_ID = re.compile(r"\[request id: .*?\] ")
 # Messages about fields have the name of each field before its problem.
 _FIELD_PREFIX = re.compile(r"(^|; )([a-z][a-z_.\[\]0-9]*): ")
-# The names of models' inputs, and the names of the body's fields with their values.
+# The body's field that has the value of a model's input, by the name of the input.
 _FIELDS_BY_INPUT = {"text_input": "prompt", "input_ids": "prompt"}
 
 
