@@ -288,7 +288,7 @@ class Sequence(Generic[T]):
         return self.generation.max_tokens - self.generated_tokens
 
     def prefix_keys(self, block_size: int, blocks: int) -> list[bytes]:
-        """Return the keys of its first `blocks` blocks, all of which are full."""
+        """Return the keys of the sequence's first `blocks` blocks, all of which are full."""
         keys = self.block_keys
         while len(keys) < blocks:
             start = len(keys) * block_size
@@ -307,7 +307,7 @@ class Sequence(Generic[T]):
         return blocks
 
     def seal(self, pool: BlockPool, block_size: int) -> None:
-        """Register its full blocks in the prefix cache."""
+        """Register the sequence's full blocks in the prefix cache."""
         full_blocks = self.computed_tokens // block_size
         if full_blocks > self.sealed_blocks:
             keys = self.prefix_keys(block_size, full_blocks)

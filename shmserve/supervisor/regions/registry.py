@@ -60,7 +60,7 @@ class Processes(Protocol):
         """Send a message to each process with one of these roles."""
 
     def pids(self, *roles: str) -> list[int]:
-        """Return the connected processes."""
+        """Return the pids of the connected processes with one of these roles."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +142,7 @@ class DrainingRegions:
         await self._processes.publish(partial(RegionDrained, memory_id), "gateway")
 
     def close(self) -> None:
-        """Close all objects."""
+        """Close the objects of all retired and draining regions."""
         for regions in (self.retired, self._regions):
             for region in regions.values():
                 self._opener.close(region)

@@ -149,7 +149,7 @@ class TokenSequence:
         return TokenSequence(number, self.prompt, sample, *state)
 
     def add_blocks(self, row: Row, block_size: int) -> None:
-        """Keep the table's first `row.kept_blocks` blocks, and replace the rest by a row's."""
+        """Replace the table's blocks after the first `row.kept_blocks` by the row's new blocks."""
         if row.kept_blocks < len(self.block_table):
             self.draft_computed = min(self.draft_computed, row.kept_blocks * block_size)
         self.block_table[row.kept_blocks :] = row.blocks
