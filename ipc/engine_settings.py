@@ -214,7 +214,7 @@ class EngineSettings:
 def _valid_settings(
     settings_class: type[Any], settings: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
-    """Return the valid ones of `settings`, converted; add the errors of others to `problems`."""
+    """Return the valid settings, converted; add the errors of invalid settings to `problems`."""
     settings_by_name = {setting.name: setting for setting in fields(settings_class)}
     valid_settings: dict[str, Any] = {}
     for name, value in settings.items():

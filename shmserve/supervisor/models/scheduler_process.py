@@ -185,7 +185,7 @@ class CarriedCounters:
         self._update_successor()
 
     def pass_to(self, successor: CarriedCounters | None) -> None:
-        """Let a successor's counters include these, which may still change; None: no successor."""
+        """Let a successor's counters (None: no successor) include these, which may still change."""
         self._successor = successor
         self._update_successor()
 

@@ -75,7 +75,7 @@ class Child:
 
     @property
     def reason_for_clients(self) -> str:
-        """Return the exit status or signal, and whether the kernel killed it for lack of memory."""
+        """Return the exit status or signal, and whether the child was killed for lack of memory."""
         return self.reason if self.kill_reason == _OUT_OF_MEMORY else self.exited.result()
 
     @property

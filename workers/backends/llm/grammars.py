@@ -362,7 +362,7 @@ _OPTIONAL_END = re.compile(
 
 
 def _split_lookaheads(pattern: str) -> list[str]:
-    """Replace lookaheads at the start of a pattern by patterns; a text must match all of them."""
+    """Return patterns without lookaheads at the start; a text must match all of them."""
     patterns: list[str] = []
     pattern = _OPTIONAL_END.sub("", pattern)
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
