@@ -21,13 +21,13 @@ from pathlib import Path
 
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 
-# sockaddr_un holds 107 bytes; the longest name below takes 20.
+# The path of a unix socket has at most 107 bytes (sockaddr_un); the names below take at most 20.
 LONGEST_RUN_DIRECTORY = 85
 
 KEY_SIZE = 32
 
-# The number of a local client takes the place of a pid. Pids end at 2**22, so that no number is
-# also a pid. All numbers have nine digits.
+# Messages contain the number of a local client in place of the pid of a process. Pids end at 2**22,
+# so that no number is also a pid. All numbers have nine digits.
 FIRST_LOCAL_CLIENT = 100_000_000
 # Limits of a scheduler for each local client: links, and bytes of a packed request.
 MAX_LINKS = 16
@@ -160,7 +160,7 @@ class Capabilities:
         return serial << _MAC_BITS | int.from_bytes(self._mac(text, _MAC_BITS // 8), "little")
 
     def owns(self, client_number: int, memory: Memory) -> bool:
-        """Return whether a local client has shared a memory, and its description is unchanged."""
+        """Return whether the id of a memory was issued to this client for this description."""
         if memory.cuda is not None:
             serial = memory.id >> _MAC_BITS
             return memory.id == self.device_memory_id(

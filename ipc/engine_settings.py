@@ -111,8 +111,8 @@ class EngineSettings:
         aliases: Further names of the model in OpenAI's API.
         max_model_len: The maximum length of a sequence; 0: limited by memory only.
         kv_cache_blocks: The number of KV blocks; 0: as many as fit into memory.
-        target_itl_ms: The target of the inter-token latency, which limits the chunks of prompts. 0
-            means 50 ms, but chunks have at least 64 tokens.
+        target_itl_ms: The target of the inter-token latency in ms, which limits the size of prompt
+            chunks. 0: the target is 50 ms, but chunks of 64 tokens may exceed it.
         max_wait_time_ms: The waiting time after which a request precedes all others; 0: none.
         swap_blocks: The number of blocks of the host pool, derived from `swap_space_gb`.
         tool_parser: The format of tool calls; "": the chat template's; "none": none.
@@ -214,7 +214,7 @@ class EngineSettings:
 def _valid_settings(
     settings_class: type[Any], settings: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
-    """Return the valid settings, converted; add the errors of invalid settings to `problems`."""
+    """Return the valid settings, converted to their types; add errors to `problems`."""
     settings_by_name = {setting.name: setting for setting in fields(settings_class)}
     valid_settings: dict[str, Any] = {}
     for name, value in settings.items():

@@ -98,7 +98,8 @@ def _kill(pid: int) -> bool:
         command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
         if not command_line:
             return False
-        # The kill fails for a process of another user, which may be a child of a container's pid 1.
+        # The kill may fail: if the server is process 1 of a container, processes of other users may
+        # be its children.
         if _RESOURCE_TRACKER not in command_line:
             os.kill(pid, signal.SIGKILL)
     return True

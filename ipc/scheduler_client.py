@@ -109,7 +109,7 @@ class Links(Protocol):
 
         Args:
             endpoint: The endpoint of the scheduler.
-            on_message: Called with the endpoint and each message that has not been received yet.
+            on_message: Called with the endpoint and each remaining message of the scheduler.
         """
 
 

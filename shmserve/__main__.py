@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command line. An interrupt during the imports exits with 130, like a later one."""
+    """Run the command line. An interrupt, even during the imports, exits with status 130."""
     # The CLI unblocks SIGINT after its imports: numpy would convert a KeyboardInterrupt during the
     # imports to an ImportError.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

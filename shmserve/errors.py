@@ -171,7 +171,8 @@ class IllegalEvent(Exception):
     """An event that the state of an object does not allow: a defect of the server."""
 
 
-# Modules and programs may define further subclasses, which no message of a server refers to.
+# The errors that a message can contain by code. Subclasses that other modules define are not among
+# them.
 KINDS = tuple(ShmserveError.__subclasses__())
 _BY_CODE = {kind.code: kind for kind in KINDS}
 

@@ -129,7 +129,7 @@ class _Datatype:
 
 
 if TYPE_CHECKING:
-    # For a type checker the rest of the brackets is metadata of the array type.
+    # A type checker reads `FP32[Tensor, 8]` as `Annotated[Tensor, 8]`: a Tensor with metadata.
     from typing import Annotated as BF16
     from typing import Annotated as BOOL
     from typing import Annotated as BYTES

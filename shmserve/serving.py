@@ -205,7 +205,7 @@ def _connect_when_ready(
 
 
 def user_log(log: Path, sources: Sources) -> str:
-    """Return the server's log with the paths of the user's files."""
+    """Return the server's log; paths of the user's files replace those of generated files."""
     text = log.read_text(errors="replace")
     for generated, source in sources.items():
         text = text.replace(str(generated), str(source))
@@ -267,7 +267,7 @@ def _describe_type(model: Any) -> str:
 
 
 def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
-    """Generate a file that imports a class, or contains the class of a script; return its path."""
+    """Generate a file that imports a class, or has a copy of a script's class; return its path."""
     package = cls.__module__.partition(".")[0]
     path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
     is_importable = package != "__main__" and PathFinder.find_spec(package) is not None

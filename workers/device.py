@@ -92,7 +92,7 @@ class Accelerator(Device):
         return copy
 
     def synchronize(self) -> None:
-        # A thread of a model has a current device of its own.
+        # The device is passed, because the current device of a model's thread may be another one.
         self._torch.accelerator.synchronize(self._device)
 
 

@@ -191,7 +191,7 @@ class _Worker:
         """
         try:
             os.stat(endpoints.control(self._context.run_dir).removeprefix(ENDPOINT_PREFIX))
-            # The kernel checks this like the opening of a tensor's memory.
+            # The kernel requires the same permission as for opening a tensor's memory.
             os.readlink(f"/proc/{os.getppid()}/exe")
         except OSError as error:
             raise Internal(

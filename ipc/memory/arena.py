@@ -146,7 +146,7 @@ class Arena:
         )
 
     def view(self, memory_range: Range) -> memoryview:
-        """Return the bytes of a range of this arena, writable."""
+        """Return a writable view of the bytes of a range of this arena."""
         return self._view[memory_range.offset : memory_range.offset + memory_range.byte_size]
 
     def free(self, offset: int) -> None:

@@ -130,7 +130,7 @@ class Readers(Generic[R]):
 
 
 class _TokenStack(NamedTuple):
-    """The last token that was lent at an offset, and the earlier tokens."""
+    """The tokens of a block that was lent several times: the latest, and the earlier ones."""
 
     latest: Token
     earlier: Token | _TokenStack

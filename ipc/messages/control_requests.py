@@ -120,7 +120,7 @@ class FindModel(ControlRequest, Message):
     """Sent by a worker to the supervisor to find a model that its own model calls.
 
     The reply is {"endpoint", "config", "version", "ready", "checks_ready"}. An empty version means
-    the latest. A model on demand is loaded, as by `WantModel`.
+    the latest. A model that is loaded on demand is loaded first, as by `WantModel`.
     """
 
     name: str
@@ -238,7 +238,7 @@ class LeaseWorkspace(ControlRequest, Message):
 class ReturnWorkspace(Message):
     """Sent by a worker to the supervisor when the device no longer uses a leased workspace.
 
-    The lease began at `offset` of the memory `memory_id`.
+    The leased range begins at `offset` of the memory `memory_id`.
     """
 
     device: str
@@ -270,9 +270,9 @@ class CheckHolders(Message):
 
 
 class ResourcesHeld(Message):
-    """Sent by the supervisor to a scheduler when a request can never have its resources.
+    """Sent by the supervisor to a scheduler when a call can never have its resources.
 
-    The callers of request `key` hold these resources.
+    The callers of the call, which is request `key`, hold these resources.
     """
 
     key: int
@@ -291,10 +291,10 @@ class CallsWaiting(Message):
 
 
 class CallDeadlocked(Message):
-    """Sent by the supervisor to a scheduler when request `key`, a call, is part of a deadlock.
+    """Sent by the supervisor to a scheduler when a call is part of a deadlock.
 
-    `chain` has the names of the models that wait for each other. The scheduler fails the call, and
-    the other calls of the deadlock go on.
+    The call is request `key` of the scheduler. `chain` has the names of the models that wait for
+    each other. The scheduler fails the call, so that the other calls of the deadlock continue.
     """
 
     key: int
@@ -345,9 +345,9 @@ class Welcome(Message):
 class ShareMemory(ControlRequest, Message):
     """Sent by a local client to the supervisor to share the memory of the attached descriptor.
 
-    The memory is the first `byte_size` bytes of a sealed memfd. The reply is {"memory": [id, pid,
-    byte_size, fd, inode, sealed, copied, pinned]}, the memory of a packed range. With `pin`,
-    workers on CUDA devices lock its pages.
+    The memory is the first `byte_size` bytes of a sealed memfd. The reply is {"memory":
+    `Memory.packed`}, the MessagePack of [id, pid, byte_size, fd, inode, sealed, copied, pinned].
+    With `pin`, workers on CUDA devices lock its pages.
     """
 
     byte_size: int
@@ -358,7 +358,7 @@ class ShareDeviceMemory(ControlRequest, Message):
     """Sent by a local client to the supervisor to share memory of the server's device `device_id`.
 
     The memory is the first `byte_size` bytes of the allocation of `handle`. The reply is {"memory":
-    [id, pid, byte_size, device_id, handle, device_uuid]}, the memory of a packed range.
+    `Memory.packed`}, the MessagePack of [id, pid, byte_size, device_id, handle, device_uuid].
     """
 
     byte_size: int

@@ -80,8 +80,8 @@ class Prepared(Message):
         needs_whole_prompt: Whether the whole prompt is computed even if a prefix is cached.
         allows_drafts: Whether draft tokens may be proposed.
         beams: The beam search, if any.
-        replays: Whether the samples of a resumed request begin again with the same tokens, because
-            the log probabilities of these tokens are wanted.
+        replays: Whether a resumed request computes its earlier tokens again, because their log
+            probabilities are requested.
     """
 
     key: int

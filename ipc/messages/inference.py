@@ -157,9 +157,9 @@ class Responded(Message):
 class Failed(Message):
     """Sent by a scheduler to a client when a request has failed; `message` is for the client.
 
-    `retry_after_s` is a hint for the client; 0: none. With `early` (its deadline expired at a
-    worker), the request's memory remains in use until `Settled`. `spans` are as in `Finished`.
-    `is_refused` means that the scheduler did not admit the request.
+    `retry_after_s` is a hint for the client; 0: none. `early` means that the deadline expired while
+    a worker had the request; the request's memory then remains in use until `Settled`. `spans` are
+    as in `Finished`. `is_refused` means that the scheduler did not admit the request.
     """
 
     id: int
@@ -322,9 +322,9 @@ class InstanceReady(Message):
 class BatchFinished(Message):
     """Sent by a worker to a scheduler when a batch has ended.
 
-    The instance then accepts the next batch. `replies` lacks each request of a decoupled model that
-    an `ExecutionResponded` ends, before or after this message. The model has run from
-    `input_end_ns` to `output_start_ns`. `executed` is false if no request of the batch reached it.
+    The instance then accepts the next batch. A request of a decoupled model has no entry in
+    `replies` if an `ExecutionResponded` ends it, before or after this message. The model has run
+    from `input_end_ns` to `output_start_ns`. `executed` is false if no request has reached it.
     """
 
     batch: int
@@ -343,7 +343,7 @@ class ExecutionResponded(Message):
     """Sent by a worker to a scheduler for each response of a decoupled model, as in `Responded`.
 
     The model returned the response at `computed_ns`, and its outputs were written at `written_ns`.
-    Without `request_failed`, an error is a response of the model.
+    An error is a response of the model unless `request_failed` is set.
     """
 
     key: int

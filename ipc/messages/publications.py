@@ -168,9 +168,9 @@ class RegionPublished(Message):
     """Sent by the supervisor to gateways when a region may be used under `name`.
 
     `memory_range` is its range in its object, as `pack_range` of ipc/tensors/descriptors.py encodes
-    it. `key` is empty for CUDA memory. `uid` and `group` are the owner's. A region with
-    `draining` is only listed, until `RegionDrained`: its name is free again while requests in
-    flight use it, or it belongs to a local client.
+    it. `key` is empty for CUDA memory. `uid` and `group` are the owner's. Gateways only list a
+    region with `draining`, until `RegionDrained`. Either its name is free again although requests
+    in flight still use it, or it belongs to a local client.
     """
 
     name: str

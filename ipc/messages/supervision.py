@@ -305,7 +305,7 @@ class InstanceExpected(Message):
 class InstanceGone(Message):
     """Sent by the supervisor to a scheduler when an instance will not restart.
 
-    If it was the last instance, waiting requests fail for `reason`.
+    If it was the last instance, the scheduler fails the waiting requests with `reason`.
     """
 
     index: int

@@ -66,7 +66,8 @@ def decode_bytes(
     data = bytes(serialized)
     size = len(data)
     expected_count = element_count(shape)
-    # Every element has a 4-byte length, so an excessive element count allocates no memory.
+    # At most as many items as the data can contain, since each has a 4-byte length. An excessive
+    # element count therefore allocates no memory.
     items = np.empty(min(expected_count, size // 4), dtype=np.object_)
     offset = count = 0
     while offset < size:

@@ -80,8 +80,8 @@ class Memory(Record):
             its untrusted owner could shrink it.
         pinned: Whether workers on CUDA devices pin the memory for faster copies.
         cuda: The handle of device memory; None for host memory.
-        packed: The memory in the form of messages.
-        object: The identity shared by all memories of one object or allocation.
+        packed: The encoding of this memory in messages.
+        object: The inode or the device handle, which is equal for all memories of one object.
     """
 
     id: int
@@ -141,7 +141,7 @@ class TensorRef(Record):
 
 
 def pack_range(memory_range: Range) -> tuple[bytes, int, int]:
-    """Return a range in the form of messages: its memory (`Memory.packed`), offset, byte size."""
+    """Return a range as messages encode it: its memory (`Memory.packed`), offset, byte size."""
     return (memory_range.memory.packed, memory_range.offset, memory_range.byte_size)
 
 

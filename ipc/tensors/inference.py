@@ -88,8 +88,8 @@ def has_overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
     """Return whether an output is written over an input.
 
     The execution of a request with overlapping memory overwrites its inputs, so the request can run
-    only once. The request fails if its scheduler is lost after the execution may have started. The
-    model cannot return an input of the request in place, either.
+    only once. The request fails if its scheduler is lost after the execution may have started. An
+    output of such a request is never returned as the range of an input, either.
     """
     input_ranges = list(inputs)
     for output in outputs:
@@ -331,7 +331,7 @@ def inline_size_of(data: Iterable[Any]) -> int:
 
 
 def runs_once(schema: bytes, data: Sequence[Any]) -> bool:
-    """Return whether a request writes an output over an input (see `has_overlap`).
+    """Return whether a request can run only once: an output overwrites an input (`has_overlap`).
 
     The result is False for a malformed request, which fails on every worker.
     """

@@ -37,7 +37,7 @@ _SIGNATURE_SIZE = 10  # the first bytes of a greeting, which identify ZMTP
 _MORE_FLAG, _LONG_FLAG, _COMMAND_FLAG = 1, 2, 4
 _LONG_SIZE = struct.Struct(">Q")
 _VALUE_SIZE = struct.Struct(">I")
-# More than the files of a load request (2 GiB by gRPC). A larger frame would end the link for good.
+# Larger than any load request, whose files have up to 2 GiB (gRPC). A larger frame closes the link.
 _MAX_FRAME_SIZE = 1 << 32
 _MAX_HANDSHAKE_FRAME_SIZE = 4096
 # Bound here, because `gevent.monkey` in a model removes the function from its module.
@@ -501,7 +501,7 @@ class LinkTable:
 
         Args:
             endpoint: The endpoint of the scheduler.
-            on_message: Called with the endpoint and each message that has not been received yet.
+            on_message: Called with the endpoint and each remaining message of the scheduler.
         """
         link = self._links_by_endpoint.get(endpoint)
         if link is None:

@@ -66,7 +66,7 @@ def _parse_value(flag: Flag, text: str) -> Value:
 
 
 def with_scheme(url: str) -> str:
-    """Return a URL; one that begins with a host instead of a scheme is prefixed with `http://`."""
+    """Return a URL, prefixed with `http://` if it begins with a host instead of a scheme."""
     return f"http://{url}" if re.match(r"(\[[^]]+\]|[\w.-]+)(:\d|/|$)", url) else url
 
 

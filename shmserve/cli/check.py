@@ -225,7 +225,7 @@ class _Model:
         return TensorRef(name, spec.datatype, tuple(shape), raw)
 
     def _send(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> _Verdict:
-        """Send a packed request and return its outcome; `inputs` are also packed in `data`."""
+        """Send the packed request (`schema`, `data`) with these inputs, and return its outcome."""
         batch_size = self.signature.check("check", inputs, ()).batch_size
         sequences = self._config.sequence_batching
         has_text_ids = sequences is not None and sequences.correlation_input[1] == "BYTES"

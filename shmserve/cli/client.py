@@ -35,8 +35,9 @@ class Verb(NamedTuple):
     Attributes:
         help: The help text.
         takes_model: Whether the verb requires a model.
-        version_default: The help's default of --model-version; "": the verb lacks this flag.
-        model_default: The help's default of the argument MODEL; "": MODEL is required.
+        version_default: The default of --model-version as the help shows it; "": the verb has no
+            such flag.
+        model_default: The default of MODEL as the help shows it; "": MODEL is required.
     """
 
     help: str

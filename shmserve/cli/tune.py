@@ -109,7 +109,7 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
 def _restore_at_end(server: AdminTransport, model: str, config: dict[str, Any]) -> Iterator[None]:
     """Restore the model's configuration at the end of the block.
 
-    The model is reloaded from its folder. If the configuration there differs, `config` is sent.
+    The model is loaded from its folder, and with `config` if the folder has another configuration.
     """
     try:
         yield

@@ -13,7 +13,7 @@ clients in other languages.
     connection.py                one server's connection, and the thread that reads its listener
     events.py                    the server's events
     discovery.py                 the server's run directory
-    server_state.py              the published state: models, losses, and the channels to wake
+    server_state.py              the published state: models, lost schedulers; channels to wake
     request/                     tensors to requests, requests in flight, and responses to tensors
     memory/                      shared memory of the host or a device, and arrays over it
 """

@@ -186,7 +186,7 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._channel: _LoopChannel | None = None
-        # Channels to earlier servers that still respond to requests.
+        # Channels to previous servers, kept while their requests are in flight.
         self._former_channels: list[_LoopChannel] = []
 
     @signature_of(call_of)

@@ -88,10 +88,10 @@ class ListenerLink:
         self._socket.settimeout(None)
 
     def is_in_other_pid_namespace(self) -> bool:
-        """Check whether the server is in another PID namespace, so that its pids are useless here.
+        """Check whether the server is in another PID namespace, so that its pids are invalid here.
 
-        SO_PEERCRED returns the server's pid in this program's namespace. The pid is 0 if the server
-        is outside this namespace. A server in a container on this host has more namespaces.
+        SO_PEERCRED returns pid 0 for a server that is not visible in this program's namespace. A
+        server in a container on this host is visible, but is in more nested namespaces.
         """
         raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid = int.from_bytes(raw[:4], sys.byteorder)

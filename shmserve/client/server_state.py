@@ -72,7 +72,7 @@ class ClientModels:
     Attributes:
         on_demand: The names of models that can be loaded on demand, including loaded ones.
         ready: Whether the server is ready. The failure of a model changes this to False.
-        started: Whether the server has loaded the models of its start, or failed to load them.
+        started: Whether the loads at the server's start have ended, successfully or not.
     """
 
     def __init__(self) -> None:

@@ -271,7 +271,7 @@ class Session:
             except BaseException:
                 connection.close()
                 raise
-            # Stored only now, when this client's memory is registered. The old connection
+            # Stored only now, when this client's memory is registered there. The old connection
             # ends by itself; waiting for it could deadlock with a future's callback in its thread.
             self._connection = connection
             return connection
@@ -430,7 +430,7 @@ class Session:
         return attach_region(self.memories, source, tensors, offset=offset, pin=pin)
 
     def close_later(self, close: Callable[[], None]) -> None:
-        """Close a collected client in the connection's thread, and warn that it was not closed.
+        """Call `close` for a garbage-collected client in the connection's thread, and warn.
 
         The garbage collector may run in any thread and at any time, where closing is not safe.
         """

@@ -38,7 +38,7 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._channels: dict[threading.Thread, ThreadChannel] = {}
-        # Channels to earlier servers that still respond to requests.
+        # Channels to previous servers, kept while their requests are in flight.
         self._former_channels: list[ThreadChannel] = []
         self._lock = threading.Lock()
 

@@ -116,7 +116,7 @@ class Authorisation:
 
     @staticmethod
     def refuse_scope(scope: str, scopes: frozenset[str] | None) -> ShmserveError | None:
-        """Return the error for a client whose `scopes` lack `scope`, or None if it is included."""
+        """Return the error if a client's `scopes` (None: unknown token) lack `scope`, else None."""
         if scopes is None:
             text = "this server requires a known token: 'Authorization: Bearer TOKEN'"
             return Unauthenticated(text)

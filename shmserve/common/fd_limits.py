@@ -43,7 +43,7 @@ def limit() -> int:
 
 
 def hard_limit() -> int:
-    """Return the limit of descriptors after `raise_limit`."""
+    """Return the hard limit of descriptors, to which `raise_limit` raises the soft limit."""
     return _limit_as_count(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 

@@ -87,8 +87,8 @@ class ShmPolicy:
     """The server's settings for shared memory of clients. Sizes are in bytes.
 
     Attributes:
-        allow: Whether all listeners offer shared memory, or none; None: only listeners that no
-            other host reaches.
+        allow: True: all listeners offer shared memory. False: no listener does. None: only
+            listeners that other hosts cannot reach offer it.
         group: A gid, or NO_GROUP.
         max_regions: The maximum number of regions.
         max_regions_per_uid: The maximum number of regions of one user.

@@ -57,8 +57,8 @@ class Parsed(FlagValues):
 
     Attributes:
         positional: The arguments that are not flags.
-        boolean_flag_before: Maps a positional argument after a boolean flag without a value to
-            the name of that flag.
+        boolean_flag_before: For each positional argument that follows a boolean flag without a
+            value, the name of this flag.
     """
 
     positional: list[str] = field(default_factory=list)

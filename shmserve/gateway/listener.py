@@ -113,7 +113,7 @@ class ClientIdentity:
         self._granted_scopes: frozenset[str] | None = None
         self._accepted_host: str | None = None
         self._disconnect_actions: list[Callable[[], None]] | None = []
-        # whether the client is the server's own user, who needs no token
+        # Whether the client is the server's own user or root, who need no token.
         self.is_server_user = False
         if listener.kind is ListenerKind.UNIX:
             with contextlib.suppress(OSError):
@@ -202,7 +202,7 @@ class ClientIdentity:
         return None
 
     def administrator_peer(self) -> Peer:
-        """Return the client's user, or EVERYONE (access to all regions) if it runs the server."""
+        """Return the client's user, or EVERYONE, who may use all regions, for the server's user."""
         peer = self.peer()
         return Peer(EVERYONE) if self.is_server_user else peer
 

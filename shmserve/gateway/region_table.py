@@ -244,7 +244,7 @@ class RegionTable:
 
     def __post_init__(self) -> None:
         self.version = 0
-        # By `Memory.object`, which identifies a shared memory object or a device allocation.
+        # The written ranges of each shared memory object, by its identity (`Memory.object`).
         self._written_ranges: dict[int | bytes, WrittenRanges] = {}
         self._regions_by_name: dict[str, GatewayRegion] = {}
         # Regions without a name: withdrawn regions that requests still use, and the memory of local
@@ -276,7 +276,7 @@ class RegionTable:
                 self._report(RegionInUse(memory_id, True))
 
     def report_first_use(self, region: GatewayRegion) -> None:
-        """Report a retired region that was unused until this request."""
+        """Report to the supervisor that a retired region is in use again, by its first request."""
         if region.request_count == 1:
             self._report(RegionInUse(region.memory.id, True))
 

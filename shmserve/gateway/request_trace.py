@@ -74,7 +74,7 @@ class RequestTrace:
             self.read_spans(message.spans)
 
     def read_spans(self, spans: bytes) -> None:
-        """Store the spans of the last response that belong to this request."""
+        """Store this request's spans, which are among the packed `spans` of its last response."""
         self.spans = span_subtree(unpack_spans(spans, self.tensors), self.scheduler.span_id)
 
     def explanation(self, now_ns: int) -> dict[str, Any]:

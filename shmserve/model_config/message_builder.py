@@ -293,7 +293,7 @@ def _store_pair(container: Any, pair: Any) -> None:
 
 
 def _pair(item: Entry) -> MessageValue:
-    """Return an entry `"key": value` of a JSON map in the text format's form, key and value."""
+    """Convert a JSON map's entry `"NAME": VALUE` to text format: { key: "NAME" value: VALUE }."""
     key = Scalar("string", item.name.encode("utf-8", "surrogatepass"), item.name, item.at)
     value = Entry("value", item.values, item.is_list, True, item.at)
     return MessageValue(item.at, [Entry("key", [key], False, True, item.at), value])

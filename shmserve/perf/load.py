@@ -69,7 +69,7 @@ class Mark(NamedTuple):
     Attributes:
         at_ns: The time of the boundary.
         requests: The number of successful requests.
-        gaps: The number of gaps recorded.
+        gaps: The number of times between responses, `Records.gaps_ns`.
         failed: The number of failed requests.
         cpu_s: The CPU time of this process.
     """

@@ -45,8 +45,8 @@ class Candidate:
         strategy: The batching strategy; "": as in the model's configuration.
         delay_us: The maximum queue delay.
         threads: The number of threads per instance; 0: as in the model's configuration.
-        depth: Requests in flight per row of each instance's batch: 1 if a batch waits until it is
-            full, 2 if the next batch fills while one is executed.
+        depth: The number of full batches (or of requests without batching) in flight per instance:
+            1 if a batch waits until it is full, 2 if the next one fills during an execution.
     """
 
     instances: int

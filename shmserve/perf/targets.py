@@ -48,8 +48,8 @@ class LoadTarget:
 
     Attributes:
         lane_factory: The factory of lanes of the selected protocol.
-        requests: A function that receives the number of slots, and returns a function that returns
-            the encoded requests of a slot.
+        requests: A function of the number of slots. Its result maps the index of a slot to the
+            encoded requests of this slot.
         statistics: A function that returns the server's statistics by model.
         title: The target's name in reports.
     """

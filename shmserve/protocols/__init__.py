@@ -99,7 +99,7 @@ class OutgoingRequest:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def request_parameters(self) -> dict[str, Parameter]:
-        """Return the parameters with those of the sequence, under the protocols' names."""
+        """Return the parameters of the request and of its sequence, by their protocol names."""
         sequence = {"sequence_id": self.sequence, "sequence_start": self.is_start}
         sequence["sequence_end"] = self.is_end
         return {**self.parameters, **{name: value for name, value in sequence.items() if value}}

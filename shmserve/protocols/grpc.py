@@ -270,7 +270,7 @@ class GrpcLaneFactory:
 
 
 class GrpcLane:
-    """A lane, which makes one unary call after the other, or sends all requests on one stream."""
+    """A lane, which makes one unary call after another, or sends all requests on one stream."""
 
     def __init__(self, lane_factory: GrpcLaneFactory, index: int, observer: LaneObserver) -> None:
         self.observer = observer

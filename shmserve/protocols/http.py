@@ -49,7 +49,7 @@ OPENAI_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"
 _DECOUPLED_ERROR = "models with decoupled transaction policy"
 _JSON_HEADERS = {"Content-Type": "application/json"}
 
-# Matches non-empty text: the first chunk of a chat has only the role.
+# Matches an event with text. The first event of a chat has only the role, and is not counted.
 _has_text = re.compile(rb'"(?:content|text|reasoning_content)" ?: ?"(?!")').search
 _find_completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
 

@@ -72,7 +72,7 @@ class SupervisorContext:
         return self.logging.settings
 
     def register_peer(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages from `address` to `handler`, and send settings after the first message."""
+        """Route messages from `address` to `handler`; send it settings after its first message."""
 
         def handle(message: Any) -> None:
             self.logging.on_message(address, message)
@@ -83,7 +83,7 @@ class SupervisorContext:
         self.control.register_peer(address, role, handle)
 
     def serve_requests(self, types: Iterable[type[Any]], handle: RequestHandler) -> None:
-        """Respond to requests of these types: `Answered`, or `Refused` if `handle` fails."""
+        """Handle requests of these types; respond `Answered`, or `Refused` if `handle` fails."""
 
         def start(pid: int, request: Any) -> None:
             self.background(self._respond(handle, pid, request))

@@ -1,7 +1,7 @@
 """Health: liveness and readiness of the server, their publication, and the watchdog.
 
-The watchdog belongs to the service manager. The server sends a sign of life only if every gateway
-and every scheduler host has acknowledged a ping since the last sign of life.
+The watchdog belongs to the service manager. The server sends a keep-alive message only if every
+gateway and every scheduler host has acknowledged a ping since the previous one.
 
 The server itself restarts a process that exited or was stopped. The watchdog covers processes that
 hang, and the supervisor: the service manager then restarts the whole server.
@@ -104,14 +104,14 @@ def announce(context: SupervisorContext, health: Health) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """The sender of signs of life to the service manager, two in each required interval."""
+    """The sender of keep-alive messages to the service manager, two in each required interval."""
 
     _control: ControlSocket
     _processes: ProcessTable
     _service_manager: ServiceManager
 
     async def run(self) -> None:
-        """Send signs of life until the task is cancelled."""
+        """Send keep-alive messages until the task is cancelled."""
         limit_s, acknowledgements = self._service_manager.watchdog_s, self._control.acknowledgements
         while limit_s:
             number = self._control.announce(Ping, "gateway", "host")

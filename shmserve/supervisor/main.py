@@ -314,8 +314,8 @@ def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, n
 def _create_worker_zygote(
     processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig
 ) -> Zygote:
-    # Processes that models start inherit the mark, by which the zygotes find and kill the remaining
-    # processes after the server's end.
+    # Processes that models start inherit a mark, an environment variable by which the zygotes find
+    # and kill the remaining processes after the server's end.
     environment = with_uncached_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
     has_devices = host.accelerators(visible_devices=config.visible_devices).count > 0

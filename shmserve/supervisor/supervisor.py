@@ -242,9 +242,9 @@ class Supervisor:
     # --- exits of processes
 
     def _process_exited(self, child: Child) -> None:
-        """Release the resources that a process has in its role, and broadcast its exit.
+        """Release the resources of a process that has exited, and broadcast its exit.
 
-        The waiters of `child.exited` are called afterwards.
+        The resources depend on the role. The waiters of `child.exited` are called afterwards.
         """
         context, pid, reason = self.context, child.pid, child.reason_for_clients
         match context.control.remove_process(pid):

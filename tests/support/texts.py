@@ -12,4 +12,4 @@ class Beginning(str):
     __hash__ = str.__hash__
 
 
-EXPIRED_TEXT = Beginning("Request timeout expired (")
+EXPIRED_TEXT = Beginning("Request timeout expired")

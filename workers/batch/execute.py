@@ -208,7 +208,7 @@ class Executor:
         return Reply(open_request.key, error.code, error.message)
 
     def _call_backend(self, execute: Callable[[list[T]], R], items: list[T]) -> R:
-        """Call the backend, and record the times that it does not record."""
+        """Call the backend, and record the timestamps that the backend has not recorded."""
         start_ns = time.monotonic_ns()
         try:
             result = execute(items)

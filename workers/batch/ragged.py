@@ -231,7 +231,7 @@ class _CutRule(NamedTuple):
     def true_slices(
         self, output_shape: Shape, true_shape: Shape, padded_shape: Shape
     ) -> tuple[slice, ...] | None:
-        """Return the slices of an output's true part, or None if its sizes fit neither shape."""
+        """Return the slices of an output's true part; None if a size is neither padded nor true."""
         if len(output_shape) != 1 + self.rank:
             return None
         slices = [slice(None)] * len(output_shape)

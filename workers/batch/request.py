@@ -91,7 +91,7 @@ class Input:
     array: Array | None = None
 
     def detach(self) -> int:
-        """Copy the bytes if they are shared_ranges, so that the model may write into them.
+        """Copy the bytes if they are shared, so that the model may write into the copy.
 
         Returns:
             The number of copied bytes.

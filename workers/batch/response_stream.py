@@ -230,7 +230,7 @@ class OutputStream:
                 self._time_out()
                 return
         if is_first and not final:
-            # Let the processes that forward the response run before the model occupies this core.
+            # Let the processes that forward the response run; the model would keep this core busy.
             os.sched_yield()
 
     @property

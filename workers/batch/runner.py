@@ -402,7 +402,7 @@ class Runner:
         return inputs
 
     def response(self, request: Request, outputs: Mapping[str, Any]) -> Response:
-        """Return one of any number of responses to a request; safe in any thread.
+        """Return one response to a request that may have several; safe in any thread.
 
         Raises:
             Internal: An output is no array.

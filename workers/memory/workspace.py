@@ -78,7 +78,8 @@ class Workspace:
             DeviceLost: This process cannot use the device any more.
         """
         if was_used and memory_range.memory.cuda is not None:
-            # The device's work for the next lease, by another process, does not wait for this work.
+            # The next lease may be another process's, whose work on the device is not ordered after
+            # this process's work.
             self._synchronize(memory_range.memory.cuda.device)
         memory, offset = memory_range.memory, memory_range.offset
         self._control.send(ReturnWorkspace(self._device, memory.id, offset))

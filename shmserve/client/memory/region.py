@@ -61,7 +61,7 @@ class Region(Mapping[str, Any]):
         make_segment: Callable[[int], AnySegment] | None = None,
         offset: int = 0,
     ) -> None:
-        """Create the memory with `make_segment(byte_size)`, or else allocate it.
+        """Create the region's memory by `make_segment(byte_size)`, or by `memories.allocate`.
 
         The tensors begin at `offset`.
 
@@ -92,7 +92,7 @@ class Region(Mapping[str, Any]):
         self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
 
     def attached_to(self, memories: Memories) -> Region:
-        """Return this region, or a region over the same memory that belongs to another client.
+        """Return this region, or the region over its memory of the client that has `memories`.
 
         Raises:
             Released: The region was released.
@@ -284,7 +284,7 @@ def _share_nothing(_: AnySegment) -> None:
 
 
 def check_datatype(name: str, datatype: str, signature: Signature) -> None:
-    """Raise InvalidArgument unless an output has `datatype`, the datatype of its memory."""
+    """Raise InvalidArgument if output `name` cannot be written to memory of `datatype`."""
     spec = signature.outputs.get(name)
     # A BYTES output may be written to memory of any datatype, and is decoded from its bytes.
     if spec is not None and spec.datatype not in (datatype, "BYTES"):

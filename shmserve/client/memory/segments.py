@@ -303,7 +303,7 @@ class Memories:
         self._schedule_free()
 
     def free_recycled_if_unlocked(self) -> None:
-        """Call `free_recycled` unless another thread holds the lock, which then calls it."""
+        """Call `free_recycled`, unless the lock is held: its holder then calls the function."""
         if self._lock.acquire(blocking=False):
             try:
                 self.free_recycled()

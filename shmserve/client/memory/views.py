@@ -139,7 +139,7 @@ class View(np.ndarray[Any, Any]):
 
 
 def lease_of(array: object) -> MemoryLease | None:
-    """Return the lease of a `View`, or of the `View` that an array is a view of; else None."""
+    """Return the lease of a `View`, or of an array that is based on one; None for other arrays."""
     while isinstance(array, np.ndarray):
         if isinstance(array, View):
             return array._lease

@@ -139,7 +139,7 @@ class ClientRequest(InflightRequest):
 
     def _finish(self, message: Finished) -> None:
         channel = self.channel
-        # From now on `read` is responsible for the memory, which the result's arrays may need.
+        # From now on `read` frees the memory, or keeps it for the arrays of the result.
         release_memory, self.release_memory = self.release_memory, noop
         outcome: Result | ShmserveError
         try:

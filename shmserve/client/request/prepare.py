@@ -355,7 +355,7 @@ class _UntemplatedRequest:
         return view.memory_range()
 
     def _hold(self, segment: AnySegment, holder: Any) -> None:
-        """Keep memory that the server uses in place alive until the response."""
+        """Keep a segment, and the `holder` of its memory, alive until the response."""
         self._segments.append(segment)
         self._holders.append(holder)
 

@@ -47,7 +47,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._snapshots: deque[tuple[float, dict[str, Report]]] = deque()
-        # By model: the last count of exited workers, and the times and numbers of exits.
+        # The last count of exited workers of each model, and the times and numbers of its exits.
         self._lost_counts: dict[str, int] = {}
         self._exits: dict[str, deque[tuple[float, int]]] = {}
 

@@ -238,7 +238,7 @@ def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
 
 
 def _derive_values(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a generative model that metrics.txt names and its report lacks."""
+    """Return the values in metrics.txt that are derived from a generative model's report."""
     gauges: dict[str, Any] = report["generation"]
     drafted, speculative_rows = report["drafted"], report["speculative_steps"]
     return {

@@ -255,7 +255,7 @@ class GrpcCall(ABC):
         return None if assembly is None or self.is_done else assembly.next_buffer(byte_limit)
 
     def _take_messages(self, assembly: Assembly, size: int) -> None:
-        """Take the messages that are complete with the last `size` bytes."""
+        """Handle the messages that the last `size` received bytes have completed."""
         while (message := assembly.take_message()) is not None:
             self._end_arrival()
             self._handle_message(message)

@@ -61,7 +61,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         # --- time limits
         self._check_timer: asyncio.TimerHandle | None = None
         self._arriving_messages: dict[GrpcCall, ArrivingMessage] = {}
-        # By stalled stream: the start of the stall, and the bytes sent until then.
+        # For each stalled stream, the start of the stall and the number of bytes sent until then.
         self._stalled_streams: dict[Stream, tuple[float, int]] = {}
 
     # --- the connection
@@ -404,7 +404,8 @@ class ConnectionLifetime:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._checked_frames = 0  # received frames at the last check
         self._pings_sent = 0  # pings that were sent since the last data
-        # The number of sent DATA frames at the server's last ping, and at the client's last ping.
+        # The number of sent DATA frames at the last count of the server's pings, and at the last
+        # count of the client's pings.
         self._data_frames_at_ping = self._data_frames_at_client_ping = 0
         self._counted_pings = 0
         self._last_ping = float("-inf")

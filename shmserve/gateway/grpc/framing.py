@@ -363,12 +363,13 @@ class Assembly:
                 self.sink.feed(part)
             if not self.missing_bytes:
                 data = self._finish_content()
-                permitted, self._permitted_beyond, self.beyond_window = self._permitted_beyond, 0, 0
-                return ReceivedMessage(data, self._is_compressed, permitted)
+                message = ReceivedMessage(data, self._is_compressed, self._permitted_beyond)
+                self._permitted_beyond = self.beyond_window = 0
+                return message
         return None
 
     def permit_rest(self) -> int:
-        """Permit the rest of the message, beyond the window; return the number of its bytes."""
+        """Permit the bytes of the message beyond the flow-control window; return their number."""
         permitted_bytes, self.beyond_window = self.beyond_window, 0
         self._permitted_beyond += permitted_bytes
         return permitted_bytes

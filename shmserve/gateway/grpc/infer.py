@@ -253,13 +253,13 @@ class Inferences(ActiveCount):
     def _reserve_request(
         self, call: CallHead, size: int, head: bytes, first_tensor_size: int
     ) -> ArrivingRequest | None:
-        """Return the request with this head, whose tensors are received into the arena.
+        """Reserve arena memory for the tensors of a message, and return the request.
 
         Args:
             call: The head of the call.
-            size: The size of the message.
-            head: The fields before the tensors.
-            first_tensor_size: The size of the first tensor.
+            size: The size of the message in bytes.
+            head: The fields of the message before the tensors.
+            first_tensor_size: The size of the first tensor in bytes.
 
         Returns:
             None if the size of a tensor is unknown, a tensor is in a region, or the head is
@@ -402,7 +402,8 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
         logger.error("gRPC call %s failed", call.head.path, exc_info=error)
         return INTERNAL_FAILURE
     if call.is_out_of_time():
-        # The scheduler has reported an expired deadline, for which clients expect this status.
+        # The scheduler's error for an expired deadline has another code, but clients expect this
+        # status.
         return DEADLINE_EXPIRED
     return ending_from_error(error)
 

@@ -102,7 +102,7 @@ class _Stream:
         self._window = _Window(_WINDOW_BYTES)
         # Requests in order, each with the bytes that it occupies in the window.
         self._ordered_entries: deque[tuple[_OrderedEntry, int]] = deque()
-        # By inference of a decoupled model: the bytes that its request occupies in the window.
+        # The bytes that the request of each inference of a decoupled model occupies in the window.
         self._decoupled_sizes: dict[StreamingInference, int] = {}
         # The responses of decoupled models, in the order of arrival.
         self._outbox: deque[tuple[StreamingInference, StreamedResponse]] = deque()

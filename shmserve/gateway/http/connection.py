@@ -4,9 +4,9 @@ aiohttp's server creates a task, a request, a writer and a response for each req
 third of the cost of a small inference. This protocol uses aiohttp's parser and handles the requests
 of a connection in order, in the connection's task. A disconnect cancels the task.
 
-A request with the head of an earlier request on its connection does not wake the task, if its body
-is known except for the tensors. Such a request is begun in `data_received`, and its response is
-written in the callback. The task waits meanwhile:
+A request does not wake the task if its head equals that of an earlier request on the connection,
+and its body differs from an earlier body only in the values of tensors. Such a request is begun in
+`data_received`, and its response is written in a callback. The task waits meanwhile:
 
     data_received ──> in flight ──response──> written; the task continues if a request has arrived
                          ├──response that needs a task──> the task handles the begun request
@@ -65,10 +65,11 @@ class HttpConnection(Incoming):
         self._acceptor = acceptor
         self._app = app
         self._task: asyncio.Task[None] | None = None
-        # The request that the receiving callback has begun. The task may have to send its response.
+        # The request that `_begin_request` has begun without the task. The task sends its response
+        # only if the callback cannot.
         self._begun_request: BegunRequest | None = None
-        # The task's `_waiter` while a request is handled without the task: further bytes must not
-        # wake the task.
+        # The future that wakes the task (`_waiter`). It is withheld here while a request is handled
+        # without the task, so that further bytes do not wake the task.
         self._withheld_waiter: asyncio.Future[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = _IDLE_TIMEOUT_S

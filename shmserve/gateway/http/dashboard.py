@@ -177,7 +177,7 @@ class LiveFigures:
 
 @dataclass(slots=True, eq=False)
 class _SnapshotSource:
-    """A source of snapshots of the figures. Each is compared with the previous snapshot."""
+    """A source of snapshots of the dashboard's figures, and of the changes between snapshots."""
 
     _gateway: Gateway
     _watch: EventWatch

@@ -295,13 +295,15 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
         Args:
             data: The bytes.
-            is_between_requests: Whether no request was incomplete before these bytes.
+            is_between_requests: Whether no request was handled, queued or partly received before
+                these bytes.
         """
         waiter = self._waiter
         if self._messages and waiter is not None:
             self._waiter = None
             waiter.set_result(None)
-        # One less, since the parser also counts the handled request if its body has just ended.
+        # The limit is one less here, since the parser also counts the request that is being handled
+        # if its body has just ended.
         if len(self._messages) >= _MAX_QUEUED_REQUESTS - 1:
             self._is_queue_full = True
             self._set_reading()

@@ -87,7 +87,8 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
     built_request = await read_request(gateway, model, request)
     if framing is not None:
         await reload_model(gateway, built_request)
-        # The templates are for other responses: a stream has all outputs as JSON.
+        # The templates encode each output in the form that the request asks for, JSON or binary. A
+        # stream has all outputs as JSON.
         built_request.response_templates = None
         queue = ResponseQueue(gateway, request, built_request, arrived_ns)
         return await _stream_responses(gateway, queue, framing)
@@ -485,7 +486,7 @@ def streaming_response(
 async def _encode_batches(
     framing: Framing, queue: ResponseQueue, encode: EncodeOutputs
 ) -> AsyncGenerator[list[bytes], None]:
-    """Yield the encoded responses that are written together."""
+    """Yield lists of encoded responses; the responses of a list are written together."""
     is_ended = False
     while not is_ended:
         await queue.wait()

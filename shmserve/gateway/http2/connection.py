@@ -51,13 +51,14 @@ from shmserve.gateway.http2.incoming import (
 )
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
-# The number of recorded streams that the server has reset. Clients may still send frames for them.
+# The maximum number of streams whose reset by the server is recorded, because the client may still
+# send frames for them.
 _MAX_RECORDED_RESETS = 1024
 _RESET_DEBT = 4  # a reset stream counts as this many useless control frames
-# Useless control frames that each new call, and each sent DATA frame, permits.
+# The number of control frames that the client may send for each new call and each sent DATA frame.
 _EARNED_PER_FRAME = 4
-# Bytes of sent data that permit one more control frame. Some clients send a window update for each
-# message, long after its arrival, and a frame may contain many messages.
+# The client may send one more control frame for this many bytes of sent data. A DATA frame may
+# contain many messages, and some clients send a window update for each, long after its arrival.
 _BYTES_PER_EARNED_FRAME = 32
 _MAX_SAVED_FRAMES = 1 << 16
 _EMPTY_VIEW = memoryview(b"")
@@ -122,7 +123,10 @@ class Http2Connection(FrameReader[HeadT]):
 
     @property
     def debt(self) -> int:
-        """Return the client's useless work in control frames; only differences are meaningful."""
+        """Return how much useless work the client has caused, in units of control frames.
+
+        Only the difference of two results is meaningful.
+        """
         return -self._control_budget.tokens - _RESET_DEBT * self._reset_budget.tokens
 
     # --- data

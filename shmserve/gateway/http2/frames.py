@@ -49,7 +49,7 @@ class FaultCode(IntEnum):
     ENHANCE_YOUR_CALM = 0xB
 
 
-# By setting: its name, its smallest and largest value, and the error code of other values.
+# The name, the smallest and largest value, and the error code of other values, for each setting.
 _SETTING_RANGES = {
     ENABLE_PUSH: ("ENABLE_PUSH", 0, 1, FaultCode.PROTOCOL_ERROR),
     INITIAL_WINDOW_SIZE: ("INITIAL_WINDOW_SIZE", 0, LARGEST_WINDOW, FaultCode.FLOW_CONTROL_ERROR),

@@ -376,7 +376,8 @@ def check_and_pack(
         if output.memory_range is not None:
             check_capacity(signature, output.name, output.memory_range.byte_size, batch_size)
     schema, data = pack_inference(Inference(tuple(tensors), tuple(outputs), request.parameters))
-    # The signature limits names and shapes, so only the parameters and the id can be too large.
+    # Only the id and the parameters can make the head too large: `signature.check` has accepted the
+    # names and the shapes.
     if request.parameters or request.id:
         size = len(schema) + len(request.id)
         if size > _MAX_HEAD_BYTES:

@@ -334,7 +334,7 @@ def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     """
     steps = config.ensemble_scheduling.step
     conditional = conditions(config)
-    # The decoupled step whose responses each tensor comes from; -1: none.
+    # For each tensor, the index of the decoupled step whose responses it comes from; -1: none.
     origins: dict[str, int] = {io.name: -1 for io in config.input}
     reads = [set(step.input_map.values()) for step in steps]
     for index, condition in conditional.items():

@@ -302,7 +302,7 @@ def _output_errors(
 def _name_errors(
     entries: dict[str, Any], inputs: dict[str, ModelInput]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the problems of the created inputs' names, each with the name of its entry."""
+    """Yield (name of the padded input, problem) for the names in its 'lengths' and 'mask'."""
     used_names = set(inputs)
     for name, entry in entries.items():
         for key in ("lengths", "mask"):

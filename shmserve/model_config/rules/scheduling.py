@@ -69,7 +69,7 @@ def _preferred_problems(
 
 
 def _find_delays(batching: ModelDynamicBatching) -> Iterator[Key]:
-    """Yield the keys of queue policies that keep a request in the queue after its timeout."""
+    """Yield the keys of queue policies with a timeout and the action DELAY, not REJECT."""
     path = (*_DYNAMIC, "default_queue_policy")
     policies: dict[Key, ModelQueuePolicy] = {path: batching.default_queue_policy}
     for level, policy in sorted(batching.priority_queue_policy.items()):

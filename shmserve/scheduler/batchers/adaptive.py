@@ -55,11 +55,11 @@ _SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch sti
 _MIN_EXPLORE_INTERVAL, _MAX_EXPLORE_INTERVAL = 2, 160
 _CLEAR_RATIO = 0.8  # ratio of the mean latencies with and without waiting below which waiting pays
 _EPOCH_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
-_AIM_STEP = 0.02  # relative reduction, per missed target, of the latency to plan for (the aim)
+_AIM_STEP = 0.02  # relative reduction of the planned latency (the aim) per missed target
 _ALLOWED_MISSES = 0.01  # share of requests that may miss the target
 _MIN_AIM = 0.25  # minimum of the aim, as a share of the latency target
 _TOLERATED_MISSES = 0.02  # share of requests that may miss the target before misses accumulate
-# Accumulated misses at which the target is out of reach, and their maximum.
+# The accumulated misses at which the target is out of reach, and the limit of their number.
 _HOPELESS_MISSES, _MAX_MISSES = 30, 60
 _FULL_UTILISATION = 0.95  # utilisation above which an instance does not keep up
 _CLEAR_DIFFERENCE = 0.1  # relative difference above which two durations differ clearly
@@ -82,7 +82,7 @@ class MissBudget:
             self.credit += _CREDIT_PER_REQUEST * on_time
 
     def end_learning(self) -> None:
-        """End the learning period, after which the credit is limited to its usual maximum."""
+        """End the learning period: reduce the credit of permitted misses to its usual maximum."""
         self.credit = min(self.credit, _MAX_CREDIT)
 
     def subtract_misses(self, misses: float) -> None:
@@ -93,7 +93,8 @@ class MissBudget:
     def subtract_trial_misses(self, misses: int) -> int:
         """Return how many of `misses` of the latency target were not caused by trials.
 
-        Misses count as caused by trials until the number that trials have paid for is used up.
+        The method subtracts the misses that `subtract_misses` has attributed to trials, each of
+        them once.
         """
         caused_by_trials = min(misses, int(self._trial_misses))
         self._trial_misses -= caused_by_trials
@@ -103,10 +104,11 @@ class MissBudget:
 class WaitingChoice:
     """The decision whether waiting for further requests pays, from measured latencies.
 
-    The mean latencies with waiting and without are compared as moving averages. For clients that
-    wait for their responses, shorter latencies also mean more requests. The better choice depends
-    on the load, so some epochs use the other choice: initially every second epoch, then
-    exponentially fewer while the choice is confirmed. This bounds the cost.
+    An epoch is a number of successive batches, with the same choice for all of them. The mean
+    latencies of the epochs with waiting and without are compared as moving averages. For clients
+    that wait for their responses, shorter latencies also mean more requests. The better choice
+    depends on the load, so some epochs test the other choice. Initially, every second epoch is a
+    test. Tests become exponentially rarer while they confirm the choice, which bounds their cost.
     """
 
     def __init__(self, account: MissBudget) -> None:
@@ -185,13 +187,13 @@ class TrialState(Record):
 
 
 class SizeTrials:
-    """The trials of batch sizes, and the misses that they may cause.
+    """The trials of batch sizes, and the misses of the latency target that they may cause.
 
-    A trial at a low rate delays the requests that arrive until the instance has caught up. The
-    requests of the trial are late if it takes longer than the time left to them. Requests behind it
-    may be late, too. The instance catches up only in its idle time, so that a trial is expensive if
-    the load is high. If clients wait for their responses, at most as many requests are late as
-    there are clients. The account pays the actual cost of a trial, at most the estimated cost.
+    The requests in a trial are late if the batch takes longer than the time left to them. If the
+    size has a low row rate, the queue also grows, and requests behind the trial may be late. The
+    instance shortens the queue only in its idle time, so that a trial is expensive if the load is
+    high. If clients wait for their responses, at most one request of each client is late. The
+    account of permitted misses pays the actual cost of a trial, at most the estimated cost.
     """
 
     def __init__(self, account: MissBudget) -> None:
@@ -296,7 +298,13 @@ class AdaptiveBatcher(Batcher):
         self._adjust_aim(count - misses, self._account.subtract_trial_misses(misses))
 
     def _adjust_aim(self, on_time: int, misses: int) -> None:
-        """Raise the planned latency for requests in time; lower it for misses not due to trials."""
+        """Adjust the aim, which is the latency for which the batcher plans.
+
+        Args:
+            on_time: The number of requests that met the target, which raise the aim.
+            misses: The number of requests that missed it, without those that trials have caused.
+                They lower the aim.
+        """
         self._account.add_credit(on_time)
         earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time, 0)
         self._excess_misses = min(earlier_misses + misses, _MAX_MISSES)
@@ -422,7 +430,8 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting_rows * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            # A steady load means that clients wait for responses, or the instance is fully used.
+            # If the load is steady although requests are late, clients wait for their responses, or
+            # the instance is fully used.
             is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(

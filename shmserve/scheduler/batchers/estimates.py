@@ -18,7 +18,8 @@ _SHARED_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
 _INITIAL_SPREAD, _MIN_SPREAD = 0.1, 0.02  # relative spread of durations
 # `SizeTimes` sets its level anew after this many durations in a row far from the estimate.
 _CHANGE_LENGTH = 8
-# Minimum ratio of an outlier to the estimate, and maximum ratio between two outliers' ratios.
+# The minimum ratio of an outlier's duration to the estimate. Outliers agree on a change if these
+# ratios differ at most by the second factor.
 _MIN_CHANGE, _MAX_DISAGREEMENT = 1.5, 2.0
 _DEVIATIONS_PER_SPREAD = 1.25  # standard deviations per spread, for a normal distribution
 _EQUAL_RATES = 0.03  # relative difference below which rates count as equal
@@ -79,16 +80,17 @@ class SizeTimes:
         self._observed: list[int] = []  # the indices of the observed sizes
         self._last_index = _index(largest)
         self._level = 1.0
-        # The fitted line of duration by size; the durations are divided by the level (see above).
+        # The fitted line of duration by size; the durations are divided by `_level`.
         self._setup_ns = self._slope_ns = 0.0
         self._spread = _INITIAL_SPREAD
-        # The last batches, if all their durations are far from the estimate: the level at which the
-        # estimate would have been right, and the size.
+        # The latest successive outliers, which are batches whose duration is far from the estimate.
+        # Each entry has the level at which the estimate would have been right, and the size.
         self._outliers: deque[tuple[float, _SizeDuration]] = deque(maxlen=_CHANGE_LENGTH)
         self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach
         # Values by size index, updated by `_refresh`: the expected durations, divided by the level,
-        # and the best index up to each index, for a certain and for an optimistic choice.
+        # and the best index up to each index by the mean rates (`_best_index`) and by the highest
+        # plausible rates (`_optimistic_index`).
         self._times = [0.0] * (self._last_index + 1)
         self._best_index = list(range(self._last_index + 1))
         self._optimistic_index = self._best_index.copy()
@@ -125,10 +127,12 @@ class SizeTimes:
         return self.expected_ns(rows) * (1 + 3 * self._spread)
 
     def best_size(self, rows: int, *, out_of_reach: bool = False) -> int:
-        """Return the size up to `rows` with the highest row rate; if uncertain, the larger one.
+        """Return the size up to `rows` with the highest row rate.
 
-        If the target is `out_of_reach`, the result is the size with the highest possible rate, so
-        that the uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
+        If the rates of two sizes do not clearly differ, the larger size is preferred. If the target
+        is `out_of_reach`, the result is the size with the highest plausible rate. Executions of
+        that size then make its estimate precise (a bandit problem, as solved by UCB1: Auer et al.,
+        2002).
         """
         if self._is_stale:
             self._refresh()
@@ -198,7 +202,11 @@ class SizeTimes:
         return duration
 
     def _has_changed(self) -> bool:
-        """Set the level and return True if the durations of several sizes changed by one factor."""
+        """Check whether all durations have changed by about the same factor.
+
+        The outliers must agree on the factor, and must have several sizes. If so, the level is set
+        to their median, so that it applies to all sizes.
+        """
         levels = sorted(level for level, _ in self._outliers)
         sizes = {id(size) for _, size in self._outliers}
         if len(sizes) < 2 or levels[-1] > levels[0] * _MAX_DISAGREEMENT:
@@ -311,14 +319,16 @@ class SizeTimes:
         return shortest
 
     def _find_disturbed(self, shortest: dict[int, float]) -> tuple[int, float]:
-        """Return a size whose executions may all have been disturbed, and its possible rate.
+        """Return a size that may have seemed slow only because other processes used the CPU.
 
-        A size is ruled out after a number of executions that grows with the logarithm of the number
-        of all executions while the target is missed (Lai and Robbins, 1985).
+        Few executions of a size may all have been disturbed. The number of executions after which
+        this is ruled out grows with the logarithm of the number of all executions while the target
+        is missed (Lai and Robbins, 1985).
 
         Returns:
-            The size, and the rate of the largest size before the next observed size, assuming that
-            it takes no longer than a smaller size; (0, 0.0) if there is no such size.
+            The index of the size, and its plausible rate; (0, 0.0) if there is no such size. The
+            rate assumes the largest batch below the next observed size, and that this batch takes
+            no longer than a batch of a smaller size.
         """
         best_rate = max(_size(index) / time for index, time in shortest.items())
         shortest_so_far = min(shortest.values())
@@ -412,7 +422,7 @@ class _ArrivalStatistics:
         self._update_chance(1.0)
 
     def record_miss(self) -> None:
-        """Record that no further request arrived soon."""
+        """Record that no further request arrived within the limit of a short gap."""
         self._update_chance(0.0)
 
     def _update_chance(self, outcome: float) -> None:
@@ -421,7 +431,7 @@ class _ArrivalStatistics:
 
     @property
     def patience_ns(self) -> int:
-        """Return the time after the last event for which waiting for the next arrival pays."""
+        """Return how long after the last event to wait for the next arrival."""
         return int(self.gap_ns + 6 * self.deviation_ns) + _MARGIN_NS
 
 

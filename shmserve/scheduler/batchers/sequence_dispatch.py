@@ -55,7 +55,7 @@ class SequenceDispatcher(Dispatcher):
     def admit(
         self, client: Client[ScheduledRequest], submit: Submit, properties: BatchProperties
     ) -> SequenceKey:
-        """Return the sequence of a request and its flags there.
+        """Return the sequence of a request, and the flags of the request in the sequence.
 
         Raises:
             InvalidArgument: The request cannot belong to a sequence.

@@ -146,7 +146,7 @@ class StatefulSequence:
 class Rows(Record):
     """A decision of the sequence batcher to run these sequences now.
 
-    Each sequence has the row of its slot; None is a null row.
+    Each sequence has the row of its slot. None stands for a null row, which has no request.
     """
 
     rows: list[tuple[int, StatefulSequence | None]]

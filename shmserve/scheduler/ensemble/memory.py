@@ -83,7 +83,8 @@ class Value(Token):
         kind: The tensor's datatype and shape; None: the value is `SKIPPED` or `ABSENT`.
         data: The tensor's bytes or their memory range.
         is_true: Whether some element is true, if the tensor is a condition.
-        override: The sequence parameters in the response that contained the tensor.
+        override: The sequence parameters in the response that contained the tensor. They have
+            precedence over those of the client's request.
         held_credits: The flow-control credits of the steps that made it, returned at its release.
     """
 
@@ -131,7 +132,10 @@ class Value(Token):
 
 
 def overrides(values: Iterable[Value]) -> dict[str, Any]:
-    """Return the sequence parameters, by name, in the responses that contained these tensors."""
+    """Return the sequence parameters, by name, in the responses that contained these tensors.
+
+    They override the sequence parameters of the client's request.
+    """
     parameters: dict[str, Any] = {}
     for value in values:
         if value.override:

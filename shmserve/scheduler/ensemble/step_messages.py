@@ -51,7 +51,8 @@ class StepRequest(InflightRequest):
     Attributes:
         kind: The part that is common to requests with inputs of the same kinds.
         blocks: The ensemble's blocks that the outputs are written to, until a response uses them.
-        override: The sequence parameters in the responses that contained the inputs.
+        override: The sequence parameters in the responses that contained the inputs. They have
+            precedence over those of the client's request.
         step_events: The events of requests: a response, or None when no worker has the request's
             memory any more. The runner handles these events.
         has_outputs: Whether there has been a response with outputs.
@@ -118,7 +119,8 @@ class StepResponse:
     Attributes:
         outputs: The outputs in the order of the data.
         absent_outputs: The tensors of the step that the responses lack.
-        override: The sequence parameters in the responses.
+        override: The sequence parameters in the responses, which have precedence over those of
+            the client's request in later steps.
     """
 
     __slots__ = ("absent_outputs", "outputs", "override")
@@ -195,7 +197,8 @@ class StepMessages:
             data.append(
                 pack_range(request.memory_ranges[tensor] if block is None else block.memory_range)
             )
-        # An output must not stay in the memory of an input from a client, who may write to it.
+        # A model may return an input in place as its output, but not an input in a client's memory,
+        # because the client may overwrite that memory.
         if blocks and all(value.in_block for value in firing.inputs.values()):
             schema = kind.schema_reusing_input
         flags = client_request.flags

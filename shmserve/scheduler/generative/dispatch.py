@@ -60,7 +60,8 @@ class AssignedRequest:
     Attributes:
         last_reports: The last report of text sent to the client, by sample.
         ended_samples: The tokens and the finish reason of samples that have ended.
-        replayed_tokens: The tokens of samples that are generated again.
+        replayed_tokens: The tokens from before the exit of a worker, for samples that another
+            worker generates again from the prompt.
     """
 
     request: ScheduledRequest
@@ -81,7 +82,8 @@ class AssignedRequest:
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        # Replayed tokens count for samples that this worker has not yet begun to generate again.
+        # A sample that is generated again has no new tokens until it begins. Until then, its
+        # replayed tokens are used.
         open_tokens = self.replayed_tokens | self.open_sample_tokens
         samples = {s: (tokens, "") for s, tokens in open_tokens.items()} | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):

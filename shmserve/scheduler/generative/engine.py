@@ -128,7 +128,7 @@ class Engine(Generic[T]):
         self._acceptance.pop(generation.key, None)
 
     def stop_sequence(self, number: int) -> None:
-        """End a sequence whose text has ended, after the running step if it has a row of it."""
+        """End a sequence whose text is complete. A row in the running step delays the end."""
         sequence = self._sequences.get(number)
         if sequence is None:
             return
@@ -206,9 +206,9 @@ class Engine(Generic[T]):
     def _add_rows(
         self, plan: StepPlan, sequences: list[Sequence[T]], running: list[Sequence[T]]
     ) -> None:
-        """Add rows to the plan for sequences that have blocks.
+        """Add a row to the plan for each of `sequences`, as far as the budgets permit.
 
-        Preempt the last of the sequences `running` if blocks are short.
+        If there are too few free blocks, preempt the last sequence of `running` that has no row.
         """
         for sequence in sequences:
             if sequence.status is not SequenceStatus.RUNNING or sequence.is_held:
@@ -313,7 +313,7 @@ class Engine(Generic[T]):
         return -(-sequence.computed_tokens // self.settings.block_size)
 
     def _can_swap(self, sequence: Sequence[T]) -> bool:
-        """Check whether a sequence's blocks are copied to the host instead of recomputed."""
+        """Check whether a preempted sequence's blocks are copied to the host, not recomputed."""
         mode, count = self.settings.preemption_mode, self._filled_blocks(sequence)
         if (
             mode == "recompute"
@@ -356,14 +356,15 @@ class Engine(Generic[T]):
             reserved += max(blocks_needed - (old_available - self.pool.available_count), 0)
 
     def _free_rows(self, sequences: list[Sequence[T]]) -> int:
-        """Return how many rows of a step are free beside the running sequences in `sequences`."""
+        """Return how many rows of a step the running sequences in `sequences` leave free."""
         taken_rows = sum(s.row_count for s in sequences if s.status is SequenceStatus.RUNNING)
         return self.settings.max_batch_size - taken_rows
 
     def _blocks_needed(self, sequence: Sequence[T]) -> int:
-        """Return the number of further blocks that a sequence must get without preempting others.
+        """Return the number of further blocks to reserve for a sequence.
 
-        The sequence needs the blocks of its tokens or, without preemption, of its maximum length.
+        If preemption is enabled, blocks for its tokens so far suffice. Otherwise, the blocks for
+        its maximum length are reserved, because no sequence can be preempted later.
         """
         block_size, generation = self.settings.block_size, sequence.generation
         if self.settings.enable_preemption:
@@ -520,7 +521,8 @@ class Engine(Generic[T]):
         remaining = [s for s in self._sequences.values() if s not in parents]
         free_rows = self._free_rows(remaining)
         for index, candidate in enumerate(beams.step()):
-            # A row may be missing: a beam that was preempted while it waited has lost its row.
+            # Beams that were preempted while they were held have lost their rows, so that there may
+            # be too few rows for all children.
             child = self._add_child(candidate.parent, 0, candidate.token, index < free_rows)
             child.score = candidate.score
         # Parents are dropped after all children have begun, so that shared blocks stay referenced.

@@ -102,7 +102,8 @@ class BlockPool:
             start = max(self._length_by_start, key=self._length_by_start.__getitem__)
             length = self._length_by_start[start]
             block_count = min(count, length)
-            # Half of the rest stays free before the blocks, for the sequence before them to grow.
+            # The blocks are taken from the middle of the extent. Half of the rest stays free before
+            # them, so that the sequence whose blocks end there can grow.
             first_block = start + (length - block_count) // 2 if start else start
             self._take_from_extent(start, first_block, block_count)
             yield from range(first_block, first_block + block_count)
@@ -197,7 +198,7 @@ class SequenceStatus(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Generation(Generic[T]):
-    """A prepared request of `owner`.
+    """The generation of text for `owner`, a request whose prompt was tokenized.
 
     Its `sequences` continue one prompt by at most `max_tokens` each: `samples` independent ones,
     or the beams of a beam search. `arrived_ns` orders generations of equal rank.
@@ -307,7 +308,7 @@ class Sequence(Generic[T]):
         return blocks
 
     def seal(self, pool: BlockPool, block_size: int) -> None:
-        """Register the sequence's full blocks in the prefix cache."""
+        """Register the full blocks of the sequence in the prefix cache."""
         full_blocks = self.computed_tokens // block_size
         if full_blocks > self.sealed_blocks:
             keys = self.prefix_keys(block_size, full_blocks)

@@ -86,7 +86,8 @@ logger = logging.getLogger(__name__)
 _LINGER_S = 0.3  # time for the delivery of the last responses
 # The maximum number of times that sockets are read before a drain: a client may never stop sending.
 _MAX_READS = 1024
-# A sleeping thread wakes up late, so timers are set earlier by the measured delay, up to this one.
+# A sleeping thread wakes up late. Timers are therefore set earlier by the measured delay, which
+# counts up to this maximum.
 _MAX_WAKE_DELAY_NS = 60_000
 # A client's deadline may be any number; no timer is longer than this.
 _MAX_WAIT_NS = 3_600_000_000_000

@@ -231,7 +231,8 @@ class LocalTraces:
 
     Attributes:
         is_active: Whether traces or slow requests are recorded.
-        measured_requests: The measured requests, and whether each is sampled, by client and number.
+        measured_requests: The requests in flight whose times are recorded, and whether each is
+            sampled for a trace, by client and number.
     """
 
     def __init__(self, model: str, version: str, control: ControlLink) -> None:
@@ -253,7 +254,7 @@ class LocalTraces:
         self.is_active = trace_settings.on or self._slow_ns > 0
 
     def start_trace(self, peer: bytes, submit: Submit) -> Submit:
-        """Return a client's request, with a trace if it is measured."""
+        """Return a client's request, with a trace context if its times are recorded."""
         context = TraceContext.of(submit.trace)
         is_sampled = self._sampler.should_trace(context.is_sampled if context.parent_id else None)
         if not is_sampled and not self._slow_ns:
@@ -265,7 +266,7 @@ class LocalTraces:
         return submit
 
     def end_trace(self, peer: bytes, message: Any) -> None:
-        """Report a measured request if this is the last message to its client about it."""
+        """End the trace of a request if `message` is the last one about it to its client."""
         if type(message) is Responded:
             if not message.final:
                 return
@@ -285,6 +286,6 @@ class LocalTraces:
         self._control.post(RequestTraced(*ids, submit.trace, is_sampled, *times, spans, error))
 
     def process_exited(self, client_number: int) -> None:
-        """Report the measured requests of a local client that has exited."""
+        """Report the requests in `measured_requests` of a local client that has exited."""
         for key in [key for key in self.measured_requests if leading_pid(key[0]) == client_number]:
             self._report_trace(*self.measured_requests.pop(key), b"", "the client has disconnected")

@@ -97,8 +97,8 @@ class Dispatcher(ABC):
     ) -> None:
         """Handle the final removal of a request from the queue.
 
-        Requests that cannot run without it fail, unless the caller handles each request itself
-        (`keep_dependents`).
+        Later requests of its sequence that depend on this request fail. With `keep_dependents`,
+        they do not fail here, because the caller handles each of them.
         """
 
     def requeue(self, request: ScheduledRequest) -> bool:
@@ -149,9 +149,9 @@ class Dispatcher(ABC):
 class BatchDispatcher(Dispatcher):
     """The dispatcher of batches without sequences.
 
-    A free instance receives a batch immediately. A busy instance receives only a batch that cannot
-    grow any more, and none if the queue has priorities or policies: a batch that was sent ahead can
-    neither be overtaken nor time out.
+    A free instance receives a batch immediately. A busy instance receives its next batch ahead if
+    the batch cannot grow any more. No batch is sent ahead if the queue has priorities or policies,
+    because a batch that was sent ahead can neither be overtaken nor time out.
     """
 
     _batcher: Batcher
@@ -206,7 +206,8 @@ class BatchDispatcher(Dispatcher):
         queue, in_order, executions = self._queue, self._queue.in_order, self._executions
         times = executions.service_time
         while in_order.count:
-            # A model's call is not sent ahead: it could wait behind the execution that awaits it.
+            # A request that an executing model has sent, and waits for, must not be sent ahead: it
+            # could wait behind the execution of that model.
             if queue.model_requests and queue.calls():
                 break
             slot = self._pool.least_busy(times.pipeline_depth, times.has_short_batches)

@@ -61,11 +61,11 @@ class ServiceTime:
     _busy_ns: float = 0.0
     _mean_requests: float = 0.0
     _observation_count: int = 0
-    # The number of batches that a worker may have at a time. It is above one if batches are so
+    # The maximum number of batches that a worker has at a time. It is above one if batches are so
     # short that the worker would otherwise wait for messages as long as it computes.
     pipeline_depth: int = 1
-    # Whether batches are so short that a request sent ahead may wait for one, even if it is
-    # cancelled or late by then.
+    # Whether batches are so short that a second batch may be sent ahead and wait for the first.
+    # A request that was sent ahead is executed even if it is cancelled or late by then.
     has_short_batches: bool = False
     # How long before a deadline an execution must start in order to meet it.
     reserve_ns: int = _INITIAL_RESERVE_NS
@@ -123,8 +123,9 @@ class Executions:
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     # Releases for announced instances that are not ready yet, by the instance's pid.
     _early_releases: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
-    # The last releases, with the worker's pid, for workers that were not announced as instances: a
-    # client may release an output before the announcement arrives.
+    # The latest releases for processes that the supervisor has not announced as instances, with the
+    # pid. A client's release of outputs may arrive before the announcement of the worker that owns
+    # them. Some pids are never announced.
     _unknown_releases: deque[tuple[int, ReleaseOutputs]] = field(
         default_factory=partial(deque, maxlen=_MAX_EARLY_RELEASES)
     )
@@ -219,7 +220,8 @@ class Executions:
         self._take_unknown_releases(pid)
         for slot in self._pool.ready():
             self._workers.post(slot.peer, ReaderExited(pid))
-        # A predecessor scheduler's workers that have not connected yet may not know of the exit.
+        # Workers of a preceding scheduler that have not connected yet receive the message when they
+        # connect: that scheduler may have died before it could notify them.
         for awaited_pid in self._pool.awaited_pids():
             self._early_releases.setdefault(awaited_pid, []).append(ReaderExited(pid))
 
@@ -245,7 +247,7 @@ class Executions:
         return releases
 
     def _send_early_releases(self, slot: Slot | None) -> None:
-        """Send the releases that were kept for an instance; None: it is not ready yet."""
+        """Send the kept releases of outputs to their worker; None: it is not connected yet."""
         if slot is not None:
             for message in self._early_releases.pop(slot.pid, ()):
                 self._workers.post(slot.peer, message)

@@ -75,10 +75,10 @@ TRANSITIONS: Mapping[SlotState, Mapping[str, SlotState]] = {
 class Execution:
     """A batch that was sent to a worker.
 
-    `started_ns` is when the batch became the oldest in its worker's queue. The worker may have
-    started earlier, though not before `sent_ns`: it continues immediately, and its result for the
-    previous batch takes time to arrive. `rows` is the total batch size, once an instance is
-    assigned.
+    `started_ns` is the time at which the batch became the oldest that the worker has not
+    returned. The worker may have started the batch slightly earlier, because its previous result
+    takes time to arrive here. It cannot have started before `sent_ns`. `rows` is the total batch
+    size, once an instance is assigned.
     """
 
     id: int
@@ -91,10 +91,11 @@ class Execution:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """An instance of the model by its index.
+    """An instance of the model, with the index that the supervisor assigned to it.
 
     `peer` and `pid` are the address and process of its worker, if there is one. `requests` has
-    the requests of its executions, and its open requests.
+    the requests of its executions. It also has the requests of a decoupled model that stay open
+    after their execution.
     """
 
     index: int
@@ -143,10 +144,11 @@ class LostWork(NamedTuple):
 class InstanceTickets:
     """The rate limiter's tickets of this model version's instances, by index.
 
-    An instance executes only with a ticket. A ticket is requested once a batch could run, so that
-    no resources are reserved while requests are still awaited. Unused tickets are sent back at the
-    end of the dispatch. Used tickets are sent back at the end of the turn. An instance with more
-    work has requested its next ticket by then, and keeps its turn among other instances.
+    The supervisor's rate limiter reserves an instance's resources by a ticket, and an instance
+    executes only with a ticket. A ticket is requested once a batch could run, so that no resources
+    are reserved while requests are still awaited. Unused tickets are sent back at the end of the
+    dispatch. Used tickets are sent back at the end of the turn. An instance with more work has
+    requested its next ticket by then, and keeps its turn among other instances.
     """
 
     def __init__(self, control: ControlLink) -> None:
@@ -158,7 +160,7 @@ class InstanceTickets:
         self._to_return: list[int] = []
 
     def record_grant(self, ticket: int) -> None:
-        """Record a grant of the supervisor; ignore it if the request was withdrawn."""
+        """Record that the supervisor has granted a ticket, unless its request was withdrawn."""
         for index, requested in self._requested_tickets.items():
             if requested == ticket:
                 del self._requested_tickets[index]
@@ -166,7 +168,7 @@ class InstanceTickets:
                 return
 
     def find(self, slots: Iterable[Slot]) -> Slot | None:
-        """Return the first of these instances that has a ticket, or None."""
+        """Return the first of these instances whose ticket was granted, or None."""
         return next((slot for slot in slots if slot.index in self._granted_tickets), None)
 
     def request_tickets(self, slots: Iterable[Slot], max_count: int) -> None:
@@ -209,7 +211,9 @@ class InstanceTickets:
 
 @dataclass(eq=False)
 class Pool:
-    """The instances of a model version. With `_tickets`, each execution needs a ticket.
+    """The instances of a model version.
+
+    With `_tickets`, each execution needs a ticket of the rate limiter (`InstanceTickets`).
 
     `free_slots` has the instances that can take a batch, the longest free one first. An instance of
     a decoupled model is free while it has less than `_max_open` requests (0: any number). `failure`
@@ -451,7 +455,8 @@ class Pool:
         """Check whether all instances are occupied by executions that wait for a queued request.
 
         Args:
-            callers: The process of each model that waits, and the key of one of its requests.
+            callers: The waiting executions, each as the pid of its worker and the key of one of
+                its requests.
             slots: The instances that the request may run on; empty: all of them.
             any_suffices: Whether one occupied instance is enough to block the request.
         """

@@ -33,12 +33,11 @@ from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledR
 from shmserve.scheduler.settings import Settings
 
 _NS_PER_US = 1_000
-_EXPIRED_TEXT = "Request timeout expired ({us} microseconds{where}, from {origin})"
-_TIMEOUT_ORIGIN = "the request's parameter 'timeout'"
+_EXPIRED_TEXT = "Request timeout expired"  # Triton's, whose tests compare it
 
 
 class _Level:
-    """The requests of one priority level, by key: those in time, and the delayed ones."""
+    """The requests of one priority level, in time or delayed, each by the request's key."""
 
     __slots__ = ("delayed_requests", "in_time")
 
@@ -202,7 +201,10 @@ class RequestQueue:
         *,
         is_cached: bool = False,
     ) -> ScheduledRequest:
-        """Queue a request and return it; a `is_cached` request is not queued, but may expire.
+        """Queue a request, and return it.
+
+        With `is_cached`, the response is in the cache. The request is then not queued, but its
+        deadline may expire.
 
         Raises:
             Unavailable: Its deadline has passed.
@@ -275,7 +277,8 @@ class RequestQueue:
             deadline_ns = 0
         own_timeout_us = 0
         if submit.timeout_us:
-            # In a backlog, the timeout of a request applies to its sequence.
+            # While a sequence waits in the backlog, the timeout of its request applies to the
+            # sequence, even if the level's policy permits no such timeouts.
             has_backlog = settings.sequences is not None
             timeout_us = min(submit.timeout_us, MAX_TIMEOUT_US)
             own_timeout_us = timeout_us if has_backlog else policy.own_timeout_us(timeout_us)
@@ -365,24 +368,18 @@ def expired_text(submit: Submit, arrived_ns: int, deadline_ns: int) -> str:
 
     The text contains the origin of the deadline.
     """
-    origin = _TIMEOUT_ORIGIN
+    origin = "the request's parameter 'timeout'"
     if deadline_ns == submit.deadline_ns:
         origin = submit.deadline_origin or "the caller"
     timeout_us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
-    return _EXPIRED_TEXT.format(us=timeout_us, where="", origin=origin)
+    return f"{_EXPIRED_TEXT} ({timeout_us} microseconds, from {origin})"
 
 
 def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
-    """Return the error text of a request that waited too long in the queue.
-
-    The text contains the origin of the limit.
-    """
+    """Return the error text of a request that waited too long in the queue."""
     if 0 < request.deadline_ns < now_ns:
         return expired_text(request.submit, request.arrived_ns, request.deadline_ns)
-    timeout_us = (request.queue_limit_ns - request.enqueued_ns) // _NS_PER_US
-    is_own = timeout_us == request.submit.timeout_us
-    origin = _TIMEOUT_ORIGIN if is_own else "default_timeout_microseconds of the queue policy"
-    return _EXPIRED_TEXT.format(us=timeout_us, where=" in the queue", origin=origin)
+    return _EXPIRED_TEXT
 
 
 def plausible_arrival_ns(arrived_ns: int, now_ns: int) -> int:

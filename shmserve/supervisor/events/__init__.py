@@ -165,12 +165,12 @@ class EventPublisher:
         self._send(topic, 0, events)
 
     def send_recent(self, topic: str) -> None:
-        """Send the latest events again, in order, on the topic of the subscriber."""
+        """Send the latest events again, in order, on the topic of the requesting subscriber."""
         for time_ns, event in sorted(chain(*self._recent_events.values()), key=itemgetter(0)):
             self._send(topic, 0, (event,), time_ns)
 
     def send_sequence_numbers(self, topic: str) -> None:
-        """Send the current sequence number of each topic, on the topic of the subscriber."""
+        """Send each topic's sequence number, on the topic of the requesting subscriber."""
         topics = sorted(set(TOPICS.values()))
         self._send(topic, 0, [SequenceReached(name, self._sequences[name]) for name in topics])
 
@@ -194,7 +194,7 @@ States = Mapping[tuple[str, str], tuple[str, str]]
 
 @dataclass(slots=True, eq=False)
 class EventFeed:
-    """The source of the events that are computed from the server's state, given by callbacks.
+    """The source of the events about the server's state, which callbacks read.
 
     `_request_counters()` requests the publication of every model's counters.
     """

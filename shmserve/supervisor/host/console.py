@@ -62,8 +62,8 @@ logger = logging.getLogger(__name__)
 class StartupReport:
     """A context manager that reports the progress of the loads at the start.
 
-    `_read_progress()` returns the progress by model. The functions in `_observers` are called when
-    the progress may have changed; the report adds a function.
+    `_read_progress()` returns the progress by model. The callbacks in `_observers` are called when
+    the progress may have changed; the report adds its own callback.
     """
 
     _read_progress: Callable[[], dict[str, str]]

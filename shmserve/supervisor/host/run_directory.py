@@ -120,7 +120,7 @@ class RunDirectory:
             time.sleep(_LOCK_PAUSE_S)
 
     def _lock_now(self) -> int:
-        # The next attempt may succeed: a killed server's last process may still delete its files.
+        # `_lock` retries, since the last process of a killed server may still be deleting files.
         if self._has_foreign_files():
             raise InvalidArgument(
                 f"--run-dir: '{self.path}' contains files that do not belong to a "
@@ -238,7 +238,7 @@ def clear(path: Path, lock_fd: int) -> None:
 def _delete_contents(path: Path, keep: Container[str] = ("lock",)) -> None:
     for entry in path.iterdir():
         if entry.name not in keep:
-            # A process that is ending, too, may have removed its own files.
+            # Another process that is exiting may already have removed its own files.
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             else:

@@ -33,9 +33,9 @@ _MAX_NAMED_MODELS = 5  # maximum number of models that the status line names for
 class ServiceManager:
     """The service manager at `address`, a path or "@" with an abstract name; None: no manager.
 
-    The manager requires a sign of life every `watchdog_s` seconds (0: none). Its socket holds about
-    ten messages. Further messages are queued, because the descriptors of a lost message would be
-    missing after the next restart.
+    The manager requires a keep-alive message every `watchdog_s` seconds (0: none). Its socket holds
+    about ten messages. Further messages are queued, because the descriptors of a lost message would
+    be missing after the next restart.
     """
 
     def __init__(self, address: str | None, watchdog_s: float = 0.0) -> None:

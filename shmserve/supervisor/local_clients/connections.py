@@ -142,7 +142,7 @@ def _run_in_thread(action: Callable[[], None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class LocalClient:
-    """A connected program; it is `is_welcomed` after its Hello. `unsent` are queued packets."""
+    """A connected program; `is_welcomed` is true after its Hello, `unsent` has queued packets."""
 
     number: int
     pid: int  # 0 if the process is in another namespace

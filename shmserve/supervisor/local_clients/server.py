@@ -9,7 +9,8 @@
 
 A local client can submit requests and share memory for them, but cannot manage the server. The
 client sends requests directly to the schedulers, which validate them
-(scheduler/hosting/local_clients.py). The ids of shared memory are authentication codes.
+(scheduler/hosting/local_clients.py). The id of a shared memory is a MAC of its description,
+by which schedulers verify that the client has shared the memory (`Capabilities`).
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class LocalMemory:
                 self._opener.close(region)
 
     def drop_shrunk(self) -> None:
-        """Release the regions that were truncated, since a worker died of a missing page."""
+        """Release regions that lost pages, since a worker has accessed a missing page (SIGBUS)."""
         for region in self.all():
             if not region.owner.copied and region.has_shrunk():
                 event = region.report_truncation()

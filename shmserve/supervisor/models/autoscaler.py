@@ -53,12 +53,13 @@ _MIN_REQUESTS = 20  # the fewest requests for a mean
 _P99_RATIO = math.log(100)  # the ratio of the p99 to the mean of an exponential distribution
 _IDLE_S = 20.0  # the time without long waits before a removal
 _BUSY_WINDOW_S = 0.5  # the window of the mean number of busy instances
-_REMOVAL_PAUSE_S = 2.0  # the shortest time from an addition or removal to the next removal
-_TARGET_UTILIZATION = 0.6  # a removal may raise the utilization up to this value
-# If an instance is added within this multiple of the idle time after a removal, that time doubles.
+_REMOVAL_PAUSE_S = 2.0  # the shortest time between a change and a removal
+_TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
+# If an instance is added again within this multiple of the idle time after a removal, the idle time
+# that further removals require is doubled.
 _SOON_FACTOR = 3.0
 _MAX_IDLE_S = 320.0
-_WAIT_SHARE = 0.25  # the allowed p99 wait is at least this share of the latency target
+_MIN_SHARE = 0.25  # the lowest limit of the p99 of the wait, as a share of the latency target
 
 # The parameters for measurements of the host's capacity.
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -257,7 +258,8 @@ class ScalingPolicy:
         minimum: The minimum number of instances.
         maximum: The maximum number of instances.
         target_s: The latency target, which includes the execution; 0 for none.
-        delay_s: The allowed mean wait without a target, but at least the mean execution time.
+        delay_s: The allowed mean wait if there is no target. A wait up to the mean execution time
+            is then always allowed.
     """
 
     minimum: int
@@ -329,7 +331,7 @@ class ScalingPolicy:
     def _max_mean_wait_s(self) -> float:
         """Return the allowed mean wait in seconds: from `target_s`, or else from `delay_s`."""
         if self.target_s:
-            max_wait_s = max(self.target_s - self._mean_execution_s, _WAIT_SHARE * self.target_s)
+            max_wait_s = max(self.target_s - self._mean_execution_s, _MIN_SHARE * self.target_s)
             return max_wait_s / _P99_RATIO
         return max(self.delay_s, self._mean_execution_s)
 
@@ -441,7 +443,8 @@ class HostCapacity:
             self._executed_s += execution_s - self._last_execution_s
         self._processor_times, self._last_execution_s = processor_times, execution_s
         if self._executed_s > _MEASURE_EVERY_S:
-            # Workers that compete for processors use less of them, so high values fade slowly.
+            # A worker that competes for processors uses less than it could, so the maximum counts,
+            # and decays slowly.
             used_processors = self._used_s / self._executed_s
             self._busy_processors = max(used_processors, _DECAY * self._busy_processors)
             self._used_s = self._executed_s = 0.0

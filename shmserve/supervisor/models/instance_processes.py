@@ -336,7 +336,7 @@ class Instances:
     # --- changes of the number of instances
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
-        """Return the update to the instances of `config`, which is `spec`'s final configuration."""
+        """Return the update to the instances of `config`, the final configuration of `spec`."""
         config_differs, scaled_config = config != self.config, config
         if bounds_of(config) is not None and not config_differs:
             # A load without changes keeps the current number of instances.
@@ -395,7 +395,7 @@ class Instances:
 
     @staticmethod
     async def await_exits(retired_instances: list[Instance]) -> None:
-        """Wait for the exits of retired instances, but not for requests longer than a second."""
+        """Wait for the exits of retired instances, but at most a second for their requests."""
         exits = {i.child.exited: i for i in retired_instances if i.child is not None}
         if exits:
             await asyncio.wait(exits, timeout=REQUEST_PATIENCE_S)

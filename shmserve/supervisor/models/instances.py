@@ -217,8 +217,8 @@ def bounds_of(config: ModelSpec) -> Bounds | None:
 def with_instance_count(config: ModelSpec, count: int) -> ModelSpec:
     """Return a configuration with one instance group changed to `count` instances.
 
-    The instances are distributed evenly over the devices. Only `instance_group` is changed: the
-    `source` of the result still has the configured number.
+    The instances are distributed evenly over the devices. Only `instance_group` is changed:
+    `source`, the JSON for clients, still has the configured number.
     """
     (group,) = config.instance_group
     devices = [(gpu,) for gpu in group.gpus] if group.kind == "KIND_GPU" else [group.gpus]

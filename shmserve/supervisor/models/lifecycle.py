@@ -162,8 +162,8 @@ class Lifecycle:
 
         Args:
             model: The model.
-            orders_by_model: The unloads that were ordered for the same reason; None for a model
-                whose ensembles are visited. The order of this model is added.
+            orders_by_model: The unloads that this recursion has ordered so far; None for a model
+                whose ensembles are still visited.
             on_demand: Whether the next request loads the model again.
         """
         cause = Cause.STEP if orders_by_model else Cause.CALLER

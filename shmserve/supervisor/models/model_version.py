@@ -32,7 +32,7 @@ from shmserve.supervisor.processes.children import RestartBackoff
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 5  # consecutive failed starts of a scheduler after which a load fails
-# Consecutive failed starts, which take some seconds, after which waiting requests fail.
+# Consecutive failed starts of a scheduler, over some seconds, after which waiting requests fail.
 _MAX_AWAITED_STARTS = 10
 _CLIENT_ROLES = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
 _MAX_INCOMPLETE = 3  # incomplete files that the error of a load names
@@ -264,9 +264,9 @@ class ModelVersion:
             self._supervision = self._context.background(self._supervise())
 
     def pass_counters_to(self, successor: ModelVersion | None) -> None:
-        """Let a successor's counters include this version's, which may change until it has ended.
+        """Add this version's counters, and their changes until its end, to a successor's counters.
 
-        With None, no successor includes them.
+        With None, they are added to no other version's counters.
         """
         self.scheduler.counters.pass_to(None if successor is None else successor.scheduler.counters)
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _MAX_WAIT_S = 1e6  # a longer time limit counts as no limit
 _CHECK_EVERY_S = 1.0
 _REPORT_TIMEOUT_S = 1.0  # a scheduler that sends no report within this time counts as busy
-# A load waits at most this long for unloads, whose requests in flight may call the loading model.
+# The longest wait of a load for unloads: requests of the unloading models may call the loading one.
 _UNLOAD_TIMEOUT_S = 2.0
 _MEASURE_EVERY_S = 10.0
 

@@ -176,10 +176,12 @@ class Order:
         prerequisites: Orders that must be completed before this order continues.
         follow_ups: Orders whose results are part of the response to this order.
         updates: The changes of the instances of versions that continue to serve.
-        starting_versions: The versions that have not started yet. `UPDATES` stands for updates.
+        starting_versions: The versions that have not started yet, and `UPDATES` while instances of
+            `updates` are starting.
         is_outdated: Whether the immutable configuration of a step's model has changed since the
             order was planned.
-        awaited_ends: The versions (and updates) that must end before the order is answered.
+        awaited_ends: The versions that must end before the order is answered. `UPDATES` stands for
+            the instances that `updates` removes.
     """
 
     model: ModelEntry
@@ -385,8 +387,8 @@ class ModelEntry:
         is_expected: Whether the model is loaded at the start and required for readiness.
         on_demand: Whether the model is loaded by its first request and unloaded to free memory.
             An operator's load or unload ends this.
-        is_outdated: Whether a step's model has another immutable configuration than the serving
-            ensemble uses, and an open load was expected to adopt it.
+        is_outdated: Whether the immutable configuration of a step's model has changed during a load
+            of this ensemble. If the load fails, the serving ensemble is reloaded.
         failure_is_temporary: Whether the last load failed for a reason that may be temporary.
     """
 

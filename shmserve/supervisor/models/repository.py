@@ -413,7 +413,7 @@ def _subfolders(repository: Path) -> list[Path]:
 
 
 def _is_dangling(path: Path) -> bool:
-    """Return whether a path is a link that leads nowhere, other than the lock of an editor."""
+    """Return whether a path is a link without a target, except hidden ones (editors' locks)."""
     return not path.name.startswith(".") and os.path.islink(path) and not os.path.exists(path)
 
 

@@ -185,7 +185,7 @@ class CarriedCounters:
         self._update_successor()
 
     def pass_to(self, successor: CarriedCounters | None) -> None:
-        """Let a successor's counters (None: no successor) include these, which may still change."""
+        """Add these counters, and their later changes, to a successor's; None: to no others."""
         self._successor = successor
         self._update_successor()
 
@@ -239,7 +239,7 @@ class VersionScheduler:
     _on_message: Callable[[Any], None]
 
     def __post_init__(self) -> None:
-        # The number of the serving scheduler, or before that, of the first scheduler.
+        # The number of the scheduler at `endpoint`; before the start, the first scheduler's number.
         self.number = next(self._context.scheduler_ids)
         self._latest: SchedulerHandle | None = None  # the scheduler that was started last
         self._current: SchedulerHandle | None = None  # the scheduler at `endpoint`
@@ -337,7 +337,7 @@ class VersionScheduler:
         )
 
     def _cache_start(self, config: ModelSpec) -> CacheStart:
-        """Return the version's share of the response cache; empty if it uses no cache."""
+        """Let the version join the response cache, and return its share; empty without a cache."""
         shares = self._context.cache_shares
         if config.caches_responses and shares.byte_size:
             return CacheStart(shares.join(id(self), self.send), os.getpid())
@@ -375,7 +375,7 @@ class VersionScheduler:
         self.send(m.SnapshotStatistics())
 
     def snapshot(self) -> asyncio.Future[dict[str, Any]]:
-        """Request the statistics of a `StatisticsSnapshot`; a dead scheduler sends no response."""
+        """Request a `StatisticsSnapshot`; return its future. A dead scheduler does not respond."""
         if self._snapshot is None or self._snapshot.done():
             self._snapshot = asyncio.get_running_loop().create_future()
             self.send(m.SnapshotStatistics())

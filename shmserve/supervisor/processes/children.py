@@ -42,7 +42,7 @@ STOPPED_LIMIT_S = 0.4
 # The number of recent pids that no new process may have, since peers identify processes by pid, and
 # store recent exits. The factor 2 covers exits that the supervisor reports late.
 _RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
-# Seconds before another look at a process that has no command line, since it starts a program.
+# Seconds until the next attempt to kill a process without a command line, which is in execve(2).
 _EXEC_S = 0.01
 _OUT_OF_MEMORY = "the kernel killed it for lack of memory"
 
@@ -75,7 +75,7 @@ class Child:
 
     @property
     def reason_for_clients(self) -> str:
-        """Return the exit status or signal, and whether the child was killed for lack of memory."""
+        """Return the exit status or signal; a lack of memory is the only cause that is named."""
         return self.reason if self.kill_reason == _OUT_OF_MEMORY else self.exited.result()
 
     @property
@@ -214,8 +214,8 @@ class ProcessTable:
 
     def _kill_stopped(self, child: Child) -> None:
         timer = child.stop_timer
-        # If this process was stopped, too, the child may have continued in the meantime, which
-        # its unread status shows.
+        # If the supervisor was stopped, too, the child may have continued meanwhile. `_reap` then
+        # reads its new status, and cancels the timer.
         self._reap()
         if child.stop_timer is timer:
             child.kill_reason = f"it was stopped for {STOPPED_LIMIT_S} s"

@@ -110,7 +110,7 @@ class Acknowledgements:
         return number not in self._missing_peers
 
     async def until_next_complete(self) -> None:
-        """Wait until all peers have acknowledged a further change."""
+        """Wait until the next change, whichever it is, has been acknowledged by all peers."""
         self._change_acknowledged.clear()
         await self._change_acknowledged.wait()
 

@@ -97,8 +97,8 @@ def main(argv: list[str]) -> int:
         os._exit(0)
 
     def on_hangup(*_: object) -> None:
-        # A closed terminal also sends SIGHUP, and with `nohup` the supervisor continues. Forked
-        # processes inherit this handler, and their first parent is not the supervisor.
+        # SIGHUP is ignored while the supervisor runs: a closed terminal sends it, too, also under
+        # `nohup`. Forked processes inherit this handler, so the pid is compared.
         if os.getpid() == zygote_pid and os.getppid() != supervisor_pid:
             supervisor_ended()
 
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # The closed link also reports the supervisor's exit, but is not read during the imports.
+    # SIGHUP reports the supervisor's exit even during the imports, when nothing reads the link.
     signal.signal(signal.SIGHUP, on_hangup)
     signal_at_parents_death(signal.SIGHUP)
     renounce_privileges()

@@ -210,7 +210,8 @@ class HandleCheck:
     def handle_response(self, pid: int, message: MemoryChecked) -> None:
         """Handle the response of worker `pid`.
 
-        The first response of a worker that can use the device counts, or else the last response.
+        The result of a check is the first response of a worker that can use the device, or else the
+        last response.
         """
         worker_pids, future = self._open_checks.get(message.id, ([], None))
         if future is None or pid not in worker_pids or future.done():

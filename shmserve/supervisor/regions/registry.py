@@ -235,7 +235,8 @@ class RegionRegistry:
             offset: The offset in bytes.
             byte_size: The size in bytes.
             peer: The user who registers.
-            lease_holder: The process whose message or exit unregisters the region, or 0.
+            lease_holder: The process that leases the region, or 0. The region is unregistered when
+                the process ends the lease or exits.
             pin: Whether workers on CUDA devices lock its pages.
 
         Returns:
@@ -360,7 +361,7 @@ class RegionRegistry:
                     await self._withdraw(region)
 
     async def drop_shrunk(self) -> None:
-        """Unregister the regions that have lost pages, since a worker died of a missing page.
+        """Unregister regions that lost pages, since a worker has accessed a missing page (SIGBUS).
 
         The next request that names such a region fails, since the name is unknown.
         """

@@ -35,7 +35,7 @@ class _Wait:
     Attributes:
         scheduler: The scheduler of the called model.
         model: The name of the called model.
-        calls: The callers of each call, the first caller first, by the key of the call.
+        calls: For each call, by its key, the chain of callers that wait for it, outermost first.
         instances: The process of each instance, and the executions that occupy the instance.
     """
 
@@ -65,7 +65,7 @@ class CallWaits:
 
     Args:
         find_holders: Returns which of the given processes hold resources that a scheduler's model
-            needs; none if an instance could run while they hold them.
+            needs. The set is empty if an instance could run while they hold the resources.
     """
 
     def __init__(self, find_holders: Callable[[Address, set[int]], set[int]]) -> None:
@@ -139,7 +139,8 @@ class CallWaits:
                     if call is None or id(successor) in visited:
                         continue
                     visited.add(id(successor))
-                    # A caller of another model holds resources that `wait.model` needs.
+                    # A caller in another model occupies no instance of this model, but holds
+                    # resources that the instances need.
                     holder = [] if call.caller == wait.model else [call.caller]
                     paths.append((successor, [*models, *holder, successor.model]))
         return None

@@ -7,8 +7,7 @@ instance whose resources are not free does not block the others. Bypassing is bo
 `PATIENCE` grants of resources that it needs, the instance is next, and its resources are reserved.
 
 Schedulers request tickets over the control socket. When a scheduler exits, all of its tickets are
-released, and the executions that its instances still run are not counted. Schedulers report the
-exits of their workers.
+released, even if its instances are still executing. Schedulers report the exits of their workers.
 """
 
 from __future__ import annotations
@@ -256,7 +255,7 @@ class RateLimiter:
         """Return which of these processes hold resources that instances of a member need.
 
         Returns:
-            The processes; none if an instance could run while they hold their tickets.
+            The processes; empty if an instance could run while they hold their tickets.
         """
         records = self._members.values()
         holders = [i for r in records for i in r.instance_by_ticket.values() if i.pid in pids]
@@ -386,7 +385,7 @@ class Tickets:
         """Return which processes hold resources that a scheduler's instances need.
 
         Returns:
-            The processes; none if an instance could run while they hold their tickets.
+            The processes; empty if an instance could run while they hold their tickets.
         """
         return self._limiter.find_holders(self._members.get(scheduler), pids)
 

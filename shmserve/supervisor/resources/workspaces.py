@@ -35,7 +35,7 @@ from shmserve.ipc.transport.zmtp import Dealer
 
 
 class GrantedLease(NamedTuple):
-    """A lease from `offset` for the process `owner`; `ticket` is the number of its request."""
+    """A granted lease of memory at `offset`; `ticket` is the number of the request of `owner`."""
 
     owner: int
     ticket: int
@@ -138,7 +138,7 @@ def _allocate_host_memory(byte_size: int) -> Memory:
 
 
 class Workspaces:
-    """The pools of the server, with `byte_sizes` by device; `send(pid, message)` queues messages.
+    """The workspace pools of the server, by device; `send(pid, message)` queues messages.
 
     Raises:
         Unavailable: The host has less memory than the pool of host memory.

@@ -12,6 +12,7 @@ import pytest
 
 from tests.rigs.systemd_rig import Systemd
 from tests.support import repositories
+from tests.support.pages import GUIDE, blocks
 from tests.support.servers import ROOT, title_of
 from tests.support.waiting import until
 
@@ -86,6 +87,13 @@ def start(systemd: Systemd, *units: str) -> None:
     assert "status" not in start_output, start_output + log(systemd)
 
 
+def install_token(systemd: Systemd) -> None:
+    token = systemd.path("/etc/shmserve/token")
+    token.write_text(f"{TOKEN}\n")
+    token.chmod(0o600)
+    assert "20-token.conf" in systemd.run(*COMMAND, "install")
+
+
 def processes(systemd: Systemd) -> dict[str, int]:
     """Return the pids of the server's processes by title, in the test's pid namespace."""
     group = systemd.show(SERVICE, "ControlGroup")
@@ -150,10 +158,7 @@ def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -
     wait_restarts(systemd, 1)
     assert systemd.run(*client_command, user=CLIENT_UID, groups=group) == "32\n64"
 
-    token = systemd.path("/etc/shmserve/token")
-    token.write_text(f"{TOKEN}\n")
-    token.chmod(0o600)
-    assert "20-token.conf" in systemd.run(*COMMAND, "install")
+    install_token(systemd)
     assert "status" not in systemd.run("systemctl", "restart", SERVICE)
     assert status_of(systemd, groups=group) == "401"
     bearer = f"Authorization: Bearer {TOKEN}"
@@ -166,6 +171,25 @@ def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -
     names = ("-path", "*shmserve*", "-not", "-path", "*/layers/*")
     assert systemd.run("find", "/etc", "/run", *names) == "/etc/shmserve\n/etc/shmserve/token"
     assert not any(systemd.path("/dev/shm").iterdir())
+
+
+def test_other_hosts_are_served_by_the_drop_ins_of_the_page(installed_systemd: Systemd) -> None:
+    systemd = installed_systemd
+    texts = [block.text for block in blocks(GUIDE / "deployment.md")]
+    drop_ins = next(text for text in texts if "hosts.conf" in text)
+    commands = next(text for text in texts if "restart shmserve.socket" in text)
+    start(systemd, SERVICE)
+    install_token(systemd)
+    assert systemd.run("ip", "address", "add", "192.0.2.10/24", "dev", "lo") == ""
+    for drop_in in drop_ins.split("\n\n"):
+        path = systemd.path(drop_in.split()[1])
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(drop_in)
+    assert systemd.run("sh", "-ec", commands.replace("sudo ", "")) == ""
+    for host, status in (("192.0.2.10", "200"), ("127.0.0.1", "200"), ("[::1]", "000")):
+        address = f"http://{host}:8000/v2/health/ready"
+        curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", address)
+        assert systemd.run(*curl).split("\n")[0] == status, host
 
 
 def test_a_reload_and_a_hanging_process(installed_systemd: Systemd) -> None:

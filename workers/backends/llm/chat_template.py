@@ -44,7 +44,7 @@ _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is 
 # JSON writes a half of a surrogate pair, which no text may contain, as an escape sequence.
 _SURROGATE_ESCAPE, _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 _HALF = " is a half of a surrogate pair; send both halves, or another character"
-# As in vLLM's Responses API, the model calls a custom tool as a function with one text.
+# As in vLLM's Responses API, a custom tool becomes a function with one string argument.
 _CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -196,8 +196,9 @@ class _CompiledTemplate(NamedTuple):
 
 
 def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> None:
-    """Raise InvalidArgument if the template ignores the documents, or disabled reasoning."""
-    # Only "none" is checked: agents send other efforts by default, also to models with one effort.
+    """Raise InvalidArgument if the template ignores documents, or a request not to reason."""
+    # Only the effort "none" is checked: agents send other efforts by default, and a model without
+    # such a variable has a single effort.
     forbids_reasoning = chat.get("reasoning_effort") == "none" and template.names_thinking
     for name, is_set, other_name in (
         ("documents", bool(chat.get("documents")), ""),
@@ -276,7 +277,7 @@ def parse_conversation(text: str) -> dict[str, Any]:
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
         raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed_text}")
     if isinstance(kwargs := chat.get("chat_template_kwargs"), dict):
-        # The members with which a prompt ends also determine how its continuation is parsed.
+        # The variables for the end of the prompt also determine how the generated text is parsed.
         chat |= {name: kwargs[name] for name in _PROMPT_ENDS if kwargs.get(name) is not None}
     for name in _VARIABLE_TYPES.keys() & chat.keys():
         kind, description = _VARIABLE_TYPES[name]

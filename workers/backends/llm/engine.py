@@ -149,7 +149,7 @@ class TokenSequence:
         return TokenSequence(number, self.prompt, sample, *state)
 
     def add_blocks(self, row: Row, block_size: int) -> None:
-        """Replace the table's blocks after the first `row.kept_blocks` by the row's new blocks."""
+        """Keep the table's first `row.kept_blocks` blocks, and replace the rest by `row.blocks`."""
         if row.kept_blocks < len(self.block_table):
             self.draft_computed = min(self.draft_computed, row.kept_blocks * block_size)
         self.block_table[row.kept_blocks :] = row.blocks
@@ -216,7 +216,7 @@ class DraftModel:
     def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
         """Return the draft tokens of each sequence, by the number of the sequence."""
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
-        # The model may support shorter sequences than the target model.
+        # The maximum length of the draft model may be shorter than that of the target model.
         positions = self._passes.positions
         rows = [(s, row) for s, row in rows if len(s.tokens) + row.draft_count <= positions]
         ready_rows = self._catch_up(rows)

@@ -44,8 +44,8 @@ class Grammars:
             pieces = _TokenBytes(texts, vocab_size, end_tokens)
             self._tokenizer = create_tokenizer(pieces, **settings)
             self._has_quotes = any(piece.startswith(b'"') for piece in pieces.tokens)
-            # A text that the grammar forces cannot be tokenized without the text's exact bytes,
-            # which decoded tokens may not have. The model therefore samples each token.
+            # llguidance tokenizes text that the grammar forces, for which it needs the exact bytes
+            # of tokens. These bytes are decoded and may differ, so the model samples each token.
             self._default_message = f"{NO_FORCING}\nstart: @body"
 
     def matcher(
@@ -55,7 +55,8 @@ class Grammars:
 
         Args:
             grammar: The grammar of the content, see `GenerationParameters.grammar`.
-            message_grammar: The grammar of the message, which has `grammar` as `@body`; or "".
+            message_grammar: The grammar of the whole message, which refers to `grammar` as `@body`;
+                "" if the message consists of the content.
             name: The parameter of the request, for error texts.
 
         Raises:
@@ -245,7 +246,7 @@ SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "depen
 _VALUE_KEYS = ("enum", "const", "default", "examples")
 _MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _MAX_LIMIT = 2**63 - 1024  # the largest limit of llguidance, which reads numbers as float64
-# All other keywords, except those with a dollar sign, allow every value.
+# The keywords that restrict values, and those with a dollar sign. All others allow every value.
 _VALIDATING_KEYWORDS = re.compile(
     "type|enum|const|multipleOf|(exclusiveM|m)(in|ax)imum|(min|max)(Length|Items|Properties|Contains)"
     "|pattern|format|(prefixI|additionalI|unevaluatedI|uniqueI|i)tems|contains|required|x-guidance"
@@ -253,7 +254,7 @@ _VALIDATING_KEYWORDS = re.compile(
     "|dependencies|dependent(Required|Schemas)|definitions|[$].*"
 )
 _POINTER_CHARACTERS = "/~?:@!$&'()*+,;=%"  # those of a URI's fragment that are not percent-encoded
-# The names of llguidance's versions of JSON schemas, and an incorrect scheme, which is common.
+# The URLs of llguidance's versions of JSON Schema, also with the wrong scheme (http, https).
 _DRAFT_URL = re.compile("https?(://json-schema.org/draft(?:-0[3467]|/2019-09|/2020-12)/schema#?)")
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -282,10 +283,11 @@ def with_patterns(schema: Any, root: Any) -> Any:
     """Replace keywords that llguidance lacks by other keywords where possible.
 
     The keywords are `propertyNames`, pydantic's formats of UUIDs, patterns that begin with
-    lookaheads, limits that are not float64, and names that are not URIs. Dates receive a pattern
-    that excludes the leap days and leap seconds that Python rejects. Keywords whose value is null
-    are removed, as are unknown values of `$schema`. Next to a reference, keywords that allow every
-    value are removed, since llguidance rejects unknown keywords there if the schema is recursive.
+    lookaheads, limits that float64 cannot represent, and references with characters that URIs do
+    not allow. Dates receive a pattern that excludes the leap days and leap seconds that Python
+    rejects. Keywords whose value is null are removed, as are unknown values of `$schema`. Next to a
+    reference, keywords that allow every value are removed, since llguidance rejects unknown
+    keywords there if the schema is recursive.
 
     Args:
         schema: The schema, or a part of it.
@@ -305,7 +307,8 @@ def with_patterns(schema: Any, root: Any) -> Any:
             continue
         if "$ref" in schema and not _VALIDATING_KEYWORDS.fullmatch(key):
             continue
-        # zod's patterns allow neither the offset nor the seconds that llguidance's format requires.
+        # The pattern replaces the format: llguidance's format requires an offset and seconds, which
+        # zod's patterns do not allow.
         if key == "format" and value in ("time", "date-time") and "pattern" in schema:
             continue
         if key in SCHEMA_MAPS and isinstance(value, dict):
@@ -346,9 +349,10 @@ def with_patterns(schema: Any, root: Any) -> Any:
     return extended
 
 
-# A lookahead at the beginning of a pattern: (?=...), or (?!^[...]*$), which excludes texts of these
-# characters only, as in pydantic's pattern of decimals, or (?!\.)(?!.*\.\.) as in zod's pattern of
-# email addresses: a text neither begins with the character, nor contains it twice in a row.
+# A lookahead at the beginning of a pattern: (?=...); (?!^[...]*$) as in pydantic's pattern of
+# decimals, which excludes texts that consist only of these characters; or (?!\.)(?!.*\.\.) as in
+# zod's pattern of email addresses, which excludes texts that begin with the character or contain it
+# twice in a row.
 _CLASS = r"\[(?:[^\]\\]|\\.)+\]"
 _LOOKAHEAD = re.compile(
     rf"\^\(\?(?:=((?:[^()\\[]|\\.|{_CLASS})+)|!\^?({_CLASS}|\\[sdwSDW])\*\$|!(\\\W)|!\.\*(\\\W)\4)\)",
@@ -362,7 +366,7 @@ _OPTIONAL_END = re.compile(
 
 
 def _split_lookaheads(pattern: str) -> list[str]:
-    """Return patterns without lookaheads at the start; a text must match all of them."""
+    """Return patterns without lookaheads, all of which a text must match instead of `pattern`."""
     patterns: list[str] = []
     pattern = _OPTIONAL_END.sub("", pattern)
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):

@@ -156,7 +156,7 @@ class MessageParser:
             self._add_text("content", self._leading_space)
 
     def _read_opening_tag(self, begin: str, end: str) -> Reading[None]:
-        """Start the reasoning, which `end` ends, if the message begins with the tag `begin`."""
+        """Read the tag that begins reasoning, if the message begins with it; `end` closes it."""
         while begin.startswith(self._buffer.lstrip()) and not self._is_ended:
             if self._buffer.lstrip() == begin:
                 break

@@ -43,7 +43,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "lora_name": ("",),
     "prompt_embeds": (),
 }
-# Members of a conversation, which the input `messages` contains.
+# Members of a conversation, which are supported in the input `messages` only.
 _CONVERSATION_MEMBERS = (
     *("tools", "tool_choice", "parallel_tool_calls", "chat_template", "chat_template_kwargs"),
     *("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort"),

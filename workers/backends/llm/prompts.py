@@ -66,7 +66,7 @@ def read_inputs(
         request: The request.
         max_bytes: The maximum size of a prompt that is not truncated. Texts are copied with the
             GIL held, which delays all streams of the model.
-        max_objects: The maximum number of objects in a conversation that is not long.
+        max_objects: The number of objects above which a conversation counts as long.
         max_tokens: The model's maximum context length, for errors.
 
     Raises:
@@ -148,7 +148,7 @@ def read_ending(name: str, text: str | memoryview, max_characters: int) -> tuple
             data = bytes(text[begin : begin + _SLICE_BYTES])
             pieces.append(decoder.decode(data, final=begin + _SLICE_BYTES >= len(text)))
             count += len(pieces[-1])
-            # Every slice has at least a quarter as many characters as bytes.
+            # A slice has at least a quarter as many characters as bytes: the last slices suffice.
             del pieces[: -(4 * max_characters // _SLICE_BYTES + 2)]
             time.sleep(0)  # releases the GIL
     except UnicodeDecodeError:
@@ -223,7 +223,8 @@ class PromptReader:
         names = settings.tool_parser, settings.reasoning_parser
         self._formats = MessageFormats(*names, self._tokenizer)
         longest_piece = max(map(len, pieces), default=1)
-        # The limit has a minimum, because normalisers may shorten a text, and JSON has other parts.
+        # The limit has a minimum, because normalisers may shorten a text, and the JSON of a
+        # conversation contains more than its texts.
         widest_bytes = min(_MAX_CHARACTER_BYTES * longest_piece, _MAX_TOKEN_BYTES)
         self.max_bytes = max(widest_bytes * self.max_length, _MIN_MAX_BYTES)
 
@@ -311,7 +312,7 @@ class PromptReader:
                 last_token = self._vocab_size - 1
                 problem = f"tokens: {invalid[0]} is not a token; allowed are 0 to {last_token}"
                 raise InvalidArgument(problem)
-            # The method releases the GIL, unlike `decode`.
+            # `decode_batch` releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
             outputs["text_output"] = "BYTES", [piece.encode() for piece in texts]
         else:
@@ -411,7 +412,7 @@ class PromptReader:
     def _encode_part(
         self, name: str, text: str | memoryview, has_offsets: bool, parameters: GenerationParameters
     ) -> Encoding:
-        """Return the tokens of a text, or of a part that has all tokens left after truncation.
+        """Return the tokens of a text, or of a part with all tokens that the truncation keeps.
 
         The text is cut between two words, where tokenizers divide a text.
         """
@@ -488,8 +489,8 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     """Merge the parameters of a request, of its `sampling_parameters`, and of its inputs.
 
     Returns:
-        The parameters, and whether log probabilities include the prompt's, because the request
-        sets `echo`. If `exclude_input_in_output` or the default sets `echo`, only the text
+        The parameters, and whether log probabilities include the prompt's. They do if the request
+        sets `echo`. If `echo` follows from `exclude_input_in_output` or the default, only the text
         includes the prompt.
     """
     merged_values = {**request.schema.parameters}

@@ -241,7 +241,7 @@ def _nucleus_min_logits(
     width = min(width, vocab_size)
     values = scaled.topk(width).values
     counts = torch.tensor([row.top_k or vocab_size for row in parameters], device=device)
-    # A disabled limit keeps all tokens, regardless of rounding.
+    # If top_p is 1, rounding errors of the sums must not remove tokens.
     top_p = [row.top_p if row.top_p < 1 else math.inf for row in parameters]
     beyond_top_k = torch.arange(width, device=device) >= counts.unsqueeze(1)
     top_k_values = values.masked_fill(beyond_top_k, -math.inf)
@@ -274,7 +274,7 @@ class Proposal:
 
 
 class DraftCheck(NamedTuple):
-    """A proposal to verify, and its first row: it has a row for each draft token, and one more."""
+    """A proposal to verify, and the first of its rows: one for each draft token, and one more."""
 
     first_row: int
     proposal: Proposal

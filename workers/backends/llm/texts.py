@@ -121,7 +121,7 @@ class SampleText:
         count = min(len(self.pending_text), self._skip_characters - self.sent_characters)
         if count > 0:
             if self.parser is not None:
-                # Responses end at token boundaries, so the earlier instance has sent all parts.
+                # All parsed parts were sent, because earlier responses ended at token boundaries.
                 self.parser.take()
             self.pending_text = self.pending_text[count:]
             self.sent_characters += count
@@ -440,7 +440,7 @@ class TextThread:
         # Long prompts, grammars and bad words are processed in another thread, so that they do not
         # delay other texts.
         self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
-        # This thread waits for the process that renders a long conversation, which takes seconds.
+        # This thread waits for processes that render long conversations, which takes seconds.
         self._renderings = ThreadPoolExecutor(1, "long conversations")
         self._requests: dict[int, RequestSamples] = {}
         # By key of a request: since when it waits for credit (monotonic ns), oldest first.
@@ -531,7 +531,7 @@ class TextThread:
                     request.samples[earlier.sample].resume(earlier, tokens)
             with self._link.lock:
                 if stream.is_cancelled():
-                    # After a scheduler was replaced, its successor may use this key.
+                    # The scheduler's successor may use the same key for another request.
                     stream.send(final=True)
                     return
                 self._requests[key] = request

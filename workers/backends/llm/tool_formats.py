@@ -327,7 +327,11 @@ def _read_xml_value(parser: MessageParser, schema: Mapping[str, Any], name: str)
 
 
 def _typed_json(text: str, types: set[str], is_text: bool) -> str:
-    """Return the JSON text of a parameter's value, a string if it does not have another type."""
+    """Return the text of a parameter as JSON.
+
+    It becomes a string if it is not a literal, or if the schema allows strings but not the type of
+    the literal. With `is_text`, all literals but null become strings.
+    """
     value, json_text = _parse_literal(text)
     matches = type_name(value) in types and (not is_text or value is None)
     if not json_text or ("string" in types and not matches):

@@ -287,7 +287,7 @@ def _outputs_by_field(
 
 
 def _tensor_type(subject: str, hint: Any) -> tuple[Any, TensorType]:
-    # Annotations of a TypedDict.
+    # A field of a TypedDict may be annotated as Required or NotRequired.
     if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
         (hint,) = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Minimum bytes of an output to bind; copying fewer bytes is cheaper than binding.
 _MIN_BOUND_BYTES = 64 * 1024
 # The datatypes of outputs that are computed in a client's memory. The client may change this memory
-# during the run, so it must not contain indices.
+# during the run, and integers may be indices of the model.
 _FLOAT_DATATYPES = {"FP16", "FP32", "FP64"}
 _DTYPES = {name: kind for name, kind in STORAGE_DTYPES.items() if name != "BYTES"}
 # ONNX's number of the datatype that numpy lacks.
@@ -270,5 +270,5 @@ def _free_ranges(request: Request, min_bytes: int) -> dict[str, Range]:
         return {}
     used_ranges = [i.memory_range for i in request.inputs.values() if i.memory_range is not None]
     used_ranges += request.memory_ranges.values()
-    # A range overlaps itself once.
+    # Each range overlaps itself, so that a count of 1 means no other overlap.
     return {n: r for n, r in ranges.items() if sum(r.overlaps(item) for item in used_ranges) == 1}

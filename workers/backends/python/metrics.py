@@ -125,8 +125,8 @@ class _Owner:
         self.is_alive = True
 
 
-# Owners whose object was garbage-collected. A collection may interrupt a holder of `_lock`, so the
-# owners are removed later, by `_remove_collected`.
+# Owners whose object was collected. Since a collection may happen while the lock is held,
+# `_remove_collected` removes them later.
 _collected_owners: deque[_Owner] = deque()
 
 

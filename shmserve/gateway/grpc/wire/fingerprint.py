@@ -49,7 +49,7 @@ _MAX_HEAD_BYTES = 2048
 KEY_OFFSET, SEQUENCE_KEY_PREFIX = 2, b"sequence_"
 _CORRELATION_ID_ENTRY = b"\x0a\x0bsequence_id\x12"
 _INT64_TAG, _STRING_TAG = 0x10, 0x1A
-# By the serialized entry of a sequence flag: the flag's bit, and the value of this bit.
+# Maps each serialized entry of a sequence flag to the flag's bit, and to the value of this bit.
 _FLAG_ENTRIES = {
     b"\x0a" + key + b"\x12\x02\x08" + value: (bit, bit * value[0])
     for key, bit in ((b"\x0esequence_start", SEQUENCE_START), (b"\x0csequence_end", SEQUENCE_END))
@@ -274,7 +274,7 @@ class TemplateCache:
         model: GatewayModel,
         template: RequestTemplate,
     ) -> None:
-        """Store a template, if the id and the position cut out of the message are the request's."""
+        """Store a template if `parts` has the id and the sequence position of the request."""
         if parts.identity.is_identity_of(request):
             cached = _CachedTemplate(
                 *(parts.key, parts.identity, model, request.version),

@@ -53,7 +53,7 @@ class GrpcResponseTemplate:
         self._prefix: bytes = head.SerializeToString()
         self._sizes = sizes
         self._output_count = len(sizes)
-        # The fields of outputs without contents, if no output has contents.
+        # The encoded outputs if none of them has contents; otherwise b"".
         self._empty_outputs = _EMPTY_OUTPUT * len(sizes) if set(sizes) == {None} else b""
         self._format: bytes | None = None
         if all(size is not None and size >= 0 for size in sizes):

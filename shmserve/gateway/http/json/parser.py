@@ -206,7 +206,7 @@ def find_misspelt(holder: Any) -> Iterator[tuple[str, str]]:
 
 
 def missing_error(field: str, holder: Any) -> JsonFault:
-    """Return the error for a missing member, with the misspelt member of `holder`, if any."""
+    """Return the error for a missing member, with a hint if `holder` has a misspelt one."""
     names = (name for name, likely_name in find_misspelt(holder) if likely_name == field)
     hint = "".join(f"; did you misspell it as '{clip(name)}'?" for name in names)
     return JsonFault(
@@ -399,7 +399,7 @@ def _insert_numbers(header: Any, numbers_by_name: dict[str, NumberArray]) -> Non
 
 
 def _find_arrays(body: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the spans of large arrays under the key "data" without strings and objects."""
+    """Yield the spans of large "data" arrays that contain neither strings nor objects."""
     pattern = re.compile(_LONG_ARRAY_PATTERN % (_MIN_CUT_BYTES - 1))
     position = 0
     while match := pattern.search(body, position):

@@ -174,7 +174,8 @@ class _Sample:
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0  # number of tokens, counted for `Choices.shows_running_usage`
-    # Number of characters of `logprobs`. The text lags behind if it may contain a stop string.
+    # Number of characters of the tokens in `logprobs`. `text` may have fewer characters, because
+    # the beginning of a possible stop string is withheld.
     token_characters: int = 0
 
     def parts(self) -> dict[str, Any]:
@@ -215,9 +216,10 @@ class _Sample:
         return {**parts, "tool_calls": calls} if calls else parts
 
     def _end_custom_calls(self, names: Collection[str], has_ended: bool) -> list[dict[str, Any]]:
-        """Replace functions by custom tools in the calls that have ended, and return these calls.
+        """Convert complete function calls of custom tools to custom calls, and return them.
 
-        The last call may continue if the sample does.
+        The last call is complete once the sample has ended, and any other call once the next call
+        has begun.
         """
         ended_calls = []
         for index, call in enumerate(self.tool_calls if has_ended else self.tool_calls[:-1]):

@@ -213,21 +213,20 @@ def test_a_timeout_is_a_deadline_only_on_request(is_deadline: bool) -> None:
 @pytest.mark.parametrize(
     ("fields", "policy", "text"),
     [
-        ({"timeout_ns": 30_000, "deadline_origin": "--x"}, {}, "30 microseconds, from --x"),
-        ({"timeout_ns": 30_000}, {}, "30 microseconds, from the caller"),
-        ({"timeout_us": 30}, {"allow_timeout_override": True},
-         "30 microseconds in the queue, from the request's parameter 'timeout'"),
-        ({}, {"default_timeout_microseconds": 7},
-         "7 microseconds in the queue, from default_timeout_microseconds of the queue policy"),
+        ({"timeout_ns": 30_000, "deadline_origin": "--x"}, {}, " (30 microseconds, from --x)"),
+        ({"timeout_ns": 30_000}, {}, " (30 microseconds, from the caller)"),
+        # The error of Triton's queue policies has no details, and Triton's tests compare it.
+        ({"timeout_us": 30}, {"allow_timeout_override": True}, ""),
+        ({}, {"default_timeout_microseconds": 7}, ""),
     ],
-)  # fmt: skip
-def test_an_expired_request_names_the_limit_and_its_origin(
+)
+def test_an_expired_request_names_its_deadline_and_the_origin(
     fields: dict[str, Any], policy: dict[str, Any], text: str
 ) -> None:
     rig, _, _ = busy_rig({"default_queue_policy": policy})
     (number,) = rig.submit(**fields)
     rig.pass_time(MS)
-    assert rig.answers() == [refusal(number, f"Request timeout expired ({text})")]
+    assert rig.answers() == [refusal(number, f"Request timeout expired{text}")]
 
 
 def test_cancelling_a_delayed_request_removes_it() -> None:

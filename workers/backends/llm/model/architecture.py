@@ -303,7 +303,7 @@ def _find_family(config: Mapping[str, Any], problems: list[str]) -> str:
 
 
 def _get_window(family: str, config: Mapping[str, Any], positions: int, problems: list[str]) -> int:
-    """Return the size of a window that limits the attention of a layer, or 0."""
+    """Return the size of the sliding window if it is smaller than `positions`, otherwise 0."""
     types = config.get("layer_types") or []
     unsupported = sorted({str(kind) for kind in types} - {"full_attention"})
     if unsupported:

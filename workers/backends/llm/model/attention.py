@@ -31,7 +31,7 @@ from torch.nn import functional
 from shmserve.workers.backends.llm.model.architecture import Architecture
 
 _MIN_WIDTH_STEP = 16  # widths of decode rows are multiples of this number of keys
-# The rows of larger spans are not decode rows. A span has several rows if it has draft tokens.
+# The maximum size of a span of decode rows. A span has several rows if it has draft tokens.
 _MAX_ROWS = 16
 
 
@@ -228,11 +228,12 @@ class VisibleKeys(NamedTuple):
 
     Attributes:
         row_indices: The indices of the decode rows.
-        mask_matrix: A CSR matrix [rows * heads of queries, keys and values, KV heads * slots]. Its
-            values are 0 for a key that is seen, and -inf for a key that pads a row to its width.
-        columns: The columns of the matrix's values.
-        offsets: The cumulative numbers of values of all query heads of the decode rows.
-        width_groups: For each group of consecutive rows of one width: number of values, and width.
+        mask_matrix: A sparse (CSR) matrix [rows * (query heads + 2 * KV heads), KV heads * slots].
+            A stored element is 0 for a key that is seen, or -inf for one that pads a row.
+        columns: The column of each stored element.
+        offsets: The index of the first stored element of each query head of the decode rows.
+        width_groups: The number of stored elements, and the width, of each group of consecutive
+            rows with one width.
     """
 
     row_indices: torch.Tensor

@@ -294,7 +294,7 @@ def _describe_missing(path: Path) -> str:
 
 
 def _add_pointers(path: Path, problems: list[str]) -> None:
-    """Add the unreadable files that Git has checked out without their content to `problems`."""
+    """Add a problem for the unreadable files that are Git LFS pointers."""
     files = [file for file in path.iterdir() if any(p.startswith(file.name) for p in problems)]
     pointers = [file.name for file in files if file.is_file() and _is_pointer(file)]
     if pointers:

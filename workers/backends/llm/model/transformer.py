@@ -6,7 +6,7 @@ They also give each row the same bits in any batch of at least two rows; a singl
 kernel. The kernel for four to six rows is the fastest, so smaller batches are padded. The operators
 for packed weights are not part of torch's public interface, so they are tested before use.
 
-`Passes` computes the passes of a model over its KV cache, by CUDA graphs if the device supports
+`Passes` runs the forward passes of a model with its KV cache, by CUDA graphs if the device supports
 them. A graph computes a decode pass, with one row per sequence, in one launch instead of hundreds.
 It is captured for a number of rows and of blocks per row, and computes any smaller pass. The keys
 and values of a sequence are gathered from its blocks; the keys after its end are masked.
@@ -147,7 +147,7 @@ def _pack_int8(weight: Tensor) -> object:
 
 @functools.cache
 def _products_saturate() -> bool:
-    """Return whether sums of 8-bit products saturate (CPUs without VNNI); rows then have 7 bits."""
+    """Return whether sums of 8-bit products saturate (CPUs without VNNI), so rows need 7 bits."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 256, generator=generator)
     rows = torch.randn(16, 256, generator=generator)
@@ -345,7 +345,8 @@ class Transformer:
             head_norms = torch.cat([q_norm, k_norm])
         input_norm = self._load_norm_gain(f"{prefix}.input_layernorm")
         post_attention_norm = self._load_norm_gain(f"{prefix}.post_attention_layernorm")
-        # Only float32 weights contain the gains: large gains would make other weights less precise.
+        # Gains are folded into float32 weights only, because large gains would reduce the precision
+        # of weights with fewer bits.
         is_folded = self._dtype == "fp32"
         qkv_gain, mlp_gain = (input_norm, post_attention_norm) if is_folded else (None, None)
         return Layer(
@@ -406,7 +407,7 @@ class CapturedGraph(NamedTuple):
 
 
 class DecodeGraphs:
-    """The captured CUDA graphs of one model over its cache."""
+    """The captured CUDA graphs of one model's decode passes."""
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
         self._model, self._cache = model, cache
@@ -519,7 +520,7 @@ def _next_power_of_two(minimum: int) -> int:
 
 
 class Passes:
-    """The executor of a model's passes over its KV cache."""
+    """The executor of a model's forward passes, with its KV cache."""
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
         self.cache, self.positions = cache, model.architecture.positions
