@@ -35,7 +35,7 @@ def is_encoded_trace(trace: str) -> bool:
 class TraceContext(NamedTuple):
     """The position of a request in a trace, with hexadecimal ids.
 
-    A root span has no `parent_id`. With `with_tensors`, workers append the requests' tensors.
+    A root span has no `parent_id`. With `with_tensors`, workers append the tensors to the spans.
     """
 
     trace_id: str

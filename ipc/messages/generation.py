@@ -116,7 +116,7 @@ class Row(Record):
         sequence: The number of the sequence.
         start: The position of the first token.
         count: The number of tokens.
-        kept_blocks: The number of entries of the block table that remain.
+        kept_blocks: The number of leading entries of the block table that remain.
         blocks: The new entries of the block table, which follow the kept ones.
         draft_count: The number of draft tokens to propose and verify after the computed tokens.
         samples: Whether the next token is sampled. This is the case if no token of the sequence

@@ -46,8 +46,8 @@ class SchedulingLimits:
 class CacheStart:
     """A model version's share of the response cache, in bytes (0: no cache).
 
-    The process `supervisor_pid` holds the memory of clients open. The cache does not read tensors
-    in memory of that process.
+    The cache does not read tensors in clients' memory, which the process `supervisor_pid` holds
+    open.
     """
 
     byte_size: int = 0

@@ -196,7 +196,7 @@ class _MessageTypes(dict[str, _MessageType]):
 
 
 class _Getters(dict[type[Any], Callable[[Any], Any]]):
-    """The functions, by message class, that return the tag and the field values of a message."""
+    """For each message class, the function that returns the tag and field values of a message."""
 
     def __missing__(self, cls: type[Any]) -> Callable[[Any], Any]:
         _read_fields(cls.TAG, cls)

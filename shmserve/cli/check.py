@@ -55,7 +55,7 @@ _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
 )
-# Texts of errors about outputs; the inputs do not cause these errors.
+# Parts of the errors about a model's outputs, which are the model's fault for any inputs.
 _INVALID_OUTPUTS = ("inference output '", "configuration expects datatype ")
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"

@@ -126,7 +126,7 @@ class Top:
         self.is_ended = False
 
     def update(self, figures: dict[str, Any]) -> None:
-        """Merge the server's figures, which may only have the changes, into the displayed state."""
+        """Merge the server's figures, or only those that have changed, into the displayed state."""
         if figures.get("whole"):
             self.models, self.events = {}, []
         self.models |= figures["models"]

@@ -20,7 +20,7 @@ _RANGES = {
 TRITON, OPENTELEMETRY = MODES = ("triton", "opentelemetry")
 OFF, TIMESTAMPS, TENSORS = LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 # The field of `TraceSettings`, or the name in its `exporter`, for each setting of --trace-config.
-# A setting with a prefix applies to the mode of that name only.
+# A prefix such as "triton," limits a setting to the trace mode of that name.
 _FIELDS = {
     "mode": "trace_mode",
     "level": "trace_level",

@@ -48,7 +48,7 @@ T = TypeVar("T")
 class _Entry(NamedTuple):
     """A cached response: its schema and the bytes of each tensor.
 
-    `inline`: all tensors are sent inside the message.
+    `inline` is true if all tensors are sent inside the message.
     """
 
     schema: bytes

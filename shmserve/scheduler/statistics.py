@@ -181,7 +181,7 @@ class Statistics(Table):
         self._recorded_executions.append((reason, rows, timing))
 
     def count_success(self, request: CountedRequest, timing: Timing | None, now_ns: int) -> None:
-        """Count a success; without `timing`, `count_times` follows after its execution."""
+        """Count a success; if `timing` is None, `count_times` is called after its execution."""
         if timing is None:
             request.succeeded_early = True
         self._successes.append(

@@ -201,7 +201,8 @@ class CountedRequest(Protocol):
     """The counted attributes of a request of a model or an ensemble; times are monotonic ns.
 
     `rows` is its batch size, `response_count` the number of responses so far, `responded_ns` the
-    time of the last one. `succeeded_early`: it succeeded before its execution returned.
+    time of the last one. `succeeded_early` is true if the request succeeded before its execution
+    returned.
     """
 
     arrived_ns: int

@@ -47,7 +47,7 @@ class RepositoryPoller:
     _models: ModelManager
     # The changes in progress: each model's name, and whether its folder is present.
     _in_progress: set[tuple[str, bool]] = field(init=False, default_factory=set)
-    # By model whose load has failed: the time of the next retry, and the pause after that retry.
+    # For each model whose load has failed: the time of the next retry, and the pause after it.
     _retries: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
@@ -146,7 +146,7 @@ class Reload:
     _request_event: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def request(self) -> None:
-        """Request a reload, which does not wait for the loads of a previous one."""
+        """Request a reload, even while the models of a previous reload are still loading."""
         self._request_event.set()
 
     async def run(self) -> None:

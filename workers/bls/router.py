@@ -87,7 +87,7 @@ class SharedWait:
         self._condition = threading.Condition(self.lock)
         self._has_sleeper = False
         self._epoll = select.epoll()
-        # Not in the epoll set, where an event loop could consume the sleeping thread's wake-up.
+        # Wakes the sleeping thread. Not in the epoll set, where an event loop could consume it.
         self._recheck_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notification_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_notified = False

@@ -88,7 +88,7 @@ def options_of(
 
 
 def _trace_context(traceparent: str, parameters: Mapping[str, Any]) -> str:
-    """Return a request's trace context; "" if it needs neither a trace nor an explanation.
+    """Return a request's trace context; "" if it is neither traced nor explained.
 
     The parameter `explain` requests an explanation of the response's latency.
 

@@ -82,7 +82,7 @@ class MalformedBody(Exception):
 
 
 class ReadState(enum.Enum):
-    """The use that a connection makes of received bytes."""
+    """The way in which a connection handles the bytes that it receives."""
 
     PARSING = enum.auto()  # pass them to the parser
     CONFLICTING_HEAD = enum.auto()  # wait for the rest of a head with a length and chunks

@@ -361,7 +361,7 @@ class Framing(NamedTuple):
 
     @property
     def headers(self) -> bytes:
-        """The headers of a stream. nginx buffers responses unless X-Accel-Buffering is "no"."""
+        """Return the headers of a stream. X-Accel-Buffering prevents that nginx buffers it."""
         return b"Content-Type: %b\r\nX-Accel-Buffering: no\r\n" % self.content_type
 
     def frame(self, json: bytes) -> bytes:

@@ -48,8 +48,9 @@ class QueueHead(Record):
 
     Attributes:
         rows: Their total size.
-        preferred_count: The number of first requests that reach, or come closest to, the largest
-            preferred size; 0: none.
+        preferred_count: The number of first requests that reach the last preferred size on the way.
+            If the largest preferred size is exceeded before any is reached, the number of requests
+            before that. Otherwise 0.
         is_full: Whether the batch is full, or the next request does not fit.
         has_other_shape: Whether the next request has other shapes.
         oldest_ns: The time at which the oldest request was enqueued.

@@ -302,8 +302,8 @@ class Sequences:
     A sequence expires after it was idle for `idle_ns`. At most `max_waiting` sequences of an owner
     may wait for a slot.
 
-    `single_request`: a sequence is one request, which its model may reschedule; it ends with that
-    request.
+    With `single_request`, each sequence has a single request, which its model may reschedule. The
+    sequence ends with that request.
     """
 
     def __init__(

@@ -159,7 +159,8 @@ class TensorReader:
 
     Attributes:
         reads: The tensors that the reader waits for, and whether each exists once per request.
-        is_once: Whether the reader has all its tensors at most once per request.
+        is_once: Whether the reader runs at most once per request, because all its tensors exist
+            once.
         first_keys: The keys (tensor, response index) of the tensors in `reads` for the index 0.
     """
 

@@ -152,7 +152,7 @@ class EnsembleMemory:
     """The ensemble's arena, its memory on CUDA devices, and the workers' arenas that it holds.
 
     Attributes:
-        lent: The arena, and which client reads which block.
+        lent: The ensemble's arena, with a record of the clients that read each block.
     """
 
     lent: LentMemory

@@ -130,10 +130,10 @@ class GenerativeDispatcher(Dispatcher):
 
     @property
     def _waiting_count(self) -> int:
-        """Return the number of requests and sequences that do not fit into the batches.
+        """Return the number of requests and sequences beyond the rows of all instances' batches.
 
-        Requests that have not been prepared yet, or that will begin with the next step, wait only
-        if the batches have no free rows for them.
+        A request that was not prepared yet, or that begins with the next step, counts as waiting
+        only if no row is free for it.
         """
         engines = [self._engine(slot) for slot in self._pool.ready()]
         capacity = self._engine_settings.max_batch_size * len(engines)
@@ -301,7 +301,7 @@ class GenerativeDispatcher(Dispatcher):
     def _record_latency(
         self, sequence: Sequence[AssignedRequest], request: ScheduledRequest, now_ns: int
     ) -> None:
-        """Record the latency of a sequence's new tokens: since the last ones, or the arrival."""
+        """Record the time since a sequence's previous tokens, or since the request's arrival."""
         if sequence.sampled_ns:
             self._counts.inter_token_seconds.observe(now_ns - sequence.sampled_ns)
         elif not sequence.sample:

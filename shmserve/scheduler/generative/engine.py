@@ -480,7 +480,7 @@ class Engine(Generic[T]):
             self._end_sequence(sequence, result.finish_reason)
 
     def _fork(self, sequence: Sequence[T]) -> None:
-        """Begin the other samples of a prompt, which share the blocks of its first `sequence`."""
+        """Begin the other samples of a prompt, which share the blocks of the first (`sequence`)."""
         for sample in range(1, sequence.forks + 1):
             self._add_child(sequence, sample)
         sequence.forks = 0

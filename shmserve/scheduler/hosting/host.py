@@ -193,7 +193,7 @@ class HostedScheduler(ABC):
         self.has_stopped = front.has_stopped
 
     def _catch_up(self) -> None:
-        """Handle the messages that clients sent before they received the successor's endpoint."""
+        """Handle the messages that clients sent here before they switched to the successor."""
         links = (self._client_router, self._local_clients.link)
         for _ in range(_MAX_READS):
             readable_fds = [link.fd for link in links if link.wait(0)]
@@ -367,7 +367,7 @@ def run(start_record: bytes) -> None:
 
 
 class DescriptorWaiter:
-    """A waiter for readable descriptors, which sleeps in the kernel, or polls while polling pays.
+    """A waiter for readable descriptors, which sleeps in the kernel or polls (`BusyPoll`).
 
     `handlers` has the handler of each watched descriptor.
     """

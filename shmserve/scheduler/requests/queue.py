@@ -278,7 +278,7 @@ class RequestQueue:
         own_timeout_us = 0
         if submit.timeout_us:
             # While a sequence waits in the backlog, the timeout of its request applies to the
-            # sequence, even if the level's policy permits no such timeouts.
+            # sequence, even if the policy does not permit requests to override its timeout.
             has_backlog = settings.sequences is not None
             timeout_us = min(submit.timeout_us, MAX_TIMEOUT_US)
             own_timeout_us = timeout_us if has_backlog else policy.own_timeout_us(timeout_us)

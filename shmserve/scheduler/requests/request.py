@@ -196,7 +196,7 @@ class Lookup(NamedTuple):
 class Outcome(NamedTuple):
     """The outcome of an execution that is held until the outcomes of earlier requests were sent.
 
-    An empty `code` is success; without `timing`, the worker died.
+    An empty `code` is success. `timing` is None if the worker died.
     """
 
     code: str
@@ -207,7 +207,7 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """An inference, which counts for `rows` in a batch. Times are monotonic ns; 0: none.
+    """An inference request of the batch size `rows`. Times are monotonic ns; 0: none.
 
     Attributes:
         submit: The message that submitted the request.

@@ -127,7 +127,7 @@ class Responses:
     ) -> None:
         """End an executing request with its outcome, or hold the outcome until its turn.
 
-        An empty `code` is success; without `timing`, the worker died.
+        An empty `code` is success. `timing` is None if the worker died.
         """
         lookup = request.lookup
         if request.state is not State.HELD:

@@ -75,7 +75,8 @@ class _Packet(NamedTuple):
 
 
 def _receive_packet(link: socket.socket, size: int) -> _Packet:
-    # With a smaller buffer, the kernel would close further descriptors, which may block.
+    # In a smaller buffer, some descriptors would have no space: the kernel would close them, which
+    # may block.
     ancillary_size = socket.CMSG_SPACE(MAX_PASSED_FDS * 4) + socket.CMSG_SPACE(_CREDENTIALS_BYTES)
     data, ancillary, flags, _ = link.recvmsg(size, ancillary_size, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")

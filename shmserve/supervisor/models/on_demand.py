@@ -132,7 +132,7 @@ class MemoryUse:
 
 
 class _Usage(NamedTuple):
-    """The last report of a version's scheduler, and the time of the version's last use."""
+    """The last report of a version's scheduler; `used_ns` is the time of the version's last use."""
 
     response_count: int
     executed_ns: int
@@ -160,7 +160,7 @@ class OnDemand:
 
     def __post_init__(self, observers: list[Callable[[], None]]) -> None:
         self._loads: dict[str, asyncio.Future[ShmserveError | None]] = {}
-        # By model whose load has failed: the backoff, and the time of the next retry.
+        # For each model whose load has failed: the backoff, and the time of the next retry.
         self._failures: dict[str, tuple[RestartBackoff, float]] = {}
         self._unload_lock = asyncio.Lock()
         self._memory = MemoryUse()

@@ -289,7 +289,7 @@ class ModelSummary(NamedTuple):
     Attributes:
         states: The status of each version.
         is_ready: Whether every version that should serve is ready; true for models on demand.
-        problems: The reason why a version does not serve, by version number, without unloads.
+        problems: The reasons why versions do not serve, by number; unloaded versions are left out.
         progress: The progress of a load at the server's start: "loading", "ready", or "failed" with
             reasons that were not logged; empty if the model is not loaded at the start.
     """

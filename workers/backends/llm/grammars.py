@@ -181,7 +181,7 @@ def _shorten(error: str) -> str:
     first_line, *lines = error.splitlines()
     if first_line.startswith("NoExtension"):
         return "it matches no text"
-    # The reason why a regular expression is wrong follows its text.
+    # If a regular expression is invalid, the reason is in a line after the expression.
     reason = next((line for line in lines if line.startswith("error: ")), "")
     return clip(f"{first_line} {reason}".rstrip(), 200)
 

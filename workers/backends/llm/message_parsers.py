@@ -227,7 +227,7 @@ class MessageParser:
     def add_arguments(self, text: str) -> None:
         """Pass on a part of the call's arguments."""
         call = self.current_call
-        # Half of a surrogate pair, which the value of a literal may have, is escaped as in JSON.
+        # A Python literal may contain half of a surrogate pair, which is escaped as in JSON.
         call.arguments += text.encode(errors="backslashreplace").decode()
         self._pass_on_call(call)
 

@@ -199,7 +199,7 @@ class PromptReader:
     """A reader of requests for one model; safe to use in any thread.
 
     Attributes:
-        max_bytes: The limit of a prompt in bytes, which allows the longest token in each position.
+        max_bytes: The limit of a prompt in bytes: `max_length` times the size of the longest token.
         max_length: The maximum context length in tokens.
     """
 
@@ -356,7 +356,7 @@ class PromptReader:
         return RenderedChat(*_take_options(chat), self._chat.render(chat))
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
-        """Return the special tokens among stop strings; the text may not contain their texts."""
+        """Return the special tokens among stop strings, which decoded texts may omit."""
         tokens = [self._special_tokens[text] for text in stops if text in self._special_tokens]
         return [token for token in tokens if token < self._vocab_size]
 

@@ -267,7 +267,7 @@ def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
         spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
         spec.submodule_search_locations = [str(version_dir)]
     module = importlib.util.module_from_spec(spec)
-    # Registered, because sys.path may contain another folder with this number as its name.
+    # In sys.modules, because sys.path may contain another folder named like this version.
     sys.modules[package] = module
     if spec.loader is not None:
         spec.loader.exec_module(module)

@@ -330,7 +330,7 @@ def load_script(path: Path, device: Device) -> Program:
 
 
 def _call_for_texts(module: Any, is_single: bool, *args: Any, **kwargs: Any) -> Any:
-    """Return the result of a TorchScript module with its strings as bytes, as not all are UTF-8.
+    """Return the result of a TorchScript module; strings become bytes, since not all are UTF-8.
 
     A list of strings (`is_single`) is a single output, not a list of outputs.
     """

@@ -84,7 +84,7 @@ class ChoiceFormat(NamedTuple):
         is_chunk: bool = False,
         is_last: bool = False,
     ) -> dict[str, Any]:
-        """Return the part of a choice with its text, and its reasoning and calls (`members`)."""
+        """Return the content of a choice: the text, and its reasoning and calls (`members`)."""
         if not self.is_chat:
             return {"text": text}
         has_content = text or is_first or not (members or is_last)
@@ -344,7 +344,7 @@ class Choices:
         return {**{name: members[name] for name in members if name not in omitted}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
-        """Store `Delta.extra_members`, and return those that belong to the choice in a chunk."""
+        """Store the `extra_members` of a delta, and return those for the choice in a chunk."""
         members = dict(fields)
         if self.format.is_chat:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
