@@ -172,7 +172,7 @@ class NativeLaneFactory:
         self.channel.flush()
 
     def encode(self, request: OutgoingRequest) -> Call:
-        """Return a call. With a device, its tensors are in a region with space for the outputs."""
+        """Return a call; if a device is set, its tensors are in a region with the outputs."""
         arrays: Any = {item.name: tensor_array(item, request.model) for item in request.inputs}
         if self._device:
             arrays = self._copy_to_region(request.inputs, arrays)

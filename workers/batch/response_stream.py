@@ -45,7 +45,7 @@ class MetricsReports:
     def __init__(
         self, collect_changes: Callable[[], list[list[Any]] | None], link: InstanceLink
     ) -> None:
-        # Returns all families if there was a change since the last call.
+        # Returns all metric families if a metric has changed since the last call.
         self._collect_changes = collect_changes
         self._link = link
         self._last_report: MetricsReported | None = None

@@ -318,7 +318,7 @@ class Sequences:
         self._free_slots: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale_count = 0
         self.backlog = Backlog()
-        # Idle sequences in the order in which they became idle.
+        # The time since which each idle sequence is idle (monotonic ns), oldest first.
         self._idle_sequences: OrderedDict[StatefulSequence, int] = OrderedDict()
         self._unended_slots: dict[InstanceSlots, list[int]] = {}
         self._lost_ids: OrderedDict[int | str, None] = OrderedDict()

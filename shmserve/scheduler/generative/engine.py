@@ -185,7 +185,7 @@ class Engine(Generic[T]):
         running.sort(key=rank)
         decoding = [sequence for sequence in running if sequence.missing_tokens == 1]
         plan.decoding_count = max(len(decoding), 1)
-        # Drafts may use what a token for each decoding sequence and a prompt chunk leave free.
+        # Drafts use the budget that a token per decoding sequence and a prompt chunk leave free.
         has_prompts = len(decoding) < len(running) + len(waiting_sequences)
         prompt_share = self._chunk_multiple if has_prompts else 0
         plan.draft_budget = plan.token_budget - len(decoding) - prompt_share

@@ -289,7 +289,7 @@ class Sequence(Generic[T]):
         return self.generation.max_tokens - self.generated_tokens
 
     def prefix_keys(self, block_size: int, blocks: int) -> list[bytes]:
-        """Return the keys of its first `blocks` blocks, all of which are full."""
+        """Return the keys of the sequence's first `blocks` blocks, all of which are full."""
         keys = self.block_keys
         while len(keys) < blocks:
             start = len(keys) * block_size

@@ -507,7 +507,7 @@ class Host:
             if type(message) in _FROM_SUPERVISOR:
                 self._handle(message)
             else:
-                logger.warning("dropped an unexpected %s of the supervisor", type(message).__name__)
+                logger.warning("unexpected message %s from the supervisor", type(message).__name__)
 
     def _handle(self, message: SupervisorToHost) -> None:
         match message:

@@ -69,7 +69,7 @@ _MEASURE_EVERY_S = 0.5  # the execution time after which the processors per inst
 _DECAY = 0.98  # the decay, per measurement, of the maximum of processors per instance
 _READ_EVERY_S = 1.0
 _FULLY_USED = 0.95  # the utilization at which the host's processors are fully used
-_MIN_COMPETING = 0.25  # a model with fewer processors per instance does not compete for them
+_MIN_COMPETING = 0.25  # an instance that uses fewer processors does not compete for them
 _EXCESS = 0.5  # the number of processors by which the demand may exceed the limit
 
 

@@ -59,7 +59,7 @@ class OrderPhase(Enum):
 
     QUEUED = auto()
     READING = auto()  # the folder and the configuration are read
-    # The order waits for the models of an ensemble's steps, or for the ends of ensembles.
+    # The order waits for the models of an ensemble's steps, or for ensembles to end.
     WAITING = auto()
     STARTING = auto()  # new versions and instances start
     # The versions are published, and serve once every client has acknowledged them as ready.

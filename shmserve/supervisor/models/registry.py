@@ -404,7 +404,7 @@ class ReadinessCheck:
     """
 
     def __init__(self, send: Callable[[int, Any], None]) -> None:
-        """Create an object without checks; `send(pid, message)` sends a message to a worker."""
+        """Create an empty table of checks; `send(pid, message)` sends a message to a worker."""
         self._send = send
         self._check_numbers = itertools.count(1)
         self._in_flight: dict[int, _Check] = {}

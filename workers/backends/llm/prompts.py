@@ -50,7 +50,7 @@ LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
 _PREFIX_CHARACTERS = (1, 3, 6)
 _PART_CHARACTERS = 12  # length of the part of a truncated text, per remaining token
 _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
-_MAX_CUT_TOKENS = 64  # number of tokens beside a cut that may differ from the whole text's
+_MAX_CUT_TOKENS = 64  # number of tokens next to a cut that may differ from those of the whole text
 _MAX_CHARACTER_BYTES, _MAX_TOKEN_BYTES = 4, 64
 _MIN_MAX_BYTES = 1 << 20  # minimum of `PromptReader.max_bytes`
 _MAX_TOKENIZED = 1 << 20  # maximum number of tokens of /tokenize, unless the model allows more

@@ -500,7 +500,7 @@ def _describe_type(value: Any) -> str:
 _REQUEST_ID = re.compile(r"\[request id: .*?\] ")
 # Messages about fields have the name of each field before its problem.
 _FIELD_PREFIX = re.compile(r"(^|; )([a-z][a-z_.\[\]0-9]*): ")
-# The names of models' inputs, and the names of the body's fields with their values.
+# The body's field that has the value of a model's input, by the name of the input.
 _FIELDS_BY_INPUT = {"text_input": "prompt", "input_ids": "prompt"}
 
 
@@ -550,8 +550,8 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
     """
     invalid = isinstance(error, InvalidArgument)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    # OpenAI's API has the status 429 for a full queue. If the queue ends a stream, whose status
-    # was sent before, the event still has the type that belongs to 429.
+    # OpenAI's API has the status 429 for a full queue. A stream has sent its status before,
+    # but its error event has the type that belongs to 429, too.
     status = TooManyRequests.status if isinstance(error, QueueFull) else error.status
     kind, code = _ERROR_TYPES.get(status, (kind, None))
     if isinstance(error, NoRoute):

@@ -498,7 +498,7 @@ class _Generation:
     _queues: list[ResponseQueue] = field(init=False, default_factory=list)
     _response_event: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _has_logprobs: bool = field(init=False)
-    # The bytes of responses with log probabilities that are not written yet.
+    # The total size of the responses with log probabilities that are not written yet.
     _byte_size: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
