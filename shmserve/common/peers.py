@@ -94,7 +94,8 @@ class ShmPolicy:
         max_regions_per_uid: The maximum number of regions of one user.
         max_byte_size: The maximum total size of all regions.
         max_byte_size_per_uid: The maximum total size of one user's regions.
-        sparse_byte_size: The server's limit of memory for pages that clients did not allocate.
+        sparse_byte_size: The maximum bytes of pages that the server allocates because clients have
+            not.
         overlap: The action for outputs of two requests in the same range: error, warn or ignore.
     """
 

@@ -66,7 +66,8 @@ class ModelDefaults:
     """The server's defaults for fields that a model's configuration does not set.
 
     Attributes:
-        dynamic_batching: Whether models that batch and name no scheduler get the dynamic batcher.
+        dynamic_batching: Whether a model that batches gets the dynamic batcher if its configuration
+            sets no scheduler.
         max_batch_size: The default of `max_batch_size`; None: 0.
         max_queue_delay_us: The default of `max_queue_delay_microseconds`; None: 0.
     """

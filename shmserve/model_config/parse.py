@@ -83,7 +83,8 @@ def _build(
     return config, Source(origin, builder.positions, tuple(builder.problems))
 
 
-# The keys of a configuration that a class's attribute or method sets, unless its name is the key.
+# The keys of a configuration that an attribute or method of a class sets. All other attributes set
+# the key of their own name.
 _KEYS_OF_ATTRIBUTE: dict[str, tuple[Key, ...]] = {
     "instances": (("instance_group",),),
     "max_queue_delay_us": (("dynamic_batching", "max_queue_delay_microseconds"),),

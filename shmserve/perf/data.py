@@ -45,8 +45,8 @@ class ModelInterface:
         supports_batching: Whether the model batches.
         decoupled: Whether the model is decoupled.
         steps: The models of an ensemble's steps.
-        config_error: Why the server sent no configuration, without which `supports_batching`
-            and `steps` are unknown; "" if it sent one.
+        config_error: The reason why the server sent no configuration, or "". Without it,
+            `supports_batching` and `steps` are unknown.
     """
 
     inputs: Mapping[str, ModelTensor]

@@ -99,7 +99,7 @@ Statistics = Mapping[str, Any]
 class MeasurementPlan:
     """The parameters of a measurement, with durations in seconds.
 
-    Windows agree if they differ from their mean by at most the share `tolerance`.
+    Windows agree if each differs from their mean by at most `tolerance`, a share of the mean.
     """
 
     warm_up_s: float = 1.0

@@ -47,7 +47,7 @@ class RepositoryPoller:
     _models: ModelManager
     # The changes in progress: each model's name, and whether its folder is present.
     _in_progress: set[tuple[str, bool]] = field(init=False, default_factory=set)
-    # By model whose load has failed: the time of the next retry, and the pause after that retry.
+    # For each model whose load has failed: the time of the next retry, and the pause after it.
     _retries: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
@@ -105,7 +105,7 @@ class RepositoryPoller:
             return  # its next request loads the current files
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
         retry_at, pause_s = self._retries.get(name, (0.0, _FIRST_PAUSE_S))
-        if model is None or model.fingerprint != fingerprint:  # even if the last load has failed
+        if model is None or model.fingerprint != fingerprint:  # a change needs no pause
             pause_s = _FIRST_PAUSE_S
         elif not model.failure_is_temporary or time.monotonic() < retry_at:
             return
@@ -146,7 +146,7 @@ class Reload:
     _request_event: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def request(self) -> None:
-        """Request a reload, which does not wait for the loads of a previous one."""
+        """Request a reload, even while the models of a previous reload are still loading."""
         self._request_event.set()
 
     async def run(self) -> None:
@@ -158,7 +158,7 @@ class Reload:
             timeout_extension = asyncio.ensure_future(self._service_manager.extend_timeout())
             try:
                 await self._reload()
-            except Exception:  # any exception, because later requests are handled, too
+            except Exception:  # later requests must still be handled
                 logger.exception("the configuration could not be reloaded")
             finally:
                 await cancel_all(timeout_extension)
@@ -189,7 +189,7 @@ class Reload:
         if config.tokens != old_config.tokens:
             changed.add(_TOKENS_FLAG)
         applied = changed & RELOADABLE
-        # With the first or without any token, listeners may have other addresses: restart.
+        # The first token, or no token any more, may change the listeners' addresses: restart.
         if bool(config.tokens) != bool(old_config.tokens):
             applied.discard(_TOKENS_FLAG)
         for name in sorted(changed):

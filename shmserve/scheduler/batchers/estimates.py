@@ -309,12 +309,12 @@ class SizeTimes:
         mean = weight = 0.0
         for index in self._observed:
             size = self._sizes[index]
-            pooled = (mean * weight + size.mean * size.weight) / (weight + size.weight)
+            pooled_mean = (mean * weight + size.mean * size.weight) / (weight + size.weight)
             if pool:
-                error = spread * pooled * math.sqrt(1 / weight + 1 / size.weight)
+                error = spread * pooled_mean * math.sqrt(1 / weight + 1 / size.weight)
                 if abs(size.mean - mean) > _SURE_ERRORS * error:
-                    pool, weight, pooled = [], 0.0, size.mean
-            mean, weight = pooled, weight + size.weight
+                    pool, weight, pooled_mean = [], 0.0, size.mean
+            mean, weight = pooled_mean, weight + size.weight
             pool.append(index)
             shortest.update(dict.fromkeys(pool, mean / (1 + spread / math.sqrt(weight))))
         return shortest

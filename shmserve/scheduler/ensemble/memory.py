@@ -131,7 +131,7 @@ class Value(Token):
             credit.release()
 
 
-def overrides(values: Iterable[Value]) -> dict[str, Any]:
+def combined_override(values: Iterable[Value]) -> dict[str, Any]:
     """Return the sequence parameters, by name, in the responses that contained these tensors.
 
     They override the sequence parameters of the client's request.

@@ -97,7 +97,7 @@ class Xpub:
         """Send a message to each subscriber of the topic whose queue is not full."""
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart([topic, frame], zmq.NOBLOCK)
-        # The descriptor is edge-triggered, and sending may have consumed the edge.
+        # libzmq's descriptor is edge-triggered: sending may have cleared the signal of a message.
         if self._readable():
             self._loop.call_soon(self._receive_all)
 

@@ -26,7 +26,7 @@ _STORED_PREFIX = "kept-"  # the prefix of the names of stored descriptors
 # Seconds by which each message extends the service manager's timeout for the start or the end.
 _TIMEOUT_EXTENSION_S = 60
 _SIGN_OF_LIFE_INTERVAL_S = 10.0
-_FLUSH_TIMEOUT_S = 5.0  # the longest wait of a registration for a manager that hangs
+_FLUSH_TIMEOUT_S = 5.0  # the longest time that a registration waits for a manager that hangs
 _MAX_NAMED_MODELS = 5  # maximum number of models that the status line names for each state
 
 

@@ -39,12 +39,12 @@ MEMFD_KEY = "memfd"  # the key of a local client's memory in listings
 logger = logging.getLogger(__name__)
 
 _CHECK_TIMEOUT_S = 2.0
-# The workers that have not responded, and the result.
+# A check in progress: the workers that have not responded, and the future of the result.
 _OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
 class RegionQuota:
-    """The amounts that are counted against a policy's limits; pinning requires `has_cuda`."""
+    """The memory use that a policy limits, as counted; without `has_cuda`, pinning is rejected."""
 
     def __init__(self, policy: ShmPolicy, has_cuda: bool = False) -> None:
         self.policy = policy
@@ -86,7 +86,7 @@ class RegionQuota:
             self._regions_by_file[file] += 1
 
     def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
-        """Remove a region from the count."""
+        """Remove a region, which `count` has counted, from the counts."""
         self._regions_by_uid[uid] -= 1
         self._bytes_by_uid[uid] -= byte_size
         if not self._regions_by_uid[uid]:
@@ -174,7 +174,7 @@ class HandleCheck:
     _open_checks: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
 
     async def check(self, memory: Memory) -> None:
-        """Check device memory: the device's workers open it. Without a free worker, do nothing.
+        """Check device memory by opening it in the device's workers, unless none is free.
 
         Raises:
             InvalidArgument: A worker cannot open the memory.
@@ -222,7 +222,7 @@ class HandleCheck:
 
 
 class RegionOpener:
-    """The factory of regions. CUDA memory requires `handles`, the check of its handles.
+    """The factory of regions. CUDA memory is supported only with `handles`, which checks handles.
 
     Methods that fail raise Unsupported, PermissionDenied, InvalidArgument, Internal or Unavailable.
     They then release all that they have opened or counted.
@@ -286,16 +286,16 @@ class RegionOpener:
         self._quota.release(region.owner.uid, region.byte_size, file)
 
     async def _reserve_pages(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
-        charged = posix_shm.unallocated_bytes(shared, region.byte_size)
-        self._quota.charge(region.key, shared.file, charged)
-        allocated = 0
+        charged_bytes = posix_shm.unallocated_bytes(shared, region.byte_size)
+        self._quota.charge(region.key, shared.file, charged_bytes)
+        allocated_bytes = 0
         try:
             # Reserving the pages of a large object takes long, and must not block the loop.
-            allocated = await asyncio.to_thread(
+            allocated_bytes = await asyncio.to_thread(
                 posix_shm.allocate_pages, region.name, shared, region.offset, region.byte_size
             )
         finally:
-            self._quota.refund(shared.file, charged - min(allocated, charged))
+            self._quota.refund(shared.file, charged_bytes - min(allocated_bytes, charged_bytes))
 
     def open_cuda(
         self,

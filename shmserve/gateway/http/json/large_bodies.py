@@ -95,7 +95,7 @@ class Packed:
         return self.kind == "json"
 
     def value(self) -> Any:
-        """Return the prompt as in the parsed body."""
+        """Return the field as a JSON parser returns it."""
         data = b"".join(self.pieces)
         if self.kind == "tokens":
             return np.frombuffer(data, np.int32).tolist()
