@@ -218,8 +218,8 @@ class DynamicBatching(Record):
 class SequenceControl(Record):
     """The value of a control input for each request of a sequence.
 
-    The value is the first or the second element of a `..._false_true` field, for false and true,
-    or the correlation id with this `datatype`.
+    The value of a control that is false or true is the first or the second element of the field
+    `..._false_true` that is set. The value of a correlation id has this `datatype`.
     """
 
     kind: str = "CONTROL_SEQUENCE_START"

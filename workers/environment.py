@@ -37,7 +37,7 @@ _MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 _OLDEST_PYTHON = (3, 11)
 _OLDEST_NUMPY = (1, 26)
 _PROBE_TIMEOUT_S = 60.0
-# Runs in any version of Python 3. The last line is the result: site packages may print lines.
+# Runs in any version of Python 3. Its last line is the result; packages may print other lines.
 _PROBE_SCRIPT = """
 import json, sys
 sys.path += sys.argv[1:]

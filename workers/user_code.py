@@ -121,7 +121,7 @@ def _model_report(error: BaseException, model_dir: Path) -> traceback.TracebackE
 
 
 def traceback_line(text: str, model: str, model_dir: Path) -> str:
-    """Return the traceback line of the first position that an error names, or ""."""
+    """Return a line of a traceback for the first position in an error text, or ""."""
     match = re.search(rf"\b{re.escape(f'{model}/{model_dir.name}')}/([^\s:]+):(\d+)", text)
     return f'  File "{_user_path(model_dir)}/{match[1]}", line {match[2]}' if match else ""
 

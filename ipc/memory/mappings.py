@@ -172,10 +172,9 @@ class Mappings:
         return mapping
 
     def detach(self, memory_ranges: Iterable[Range]) -> None:
-        """Make the bytes at `memory_ranges` private in all views, which keep their content.
+        """Replace the pages of ranges by private copies in all existing views.
 
-        New views show the shared memory, which is mapped again. Memory on a device is not
-        supported.
+        Later views show the shared memory, which is mapped again. Device memory is not supported.
 
         Raises:
             ShmserveError: A range cannot be mapped (see `view`).

@@ -131,7 +131,7 @@ class Range(Record):
 class TensorRef(Record):
     """A tensor: its bytes, little-endian and row-major, inline or as a memory range.
 
-    The elements of BYTES tensors are a 4-byte length and the bytes.
+    Each element of a BYTES tensor is a 4-byte length followed by its bytes.
     """
 
     name: str

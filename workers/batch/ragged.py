@@ -218,7 +218,7 @@ class Padder:
 
 
 class _CutRule(NamedTuple):
-    """The rule for cutting an output; its variable dimensions are, in order, those of `source`.
+    """The rule for cutting an output with the variable dimensions of the input `source`, in order.
 
     Attributes:
         axes: Pairs of the output's and the input's dimension, without the batch dimension.
@@ -284,7 +284,7 @@ def _replace_inputs(
 
 
 def _padded_batch(pad: Pad, inputs: Sequence[Input], target_shape: Shape) -> Any:
-    """Return the bytes of a padded batch, on the device of an input if an input is on a device."""
+    """Return the bytes of a padded batch, in device memory if one of the inputs is there."""
     shape = (sum(item.shape[0] for item in inputs), *target_shape)
     if any(item.on_device for item in inputs):
         return _padded_batch_on_device(pad, inputs, shape)

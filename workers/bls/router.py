@@ -87,7 +87,7 @@ class SharedWait:
         self._condition = threading.Condition(self.lock)
         self._has_sleeper = False
         self._epoll = select.epoll()
-        # Not in the epoll set, where an event loop could consume the sleeping thread's wake-up.
+        # Wakes the sleeping thread. Not in the epoll set, where an event loop could consume it.
         self._recheck_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notification_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_notified = False
@@ -487,8 +487,8 @@ class CallRouter:
                     if isinstance(message, Finished | Responded | Failed) and message.spans:
                         self._on_spans(message.spans)
                     self.schedulers.handle(link.endpoint, message)
-            unresolved, self._unresolved_calls = self._unresolved_calls, []
-        for call, error in unresolved:
+            unresolved_calls, self._unresolved_calls = self._unresolved_calls, []
+        for call, error in unresolved_calls:
             self._resolve(call, error)
         self._flush()
 

@@ -1,6 +1,6 @@
 """Grammars of texts: their compilation, and the tokens that they allow at each position.
 
-Grammars are compiled by llguidance. `with_patterns` implements a keyword of JSON schemas that
+Grammars are compiled by llguidance. `with_patterns` replaces keywords of JSON schemas that
 llguidance lacks.
 """
 
@@ -51,7 +51,7 @@ class Grammars:
     def matcher(
         self, grammar: tuple[str, str], message_grammar: str = "", name: str = "tools"
     ) -> Any:
-        """Return a new matcher of a grammar.
+        """Return a new matcher, which determines the tokens that a grammar allows next.
 
         Args:
             grammar: The grammar of the content, see `GenerationParameters.grammar`.
@@ -181,7 +181,7 @@ def _shorten(error: str) -> str:
     first_line, *lines = error.splitlines()
     if first_line.startswith("NoExtension"):
         return "it matches no text"
-    # The reason why a regular expression is wrong follows its text.
+    # If a regular expression is invalid, the reason is in a line after the expression.
     reason = next((line for line in lines if line.startswith("error: ")), "")
     return clip(f"{first_line} {reason}".rstrip(), 200)
 

@@ -127,9 +127,9 @@ class NativeBackend(Backend):
         signature = Signature(with_generated_tensors(config), context.version)
         _check(signature, predict)
         if predict.yields != config.decoupled:
-            responses = "yields its responses" if predict.yields else "returns its one response"
+            behaviour = "yields its responses" if predict.yields else "returns its one response"
             raise InvalidArgument(
-                f"'predict' of model '{signature.name}' {responses}, but its configuration has the "
+                f"'predict' of model '{signature.name}' {behaviour}, but its configuration has the "
                 f"'decoupled' transaction policy {str(config.decoupled).lower()}"
             )
         self._to_outputs = predict.to_outputs
@@ -141,7 +141,7 @@ class NativeBackend(Backend):
             self._model.to(self._device.torch).eval()
         if predict.yields:
             max_streams = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
-            # `load` may replace `predict`, by a compiled one for example.
+            # `predict` is looked up at each call, because `load` may replace or compile it.
             self._streams = GeneratorStreams(
                 lambda **inputs: self._model.predict(**inputs),
                 self._respond,
@@ -238,7 +238,7 @@ class NativeBackend(Backend):
             declaration.adopt_forward(model)
             self._class = model
             self._file = file
-            # The file that `shmserve.serve` generates has the `__file__` of the user's file.
+            # The file that `shmserve.serve` generates sets `__file__` to the user's file.
             is_generated = module.__file__ != str(path)
             folder = Path(str(module.__file__)).parent if is_generated else context.version_dir
             self._folder = folder.resolve()

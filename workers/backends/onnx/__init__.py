@@ -262,7 +262,7 @@ def _export_advice(node: Any) -> str:
 def _largest_batch(tensors: Sequence[FileTensor]) -> int:
     """Return the largest batch size: unlimited if each tensor's first dimension varies, else 0.
 
-    Files rarely name the batch dimension.
+    The batch dimension is not recognised by its name, because files rarely name it.
     """
     return _UNBOUNDED if all(tensor.dims[:1] == (-1,) for tensor in tensors) else 0
 

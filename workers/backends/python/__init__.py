@@ -267,7 +267,7 @@ def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
         spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
         spec.submodule_search_locations = [str(version_dir)]
     module = importlib.util.module_from_spec(spec)
-    # Registered, because sys.path may contain another folder with this number as its name.
+    # In sys.modules, because sys.path may contain another folder named like this version.
     sys.modules[package] = module
     if spec.loader is not None:
         spec.loader.exec_module(module)
@@ -516,5 +516,5 @@ def log_thread_exception(args: threading.ExceptHookArgs) -> None:
                 variable = variable.get_response_sender()
             if isinstance(variable, InferenceResponseSender):
                 variable._thread_error = args.exc_value
-    # An error in a variable would otherwise keep all variables alive until a garbage collection.
+    # A variable that refers to the error would otherwise keep all variables alive, in a cycle.
     traceback.clear_frames(args.exc_traceback)

@@ -166,7 +166,7 @@ class Pass:
         return first_row
 
     def select(self, indices: list[int]) -> Pass:
-        """Return a pass of the `indices` rows, which are the last ones of their spans."""
+        """Return a pass of the rows with these indices, which must be the last of their spans."""
         selected_rows = Pass(self.block_size, self.device)
         for span in self.spans:
             end = span.first_row + span.size
