@@ -396,7 +396,7 @@ class SchedulerClient(Generic[R]):
         Returns:
             The requests to resubmit, in the order of submission.
         """
-        resubmitted: list[R] = []
+        resubmitted_requests: list[R] = []
         for number, request in list(self.settling.items()):
             if request.endpoint == endpoint:
                 self._settle(number)
@@ -411,8 +411,8 @@ class SchedulerClient(Generic[R]):
             elif runs_once(request.submit.schema, request.submit.data):
                 request.fail(CANNOT_RUN_AGAIN)
             else:
-                resubmitted.append(request)
-        return resubmitted
+                resubmitted_requests.append(request)
+        return resubmitted_requests
 
     def withdraw_all(self) -> list[R]:
         """Remove all requests, which no scheduler processes any more.

@@ -145,7 +145,7 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
         spans: The message's spans and tensors.
         tensors: A list to which the tensors are appended, if given.
     """
-    unpacked: list[Span] = []
+    unpacked_spans: list[Span] = []
     unpacker = msgpack.Unpacker(max_buffer_size=len(spans) or 1)
     unpacker.feed(spans)
     try:
@@ -155,17 +155,17 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
                 if tensors is not None:
                     tensors.append(TracedTensor(*item))
                 continue
-            if field_types != _SPAN_FIELD_TYPES or len(unpacked) == _MAX_SPANS:
+            if field_types != _SPAN_FIELD_TYPES or len(unpacked_spans) == _MAX_SPANS:
                 break
             span = Span(*item)
             span_ids = filter(None, (span.span_id, span.parent_id))
             are_ids = all(map(_SPAN_ID.fullmatch, span_ids))
             if not (are_ids and span.span_id and span.version.isdecimal()):
                 break
-            unpacked.append(span)
+            unpacked_spans.append(span)
     except Exception as error:  # msgpack and values that are not lists raise many types
         logger.error("the trace spans of a response are malformed: %s", error)
-    return unpacked
+    return unpacked_spans
 
 
 def span_subtree(spans: list[Span], span_id: str) -> list[Span]:

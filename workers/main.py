@@ -357,7 +357,7 @@ class WorkerInstance:
                 if context.device_memory is not None:
                     context.control.send(context.device_memory.check(message))
             case CheckReady(id=check_number):
-                # In a thread, because the check may take long and batches continue.
+                # In a thread, because the check may take long, and batches must continue.
                 threading.Thread(
                     target=self._check_ready, args=(check_number,), daemon=True
                 ).start()

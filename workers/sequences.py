@@ -338,9 +338,9 @@ class SequenceExecutor(Executor):
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
         self._rows = batch.rows
         finished = super().execute(batch, requests)
-        rescheduled = {reply.key for reply in finished.replies if reply.code == RESCHEDULED}
+        rescheduled_keys = {reply.key for reply in finished.replies if reply.code == RESCHEDULED}
         for row in batch.rows:
-            if row.flags & SEQUENCE_END and row.key not in rescheduled:
+            if row.flags & SEQUENCE_END and row.key not in rescheduled_keys:
                 self._states.release(row.slot)
         return finished
 
@@ -444,10 +444,10 @@ def _with_ids(work: Work, row: SequenceRow) -> Work:
 
     The scheduler gives ids to requests without one, and removes flags of requests that run again.
     """
-    assigned = (row.flags, row.correlation_id, row.correlation_text)
-    if (work.flags, work.correlation_id, work.correlation_text) == assigned:
+    assigned_fields = (row.flags, row.correlation_id, row.correlation_text)
+    if (work.flags, work.correlation_id, work.correlation_text) == assigned_fields:
         return work
-    flags, correlation_id, correlation_text = assigned
+    flags, correlation_id, correlation_text = assigned_fields
     return replace(
         work, flags=flags, correlation_id=correlation_id, correlation_text=correlation_text
     )

@@ -198,7 +198,7 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
                     "length" if row.start == PROMPT_TOKENS + NEW_TOKENS - 2 else "",
                 )
                 for row in step.rows
-                if row.samples
+                if row.samples_next
             ]
             stepped = Stepped(number, results, 0, 20_000_000, 0)
             responded = time.thread_time()

@@ -80,8 +80,8 @@ class Prepared(Message):
         needs_whole_prompt: Whether the whole prompt is computed even if a prefix is cached.
         allows_drafts: Whether draft tokens may be proposed.
         beams: The beam search, if any.
-        replays: Whether a resumed request computes its earlier tokens again, because their log
-            probabilities are requested.
+        replays_tokens: Whether a resumed request computes its earlier tokens again, because their
+            log probabilities are requested.
     """
 
     key: int
@@ -92,7 +92,7 @@ class Prepared(Message):
     needs_whole_prompt: bool = False
     allows_drafts: bool = True
     beams: list[BeamSearch] = field(default_factory=list)
-    replays: bool = False
+    replays_tokens: bool = False
 
 
 class NewSequence(Record):
@@ -119,8 +119,8 @@ class Row(Record):
         kept_blocks: The number of leading entries of the block table that remain.
         blocks: The new entries of the block table, which follow the kept ones.
         draft_count: The number of draft tokens to propose and verify after the computed tokens.
-        samples: Whether the next token is sampled. This is the case if no token of the sequence
-            follows the tokens of the row.
+        samples_next: Whether the next token is sampled. This is the case if no token of the
+            sequence follows the tokens of the row.
     """
 
     sequence: int
@@ -129,7 +129,7 @@ class Row(Record):
     kept_blocks: int
     blocks: list[int]
     draft_count: int = 0
-    samples: bool = True
+    samples_next: bool = True
 
 
 class Step(Message):
@@ -151,7 +151,7 @@ class Step(Message):
 
 
 class RowResult(Record):
-    """The result of a row whose `Row.samples` is set.
+    """The result of a row whose `Row.samples_next` is set.
 
     Attributes:
         sequence: The number of the sequence.

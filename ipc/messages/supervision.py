@@ -382,11 +382,11 @@ class BaseCounters(Message):
 
     `statistics` has the counters that `sum_counters` in common/model_metrics.py returns. The latest
     message replaces earlier ones. Once the scheduler of a moved version has drained, its successor
-    receives that scheduler's last snapshot as `moved`, and continues its counts.
+    receives that scheduler's last statistics (`moved_statistics`), and continues the counts.
     """
 
     statistics: dict[str, Any]
-    moved: dict[str, Any] = field(default_factory=dict)
+    moved_statistics: dict[str, Any] = field(default_factory=dict)
 
 
 # --- workers

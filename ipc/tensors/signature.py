@@ -315,8 +315,8 @@ def _quoted_names(names: Iterable[str]) -> str:
 def _check_size(tensor: TensorRef, model: str) -> None:
     item_size = ITEM_SIZE[tensor.datatype]
     count = element_count(tensor.shape)
-    expected = count * item_size
-    if expected > MAX_INT64:
+    expected_size = count * item_size
+    if expected_size > MAX_INT64:
         check_extent(tensor.name, tensor.shape, count, item_size)
     # An array with a dimension of 0 is empty, but its other dimensions may still be too large.
     if not count and element_count([dim for dim in tensor.shape if dim]) > _MAX_EMPTY_ELEMENTS:
@@ -325,8 +325,8 @@ def _check_size(tensor: TensorRef, model: str) -> None:
         return
     data = tensor.data
     size = len(data) if isinstance(data, bytes) else data.byte_size
-    if size != expected:
+    if size != expected_size:
         raise InvalidArgument(
             f"input byte size mismatch for input '{tensor.name}' for model '{model}'. Expected "
-            f"{expected}, got {size}"
+            f"{expected_size}, got {size}"
         )

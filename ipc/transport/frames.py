@@ -204,7 +204,7 @@ class _Getters(dict[type[Any], Callable[[Any], Any]]):
 
 
 _TYPES_BY_TAG = _MessageTypes()
-_GETTERS = _Getters()
+_GETTERS_BY_TYPE = _Getters()
 
 
 def _wire_type(annotation: Any) -> type[Any]:
@@ -314,7 +314,7 @@ def _read_fields(tag: str, record_class: type[Any]) -> None:
     wire_types = list(map(_wire_type, annotations))
     _TYPES_BY_TAG[tag] = (record_class, wire_types, required_count, element_checks, nested_fields)
     get_fields: Callable[[Any], Any] = attrgetter("TAG", *names) if names else lambda _: (tag,)
-    _GETTERS[record_class] = (
+    _GETTERS_BY_TYPE[record_class] = (
         _with_nested_packed(get_fields, nested_fields) if nested_fields else get_fields
     )
 
@@ -334,7 +334,7 @@ def _with_nested_packed(
 
 def pack(messages: Iterable[Any]) -> bytes:
     """Return a frame of `messages`, in order; unencodable text is escaped."""
-    items = [VERSION, *[_GETTERS[type(message)](message) for message in messages]]
+    items = [VERSION, *[_GETTERS_BY_TYPE[type(message)](message) for message in messages]]
     frame: bytes
     try:
         frame = _PACKER.pack(items)

@@ -47,7 +47,7 @@ _MAX_UNREGISTERED = 64  # maximum number of connections without a registered ide
 _MAX_UNPOLLED_READS = 8
 _MAX_UNSENT_BYTES = 4 << 20  # no messages are read from a peer with more unread output
 _MAX_BUFFERED_BYTES = 64 << 20  # maximum bytes of incomplete frames of all peers
-_TOLERATED_BUFFER_BYTES = 1 << 20  # peers with fewer buffered bytes stay connected
+_TOLERATED_BUFFER_BYTES = 1 << 20  # the limit disconnects no peer with fewer buffered bytes
 _MAX_MALFORMED = 16  # malformed messages after which a peer is disconnected
 # The value in linux/asm-generic/socket.h since Linux 6.16, which Python does not define.
 _SO_PASSRIGHTS = 83

@@ -274,23 +274,23 @@ class _Model:
     def _describe_differences(self, response: Inferred, batch_size: int) -> str:
         """Return the differences between a response and the configuration, or ""."""
         config = self._config
-        returned = {tensor.name: tensor for tensor in response.outputs}
-        reshaped = {name for output in config.batch_output for name in output.target_name}
+        returned_tensors = {tensor.name: tensor for tensor in response.outputs}
+        split_outputs = {name for output in config.batch_output for name in output.target_name}
         # Responses of decoupled models and of ensembles with conditional steps may lack outputs.
-        all_required = not (config.decoupled and returned)
+        all_required = not (config.decoupled and returned_tensors)
         all_required &= not any(name.startswith("step[") for name in config.parameters)
         mismatches = []
         for name, spec in self.signature.outputs.items():
             is_batched = self.signature.max_batch_size > 0
             expected_dims = (batch_size, *spec.dims) if is_batched else spec.dims
-            tensor = returned.get(name)
+            tensor = returned_tensors.get(name)
             configured = f"{TO_CONFIG[spec.datatype]} {shape_text(expected_dims)}"
             if tensor is None:
                 mismatches += [(name, configured, "missing")] if all_required else []
                 continue
             # A scalar is one element; configurations have no scalars.
             is_scalar = not tensor.shape and element_count([*map(abs, expected_dims)]) == 1
-            fits = name in reshaped or is_scalar or shapes_match(expected_dims, tensor.shape)
+            fits = name in split_outputs or is_scalar or shapes_match(expected_dims, tensor.shape)
             if tensor.datatype != spec.datatype or not fits:
                 shape = shape_text(tensor.shape)
                 mismatches.append((name, configured, f"{TO_CONFIG[tensor.datatype]} {shape}"))

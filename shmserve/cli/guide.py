@@ -157,9 +157,9 @@ def search(words: str) -> str:
             in_title = all(pattern.search(f"{topic} {title}".lower()) for pattern in title_patterns)
             lines = [line for line in section.splitlines() if patterns[0].search(line.lower())]
             entry = (f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), "")
-            phrase = words.lower() in section.lower()
+            has_phrase = words.lower() in section.lower()
             is_page = topic == words.lower() and section.startswith("# ")
-            sort_key = (rank, not in_title, not is_page, not phrase, -sum(matches))
+            sort_key = (rank, not in_title, not is_page, not has_phrase, -sum(matches))
             ranked_sections.append((sort_key, "\n".join(entry)))
     if not ranked_sections:
         raise InvalidArgument(f"guide: no section has '{words}'; `shmserve guide` lists the pages")
@@ -186,8 +186,8 @@ def client_reference() -> str:
 
     public = {name: getattr(client, name) for name in client.__all__}
     classes = filter(inspect.isclass, public.values())
-    errors = [value for value in classes if issubclass(value, ShmserveError)]
-    documented = [value for value in public.values() if value not in errors]
+    error_classes = [value for value in classes if issubclass(value, ShmserveError)]
+    documented = [value for value in public.values() if value not in error_classes]
     lines = ["# The client: shmserve.client", ""]
     for member in sorted(documented, key=inspect.isclass):
         lines += _describe(client, member)
@@ -195,7 +195,7 @@ def client_reference() -> str:
     for member in (aio.connect, aio.Server, aio.ResponseStream):
         lines += _describe(aio, member)
     lines += ["# Errors", "", "All are ShmserveError, and have `code`, `status` and `message`.", ""]
-    for error in errors:
+    for error in error_classes:
         parents = ", ".join(base.__name__ for base in error.__bases__)
         lines += [f"{error.__name__}({parents})  {error.code}, {error.status}"]
         lines += [*_indented(inspect.getdoc(error)), ""]

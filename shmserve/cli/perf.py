@@ -14,7 +14,7 @@ from shmserve.cli.arguments import add_flags, check_files, write_file
 from shmserve.errors import Unavailable
 from shmserve.perf import measure, report, targets
 from shmserve.perf.load import SCHEDULES, LoadGenerator, parse_loads
-from shmserve.protocols.connection import Poller
+from shmserve.protocols.connection import EventLoop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
     check_files(args, "json", "csv", "plot")
     old_report = report.read_report(args.compare) if args.compare else None
     with contextlib.ExitStack() as stack:
-        poller = stack.enter_context(contextlib.closing(Poller()))
-        target = targets.connect(args, poller, stack)
+        loop = stack.enter_context(contextlib.closing(EventLoop()))
+        target = targets.connect(args, loop, stack)
         points: list[measure.Point] = []
         failure = None
         try:
             for value in values:
-                points.append(_measure(args, plan, poller, target, kind, value))
+                points.append(_measure(args, plan, loop, target, kind, value))
                 if interrupted := points[-1].interrupted:
                     break
         except KeyboardInterrupt:  # the interrupt arrived between two loads
@@ -78,7 +78,7 @@ def _parse_loads(args: argparse.Namespace) -> tuple[str, list[float]]:
 def _measure(
     args: argparse.Namespace,
     plan: measure.MeasurementPlan,
-    poller: Poller,
+    loop: EventLoop,
     target: targets.LoadTarget,
     kind: str,
     value: float,
@@ -88,7 +88,7 @@ def _measure(
         schedule = SCHEDULES[args.arrivals](value, args.seed)
         slots = args.max_in_flight
     requests = target.requests(slots)
-    load = LoadGenerator(poller, target.lane_factory, requests, slots, schedule, args.patience)
+    load = LoadGenerator(loop, target.lane_factory, requests, slots, schedule, args.patience)
     with contextlib.closing(load):
         point = measure.measure_load(load, plan, kind, value, target.statistics)
     print(f"{point.name}: {point.per_second:,.1f} requests/s", file=sys.stderr)

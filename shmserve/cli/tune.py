@@ -18,7 +18,7 @@ from shmserve.perf import measure, report, search, targets
 from shmserve.perf.load import LoadGenerator
 from shmserve.perf.search import Candidate, Search, Trial
 from shmserve.protocols import AdminTransport, TransportError, servers
-from shmserve.protocols.connection import Poller
+from shmserve.protocols.connection import EventLoop
 
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
 _MS_PER_UNIT = {"us": 0.001, "ms": 1.0, "s": 1000.0}
@@ -72,9 +72,9 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
     cpu_count = len(os.sched_getaffinity(0))
     max_instances = args.most_instances or cpu_count
     space = search.search_space(config, target_ms, cpu_count, max_instances, args.largest_batch)
-    poller = stack.enter_context(contextlib.closing(Poller()))
-    target = targets.connect(args, poller, stack)
-    runner = _TrialRunner(args, server, poller, target, config, target_ms)
+    loop = stack.enter_context(contextlib.closing(EventLoop()))
+    target = targets.connect(args, loop, stack)
+    runner = _TrialRunner(args, server, loop, target, config, target_ms)
     tuning = Search(runner.run_trial, target_ms, space, args.runs)
     interrupted = False
     with targets.prefix_errors(server), _restore_at_end(server, args.model, config):
@@ -130,7 +130,7 @@ class _TrialRunner:
 
     args: argparse.Namespace
     server: AdminTransport
-    poller: Poller
+    loop: EventLoop
     target: targets.LoadTarget
     config: dict[str, Any]
     target_ms: float
@@ -169,6 +169,6 @@ class _TrialRunner:
         requests = self.target.requests(in_flight)
         patience_s = self.args.patience
         lane_factory = self.target.lane_factory
-        load = LoadGenerator(self.poller, lane_factory, requests, in_flight, None, patience_s)
+        load = LoadGenerator(self.loop, lane_factory, requests, in_flight, None, patience_s)
         with contextlib.closing(load):
             return measure.measure_load(load, plan, "concurrency", in_flight, dict)

@@ -187,8 +187,8 @@ class ServerState(ABC):
         self.alive = True
         self.start_ended = threading.Event()
         self.is_draining = False  # new requests must go to another server
-        self.identity = ""  # the server's number for this client and a token, for schedulers
-        self.is_in_other_pid_namespace = False  # the server; set before threads start
+        self.identity = ""  # this client's number and token, by which schedulers identify it
+        self.is_in_other_pid_namespace = False  # than the server; set before threads start
         self.mappings = Mappings()
         self.link_numbers = itertools.count(1)
         self._channels: set[Wakeable] = set()

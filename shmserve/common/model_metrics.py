@@ -98,15 +98,15 @@ def sum_families(parts: Iterable[Families]) -> Families:
     total: Families = {}
     for part in parts:
         for name, family in part.items():
-            earlier = total.get(name)
-            if earlier is None:
+            first_family = total.get(name)
+            if first_family is None:
                 total[name] = family
-            elif earlier.kind == family.kind:
-                values = dict(earlier.values)
+            elif first_family.kind == family.kind:
+                values = dict(first_family.values)
                 for labels, value in family.values.items():
                     previous = values.get(labels)
                     values[labels] = _add(family.kind, previous, value) if previous else value
-                total[name] = replace(earlier, values=values)
+                total[name] = replace(first_family, values=values)
     return total
 
 
@@ -125,12 +125,12 @@ class ModelMetrics:
 
     def __init__(self) -> None:
         self._exited_families: Families = {}
-        self._instances: dict[int, Families] = {}
+        self._families_by_pid: dict[int, Families] = {}
 
     def snapshot(self) -> list[Any]:
         """Return the families of all instances as a checkpoint, from which `restore` continues."""
-        exited = to_lists(self._exited_families)
-        return [exited, *([pid, to_lists(families)] for pid, families in self._instances.items())]
+        instances = [[pid, to_lists(families)] for pid, families in self._families_by_pid.items()]
+        return [to_lists(self._exited_families), *instances]
 
     def restore(self, snapshot: list[Any], alive_pids: Iterable[int]) -> None:
         """Continue from the checkpoint of a predecessor, whose live instances are `alive_pids`.
@@ -140,24 +140,24 @@ class ModelMetrics:
         """
         exited, *instances = snapshot
         self._exited_families = parse(exited)
-        self._instances = {int(pid): parse(families) for pid, families in instances}
-        for pid in self._instances.keys() - set(alive_pids):
+        self._families_by_pid = {int(pid): parse(families) for pid, families in instances}
+        for pid in self._families_by_pid.keys() - set(alive_pids):
             self.process_exited(pid)
 
     def report(self, pid: int, families: Families) -> None:
         """Replace the families of instance `pid`, whose counts begin at its start."""
-        self._instances[pid] = families
+        self._families_by_pid[pid] = families
 
     def process_exited(self, pid: int) -> None:
         """Remove an instance that has exited, and keep its counters and histograms."""
-        families = self._instances.pop(pid, None)
+        families = self._families_by_pid.pop(pid, None)
         if families is not None:
             totals = {name: f for name, f in families.items() if f.kind != "GAUGE"}
             self._exited_families = sum_families((self._exited_families, totals))
 
     def total(self) -> Families:
         """Return the families, summed over all instances of the version."""
-        return sum_families((self._exited_families, *self._instances.values()))
+        return sum_families((self._exited_families, *self._families_by_pid.values()))
 
 
 def exposition(families: Families) -> str:
@@ -193,13 +193,13 @@ def header_lines(name: str, description: str, kind: str) -> tuple[str, str]:
 
 def sample_line(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
     """Return the line of a sample, with labels in this order; integers have no decimal point."""
-    pairs = ",".join(f'{label}="{_escape(text, quote=True)}"' for label, text in labels)
+    pairs = ",".join(f'{label}="{_escape(text, escapes_quotes=True)}"' for label, text in labels)
     return f"{name}{{{pairs}}} {_as_text(value)}" if pairs else f"{name} {_as_text(value)}"
 
 
-def _escape(text: str, quote: bool = False) -> str:
+def _escape(text: str, escapes_quotes: bool = False) -> str:
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
-    return text.replace('"', '\\"') if quote else text
+    return text.replace('"', '\\"') if escapes_quotes else text
 
 
 def _as_text(value: float) -> str:

@@ -72,7 +72,7 @@ class TraceSettings:
     exporter: tuple[tuple[str, str], ...] = ()
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
         """Return whether requests are traced."""
         return OFF not in self.trace_level and bool(self.trace_rate) and bool(self.trace_count)
 
@@ -225,7 +225,7 @@ class Sampler:
     _is_enabled: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.remaining_count, self._is_enabled = self.settings.trace_count, self.settings.on
+        self.remaining_count, self._is_enabled = self.settings.trace_count, self.settings.is_on
 
     def should_trace(self, is_sampled: bool | None = None) -> bool:
         """Return whether to trace the next request.
@@ -258,9 +258,9 @@ class Samplers:
         return self._samplers_by_model.get(model) or self._samplers_by_model[""]
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
         """Return whether any model is traced."""
-        return any(sampler.settings.on for sampler in self._samplers_by_model.values())
+        return any(sampler.settings.is_on for sampler in self._samplers_by_model.values())
 
     @property
     def all(self) -> list[Sampler]:

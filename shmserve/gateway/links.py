@@ -73,7 +73,7 @@ class GatewaySupervisorLink:
             try:
                 self._handle_message(message)
             except Exception:
-                logger.exception("failed to handle the supervisor's %s", type(message).__name__)
+                logger.exception("the message %s could not be handled", type(message).__name__)
 
     def close(self) -> None:
         """Close the link."""
@@ -229,7 +229,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
             try:
                 self.handle(endpoint, message)
             except Exception:
-                logger.exception("failed to handle the scheduler's %s", type(message).__name__)
+                logger.exception("the message %s could not be handled", type(message).__name__)
         if not link.connected:
             self._close_if_unused(link)
 

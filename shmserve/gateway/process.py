@@ -253,7 +253,7 @@ class _Process:
                 self._accept_received.set()
                 self._stop_received.set()
             case _:
-                logger.warning("unexpected message %s of the supervisor", type(message).__name__)
+                logger.warning("unexpected message %s from the supervisor", type(message).__name__)
 
     def _on_clients_notified(self) -> None:
         self._gateway.refuses_requests = True

@@ -260,7 +260,7 @@ class RegionTable:
             self._draining_regions[memory_id] = region
         elif memory_id not in self._regions_by_id:
             self._regions_by_id[memory_id] = region
-            # Two names of one object share the ranges written to it.
+            # Regions of the same object share the ranges written to it.
             ranges = self._written_ranges.setdefault(region.memory.object, region.written_ranges)
             region.written_ranges = ranges
             ranges.region_count += 1

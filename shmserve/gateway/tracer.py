@@ -97,7 +97,7 @@ class Tracer:
 
             self._exporter = Exporter(default_settings.exporter)
             gc.freeze()  # later garbage collections skip the imported modules
-        self.is_active = self._slow_request_ns > 0 or self._samplers.on
+        self.is_active = self._slow_request_ns > 0 or self._samplers.is_on
 
     def begin_trace(
         self,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.protocols import Lane, LaneFactory
-from shmserve.protocols.connection import Poller
+from shmserve.protocols.connection import EventLoop
 
 _MAX_ERRORS = 20  # maximum number of distinct error texts that are counted
 _OTHER_ERRORS = "other errors"
@@ -129,7 +129,7 @@ class LoadGenerator:
 
     def __init__(
         self,
-        poller: Poller,
+        loop: EventLoop,
         lane_factory: LaneFactory,
         requests: Callable[[int], Sequence[Any]],
         slot_count: int,
@@ -139,7 +139,7 @@ class LoadGenerator:
         """Open the slots.
 
         Args:
-            poller: The event loop.
+            loop: The event loop.
             lane_factory: The factory of the slots' lanes.
             requests: A function that returns the requests of slot n, which it sends in turn.
             slot_count: The number of slots, each with at most one request in flight.
@@ -151,7 +151,7 @@ class LoadGenerator:
         """
         self.records = Records()
         self.is_decoupled = lane_factory.is_decoupled
-        self._poller = poller
+        self._loop = loop
         self._patience_ns = int(patience_s * 1e9)
         self._schedule = schedule
         self._start_ns = 0
@@ -188,7 +188,7 @@ class LoadGenerator:
         end_ns = _clock() + int(seconds * 1e9)
         while (now_ns := _clock()) < end_ns or self._completed_count() == completed:
             wait_ns = max(end_ns - now_ns, 0) or _CHECK_INTERVAL_NS
-            self._poller.run_turn(min(wait_ns, _CHECK_INTERVAL_NS, self._send_due(now_ns)))
+            self._loop.run_turn(min(wait_ns, _CHECK_INTERVAL_NS, self._send_due(now_ns)))
             self._check_alive()
 
     def _completed_count(self) -> int:
@@ -247,7 +247,7 @@ class LoadGenerator:
         self._queued.clear()
         self._last_completion_ns = _clock()
         while len(self._free_slots) < self._slot_count:
-            self._poller.run_turn(_CHECK_INTERVAL_NS)
+            self._loop.run_turn(_CHECK_INTERVAL_NS)
             self._check_alive()
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class Probe:
         self.error = error
 
 
-def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: float) -> str:
+def probe(loop: EventLoop, lane_factory: LaneFactory, request: Any, patience_s: float) -> str:
     """Send a single request, and return its error or "".
 
     Raises:
@@ -286,7 +286,7 @@ def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: f
         while observer.error is None:
             if _clock() > end_ns:
                 raise Unavailable(f"the server has not responded within {patience_s:g} s")
-            poller.run_turn(_CHECK_INTERVAL_NS)
+            loop.run_turn(_CHECK_INTERVAL_NS)
         return observer.error
     finally:
         lane.close()

@@ -35,7 +35,7 @@ from shmserve.protocols import (
     TransportError,
     servers,
 )
-from shmserve.protocols.connection import Poller
+from shmserve.protocols.connection import EventLoop
 
 _WORDS = "time year people way day man thing woman life child world school state family".split()  # noqa: SIM905
 
@@ -60,7 +60,7 @@ class LoadTarget:
     title: str
 
 
-def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
+def connect(args: Namespace, loop: EventLoop, stack: ExitStack) -> LoadTarget:
     """Return the target that the flags select; `stack` closes its resources.
 
     Raises:
@@ -68,7 +68,7 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
         Unavailable: The server is unreachable.
     """
     if args.openai:
-        return _open_openai(args, poller, stack)
+        return _open_openai(args, loop, stack)
     address = servers.parse_address(args.url) if args.url else None
     run_dir = discovery.find(args.run_dir) if address is None else None
     transport: Any = stack.enter_context(contextlib.closing(_metadata_transport(args, address)))
@@ -79,16 +79,16 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
     output_sizes = data.output_sizes(model, args.batch, args.output_byte_size)
     lane_factory: Any
     if address is None:
-        lane_factory = _open_native_lanes(args, run_dir, poller, model)
+        lane_factory = _open_native_lanes(args, run_dir, loop, model)
     else:
-        lane_factory = _open_lanes(args, address, poller, model.decoupled)
+        lane_factory = _open_lanes(args, address, loop, model.decoupled)
     stack.callback(lane_factory.close)
     regions = None
     if args.shared_memory != "none" and address is not None:
         regions = stack.enter_context(Regions(transport, args.shared_memory))
         items = regions.inputs(items)
     requests = partial(_slot_requests, args, lane_factory, items, output_sizes, regions)
-    _send_probe(args, poller, lane_factory, requests(1)(0)[0])
+    _send_probe(args, loop, lane_factory, requests(1)(0)[0])
     models = (args.model, *model.steps)
     statistics = partial(measure.statistics_of, transport, models, args.model_version)
     title = address.address_text if address else str(run_dir)
@@ -119,7 +119,7 @@ def _metadata_transport(args: Namespace, address: Address | None) -> Any:
 
 
 def _open_native_lanes(
-    args: Namespace, run_dir: Path | None, poller: Poller, model: data.ModelInterface
+    args: Namespace, run_dir: Path | None, loop: EventLoop, model: data.ModelInterface
 ) -> LaneFactory:
     from shmserve.protocols.native import NativeLaneFactory
 
@@ -135,22 +135,22 @@ def _open_native_lanes(
         if datatype != "BYTES"  # BYTES outputs are decoded and have no range
     }
     return NativeLaneFactory(
-        run_dir, poller, is_decoupled=model.decoupled, device=device, output_specs=specs
+        run_dir, loop, is_decoupled=model.decoupled, device=device, output_specs=specs
     )
 
 
 def _open_lanes(
-    args: Namespace, address: Address, poller: Poller, is_decoupled: bool
+    args: Namespace, address: Address, loop: EventLoop, is_decoupled: bool
 ) -> LaneFactory:
     credentials = servers.read_credentials(args)
     if address.protocol == "grpc":
         from shmserve.protocols.grpc import GrpcLaneFactory
 
-        return GrpcLaneFactory(address, credentials, poller, is_decoupled=is_decoupled)
+        return GrpcLaneFactory(address, credentials, loop, is_decoupled=is_decoupled)
     from shmserve.protocols.http import GenerateLaneFactory, HttpLaneFactory
 
     factory = GenerateLaneFactory if is_decoupled else HttpLaneFactory
-    return factory(address, credentials, poller)
+    return factory(address, credentials, loop)
 
 
 def _slot_requests(
@@ -197,11 +197,11 @@ def _rotate_requests(requests: Sequence[Any], slot: int) -> Sequence[Any]:
     return [*requests[shift:], *requests[:shift]]
 
 
-def _send_probe(args: Namespace, poller: Poller, lane_factory: LaneFactory, request: Any) -> None:
+def _send_probe(args: Namespace, loop: EventLoop, lane_factory: LaneFactory, request: Any) -> None:
     """Send one request before the load starts, and raise its error."""
     if args.sequence_length:
         return  # the request would start a sequence that never ends
-    error = probe(poller, lane_factory, request, args.patience)
+    error = probe(loop, lane_factory, request, args.patience)
     if error:
         if args.shared_memory != "none":
             error += f" (outputs of unknown size have {args.output_byte_size} bytes in shared "
@@ -209,7 +209,7 @@ def _send_probe(args: Namespace, poller: Poller, lane_factory: LaneFactory, requ
         raise Unavailable(f"the first request to '{args.model}' failed: {error}")
 
 
-def _open_openai(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
+def _open_openai(args: Namespace, loop: EventLoop, stack: ExitStack) -> LoadTarget:
     from shmserve.protocols.http import OPENAI_PATHS, OpenAILaneFactory
 
     if args.url is None:
@@ -218,10 +218,10 @@ def _open_openai(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarge
     if address.protocol != "http":
         raise InvalidArgument(f"--openai requires --url http://HOST:PORT, got '{args.url}'")
     credentials = servers.read_credentials(args)
-    lane_factory = OpenAILaneFactory(address, credentials, poller)
+    lane_factory = OpenAILaneFactory(address, credentials, loop)
     path = OPENAI_PATHS[args.openai]
     requests = [lane_factory.post_json(path, body) for body in _bodies(args)]
-    _send_probe(args, poller, lane_factory, requests[0])
+    _send_probe(args, loop, lane_factory, requests[0])
     title = address.address_text + path
     return LoadTarget(lane_factory, lambda slots: partial(_rotate_requests, requests), dict, title)
 

@@ -25,7 +25,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-class Poller:
+class EventLoop:
     """An event loop for one thread: handlers of descriptors, called when these are ready."""
 
     def __init__(self) -> None:
@@ -88,10 +88,10 @@ class Receiver(Protocol):
 
 
 class ClientConnection:
-    """A non-blocking connection to a server, whose socket a poller watches."""
+    """A non-blocking connection to a server, whose socket an event loop watches."""
 
     def __init__(
-        self, address: Address, tls: ssl.SSLContext | None, poller: Poller, receiver: Receiver
+        self, address: Address, tls: ssl.SSLContext | None, loop: EventLoop, receiver: Receiver
     ) -> None:
         """Connect to an address. Raises Unavailable if the server cannot be reached."""
         try:
@@ -101,11 +101,11 @@ class ClientConnection:
             raise Unavailable(f"{address.address_text} cannot be reached: {reason}") from None
         self._socket.setblocking(False)
         self._uses_tls = tls is not None
-        self._poller = poller
+        self._loop = loop
         self._receiver = receiver
         self._unsent_pieces: deque[memoryview] = deque()
         self.is_open = True
-        poller.watch(self._socket.fileno(), self._on_ready)
+        loop.watch(self._socket.fileno(), self._on_ready)
 
     def write(self, data: bytes) -> None:
         """Send bytes as soon as the peer accepts them."""
@@ -119,11 +119,11 @@ class ClientConnection:
         except OSError as error:
             self.close()
             # Deferred, because `on_lost` may send the next request before this call returns.
-            self._poller.call_soon(partial(self._on_lost, error.strerror or "it failed"))
+            self._loop.call_soon(partial(self._on_lost, error.strerror or "it failed"))
             return
         if sent_bytes < len(data):
             self._unsent_pieces.append(memoryview(data)[sent_bytes:])
-            self._poller.change(self._socket.fileno(), READ | WRITE)
+            self._loop.change(self._socket.fileno(), READ | WRITE)
 
     def _on_ready(self, events: int) -> None:
         if events & ~WRITE:
@@ -140,7 +140,7 @@ class ClientConnection:
                     unsent[0] = unsent[0][sent_bytes:]
                 else:
                     unsent.popleft()
-            self._poller.change(self._socket.fileno(), READ)
+            self._loop.change(self._socket.fileno(), READ)
         except _WOULD_BLOCK:
             pass
         except OSError as error:
@@ -170,7 +170,7 @@ class ClientConnection:
         """Close the connection. Idempotent."""
         if self.is_open:
             self.is_open = False
-            self._poller.unwatch(self._socket.fileno())
+            self._loop.unwatch(self._socket.fileno())
             self._socket.close()
 
 

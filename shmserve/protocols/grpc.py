@@ -38,7 +38,7 @@ from shmserve.protocols import (
     output_json,
     response_json,
 )
-from shmserve.protocols.connection import ClientConnection, Poller, create_tls_context
+from shmserve.protocols.connection import ClientConnection, EventLoop, create_tls_context
 from shmserve.protocols.tensors import ModelTensor
 
 pb: Any = grpc_service_pb2
@@ -219,16 +219,16 @@ class GrpcLaneFactory:
     """
 
     def __init__(
-        self, address: Address, credentials: Credentials, poller: Poller, *, is_decoupled: bool
+        self, address: Address, credentials: Credentials, loop: EventLoop, *, is_decoupled: bool
     ) -> None:
         """Prepare the factory, whose lanes open the connections.
 
         Raises InvalidArgument for invalid TLS files.
         """
         self.is_decoupled = is_decoupled
-        self.poller = poller
+        self.loop = loop
         tls = create_tls_context(address, credentials, "h2")
-        self._connect = partial(ClientConnection, address, tls, poller)
+        self._connect = partial(ClientConnection, address, tls, loop)
         fields = {
             ":method": "POST",
             ":scheme": "https" if address.tls else "http",
@@ -254,13 +254,13 @@ class GrpcLaneFactory:
         """Open a lane on a connection that several lanes share."""
         index, self._lane_count = self._lane_count // _LANES_PER_CONNECTION, self._lane_count + 1
         if index == len(self._connections):
-            self._connections.append(Http2Client(self._connect, self.poller))
+            self._connections.append(Http2Client(self._connect, self.loop))
         return GrpcLane(self, index, observer)
 
     def connection(self, index: int) -> Http2Client:
         """Return the connection with an index, reopened if it was lost."""
         if not self._connections[index].is_open:
-            self._connections[index] = Http2Client(self._connect, self.poller)
+            self._connections[index] = Http2Client(self._connect, self.loop)
         return self._connections[index]
 
     def close(self) -> None:
@@ -351,8 +351,8 @@ class _LaneStream:
 class Http2Client:
     """The client's end of an HTTP/2 connection, with the streams of several lanes."""
 
-    def __init__(self, connect: partial[ClientConnection], poller: Poller) -> None:
-        self._poller = poller
+    def __init__(self, connect: partial[ClientConnection], loop: EventLoop) -> None:
+        self._loop = loop
         self._connection: ClientConnection = connect(self)
         self._streams: dict[int, _LaneStream] = {}
         self._next_stream_id = 1
@@ -427,7 +427,7 @@ class Http2Client:
 
     def _queue_output(self, data: bytes) -> None:
         if not self._output:
-            self._poller.call_soon(self._flush)
+            self._loop.call_soon(self._flush)
         self._output.append(data)
 
     def _flush(self) -> None:
@@ -533,9 +533,9 @@ def _encode_window_update(stream: int, size: int) -> bytes:
     return h2.encode_frame(h2.WINDOW_UPDATE, 0, stream, h2.pack_uint32(size))
 
 
-def _response_error(decoded: Iterable[Any]) -> str:
+def _response_error(decoded_fields: Iterable[Any]) -> str:
     """Return the error in the headers or trailers of a response, or ""."""
-    fields: dict[str, str] = dict(decoded)
+    fields: dict[str, str] = dict(decoded_fields)
     if fields.get("grpc-status", "0") != "0":
         message = unquote(fields.get("grpc-message", ""))
         return f"{message} (gRPC status {fields['grpc-status']})"

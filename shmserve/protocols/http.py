@@ -33,7 +33,7 @@ from shmserve.protocols import (
     TransportError,
     response_json,
 )
-from shmserve.protocols.connection import ClientConnection, Poller, connect, create_tls_context
+from shmserve.protocols.connection import ClientConnection, EventLoop, connect, create_tls_context
 from shmserve.protocols.tensors import ModelTensor, decode
 
 _JSON_LINES = "application/x-ndjson"
@@ -45,7 +45,7 @@ _closes_connection = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
 _CHUNKED = -1  # in place of the remaining bytes, for a chunked body
 _MAX_ERROR_LENGTH = 300
 OPENAI_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-# A part of the server's error if a request to a decoupled model does not accept JSON lines.
+# Part of the error that rejects a request to a decoupled model unless it accepts JSON lines.
 _DECOUPLED_ERROR = "models with decoupled transaction policy"
 _JSON_HEADERS = {"Content-Type": "application/json"}
 
@@ -320,10 +320,10 @@ class HttpLaneFactory:
 
     is_decoupled = False
 
-    def __init__(self, address: Address, credentials: Credentials, poller: Poller) -> None:
+    def __init__(self, address: Address, credentials: Credentials, loop: EventLoop) -> None:
         """Prepare the factory. Raises InvalidArgument for invalid TLS files."""
         tls = create_tls_context(address, credentials, "http/1.1")
-        self.connect = partial(ClientConnection, address, tls, poller)
+        self.connect = partial(ClientConnection, address, tls, loop)
         self._host = address.target or "localhost"
         self._headers = credentials.headers
 

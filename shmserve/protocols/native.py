@@ -32,7 +32,7 @@ from shmserve.protocols import (
     output_json,
     response_json,
 )
-from shmserve.protocols.connection import Poller
+from shmserve.protocols.connection import EventLoop
 from shmserve.protocols.tensors import ModelTensor
 
 _MAX_MEMORY_BYTES = 1 << 40  # no limit: the requests in flight bound the memory
@@ -130,7 +130,7 @@ class NativeLaneFactory:
     def __init__(
         self,
         run_dir: Path,
-        poller: Poller,
+        loop: EventLoop,
         *,
         is_decoupled: bool,
         device: str = "",
@@ -140,7 +140,7 @@ class NativeLaneFactory:
 
         Args:
             run_dir: The run directory of the server.
-            poller: The event loop of the lanes.
+            loop: The event loop of the lanes.
             is_decoupled: Whether a request may have many responses.
             device: The device of the region with the tensors, or "" to copy tensors.
             output_specs: The shape and datatype of each output with space in the region.
@@ -149,30 +149,30 @@ class NativeLaneFactory:
             Disconnected: There is no server.
         """
         self.is_decoupled = is_decoupled
-        self.poller = poller
+        self.loop = loop
         self._device = device
         self._output_specs = output_specs or {}
         self.session = Session(run_dir, _MAX_MEMORY_BYTES, _CONNECT_TIMEOUT_S)
         self.connection = self.session.connection()
-        self.channel = RequestChannel(self.connection, self._watch, poller.unwatch)
+        self.channel = RequestChannel(self.connection, self._watch, loop.unwatch)
         self._is_flush_scheduled = False
         self.regions: list[Region] = []
 
     def _watch(self, fd: int) -> None:
-        self.poller.watch(fd, lambda _: self.channel.process_events((fd,)))
+        self.loop.watch(fd, lambda _: self.channel.process_events((fd,)))
 
     def flush_soon(self) -> None:
         """Send queued requests at the end of this turn of the loop."""
         if not self._is_flush_scheduled:
             self._is_flush_scheduled = True
-            self.poller.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._is_flush_scheduled = False
         self.channel.flush()
 
     def encode(self, request: OutgoingRequest) -> Call:
-        """Return a call. With a device, its tensors are in a region with space for the outputs."""
+        """Return a call; if a device is set, its tensors are in a region with the outputs."""
         arrays: Any = {item.name: tensor_array(item, request.model) for item in request.inputs}
         if self._device:
             arrays = self._copy_to_region(request.inputs, arrays)

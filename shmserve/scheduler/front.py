@@ -134,8 +134,8 @@ class Reports:
     def set_base(self, message: BaseCounters) -> None:
         """Continue the counts of the version that this version replaces."""
         try:
-            if message.moved:
-                self._statistics.add_moved(message.moved)
+            if message.moved_statistics:
+                self._statistics.add_moved(message.moved_statistics)
             else:
                 self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -183,7 +183,7 @@ class OverloadLog:
         self._next_ns = 0  # the earliest time of the next line in the log
         self.due_ns = NEVER
 
-    def refuse(self) -> None:
+    def count_refused(self) -> None:
         """Count a refused request in the next log line."""
         self._refused_count += 1
         self.due_ns = self._next_ns
@@ -208,8 +208,8 @@ class OverloadLog:
 class Core(Protocol[R]):
     """The decisions of one kind of scheduler about the requests of a model version.
 
-    Times are arguments (monotonic ns). `R` is the class of the requests. A request is in
-    `client.requests` of its client from `admit` to its end.
+    Times are arguments (monotonic ns). `R` is the class of the requests. From `admit` to
+    its end, a request is in the `requests` of its client.
     """
 
     statistics: Statistics
@@ -329,8 +329,8 @@ class Front(Generic[R]):
                 if request is not None:
                     self._core.credit(request, message.responses, now_ns)
             case Release():
-                outputs = (client.pid, message.memory, message.offsets)
-                if self._cache is None or not self._cache.lent.release(*outputs):
+                blocks = (client.pid, message.memory, message.offsets)
+                if self._cache is None or not self._cache.lent.release(*blocks):
                     self._core.release(client, message)
             case ReportStatistics():
                 self._reports.answer(client, message.id, now_ns)
@@ -373,7 +373,7 @@ class Front(Generic[R]):
             arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
             self._core.statistics.count_failure(arrived_ns, Reason.REJECTED, now_ns)
         if isinstance(error, QueueFull):
-            self._overload_log.refuse()
+            self._overload_log.count_refused()
         text, retry_s = self._core.format_error(error.message), self._core.retry_after_s(error)
         client.post(Failed(submit.id, error.code, text, retry_s, False, is_refused=True))
 

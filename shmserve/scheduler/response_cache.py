@@ -48,12 +48,12 @@ T = TypeVar("T")
 class _Entry(NamedTuple):
     """A cached response: its schema and the bytes of each tensor.
 
-    `inline` is true if all tensors are sent inside the message.
+    `is_inline` is true if all tensors are sent inside the message.
     """
 
     schema: bytes
     data: list[bytes]
-    inline: bool
+    is_inline: bool
 
 
 class _SchemaKey(NamedTuple):
@@ -106,10 +106,10 @@ class ResponseCache:
             entry = self._entries.find(key)
             if entry is None:
                 return Lookup(key, EMPTY_RESPONSE, self._clock() - began_ns, copies)
-            response_data = entry.data if entry.inline else self._copy_to_lent(entry.data, copies)
+            data = entry.data if entry.is_inline else self._copy_to_lent(entry.data, copies)
         except (MalformedMessage, ShmserveError, LookupError):
             return None
-        return Lookup(b"", (entry.schema, response_data), self._clock() - began_ns, copies)
+        return Lookup(b"", (entry.schema, data), self._clock() - began_ns, copies)
 
     def _schema_key(self, schema: bytes) -> _SchemaKey:
         """Return the schema's part of the cache key; empty if its requests bypass the cache."""
@@ -138,10 +138,10 @@ class ResponseCache:
             contents = [bytes(self._tensor_bytes(tensor)) for tensor in data]
         except (MalformedMessage, ShmserveError, ValueError, TypeError):
             return self._clock() - began_ns  # the response is in memory that schedulers do not read
-        inline = all(type(tensor) is bytes for tensor in data)
-        entry = _Entry(schema, contents, inline)
+        is_inline = all(type(tensor) is bytes for tensor in data)
+        entry = _Entry(schema, contents, is_inline)
         byte_size = _ENTRY_OVERHEAD + len(schema) + sum([len(tensor) for tensor in contents])
-        if not inline:
+        if not is_inline:
             byte_size += _TENSOR_OVERHEAD * len(contents)
         if not self._entries.insert(key, entry, byte_size):
             self._log_too_large(key, byte_size)

@@ -184,7 +184,7 @@ class Handover:
             self.has_successor = True
             self._listeners.share_all()
             self._local_clients.connections.share_listeners()
-            logger.info("the successor takes over")
+            logger.info("the server's successor takes over")
             self._on_handed_over()
 
     async def let_successor_accept(self) -> None:

@@ -40,7 +40,7 @@ _WORKSPACE_ENTRY = "shmserve.supervisor.resources.workspaces:run"
 
 @dataclass(slots=True, eq=False)
 class PermanentProcess:
-    """A permanent process with a name.
+    """The processes that run one after another under a name; `child` is the current one.
 
     `connected` resolves when the first process with this name has connected.
     """

@@ -216,12 +216,12 @@ def compose(
     state_sources = (registry.states, processes.all, snapshot.regions, health.current)
     feed = EventFeed(events, *state_sources, registry.publish_counters)
 
-    def state() -> str:
+    def status() -> str:
         return progress_line(registry.progress())
 
     observers: list[Callable[[], None]] = [feed.models_changed, partial(announce, context, health)]
     if service_manager.is_present:
-        observers.append(lambda: service_manager.notify_status(state()))
+        observers.append(lambda: service_manager.notify_status(status()))
     models = ModelManager(LifecycleExecutor(context, planner, registry, publisher, observers))
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
@@ -263,7 +263,8 @@ def compose(
         service_manager=service_manager,
         handover=handover,
         watchdog=Watchdog(control, processes, service_manager),
-        reload=read_config and Reload(context, opener, poller, service_manager, read_config, state),
+        reload=read_config
+        and Reload(context, opener, poller, service_manager, read_config, status),
     )
 
 

@@ -105,7 +105,7 @@ class RepositoryPoller:
             return  # its next request loads the current files
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
         retry_at, pause_s = self._retries.get(name, (0.0, _FIRST_PAUSE_S))
-        if model is None or model.fingerprint != fingerprint:  # even if the last load has failed
+        if model is None or model.fingerprint != fingerprint:  # a change needs no pause
             pause_s = _FIRST_PAUSE_S
         elif not model.failure_is_temporary or time.monotonic() < retry_at:
             return
@@ -158,7 +158,7 @@ class Reload:
             timeout_extension = asyncio.ensure_future(self._service_manager.extend_timeout())
             try:
                 await self._reload()
-            except Exception:  # any exception, because later requests are handled, too
+            except Exception:  # later requests must still be handled
                 logger.exception("the configuration could not be reloaded")
             finally:
                 await cancel_all(timeout_extension)
@@ -189,7 +189,7 @@ class Reload:
         if config.tokens != old_config.tokens:
             changed.add(_TOKENS_FLAG)
         applied = changed & RELOADABLE
-        # With the first or without any token, listeners may have other addresses: restart.
+        # The first token, or no token any more, may change the listeners' addresses: restart.
         if bool(config.tokens) != bool(old_config.tokens):
             applied.discard(_TOKENS_FLAG)
         for name in sorted(changed):

@@ -171,13 +171,13 @@ class Supervisor:
     async def _start(self, started_at: float) -> int:
         gateways = asyncio.ensure_future(self.gateways.start())
         with self.progress:
-            loading = asyncio.ensure_future(self._load())
+            load_task = asyncio.ensure_future(self._load())
             timeout_extension = asyncio.ensure_future(self.service_manager.extend_timeout())
             try:
-                started = asyncio.gather(loading, gateways)
+                started = asyncio.gather(load_task, gateways)
                 has_loaded, _ = await self.handover.run_beside_predecessor(started)
             except BaseException:
-                await cancel_all(*(task for task in (loading, gateways) if not task.done()))
+                await cancel_all(*(task for task in (load_task, gateways) if not task.done()))
                 raise
             finally:
                 await cancel_all(timeout_extension)

@@ -59,7 +59,7 @@ class NotingEngine(WorkerEngine):
     def _forward(self, planned: list[RowPlan]) -> torch.Tensor:
         logits = super()._forward(planned)
         for settings in planned:
-            if settings.row.samples:
+            if settings.row.samples_next:
                 sequence, line = settings.sequence, logits[settings.logit_row].numpy()
                 noted = self.bits.setdefault(sequence.prompt.key, {})
                 digest = hashlib.blake2b(line.tobytes(), digest_size=8).digest()

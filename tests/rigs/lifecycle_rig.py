@@ -24,7 +24,7 @@ class FakeVersion:
 
     def __init__(self, spec: VersionSpec, rig: LifecycleRig, number: int) -> None:
         self.spec, self.config, self.endpoint = spec, spec.config, f"{number}"
-        self.instances = SimpleNamespace(keep_count_of=lambda _: None, hangs=False)
+        self.instances = SimpleNamespace(adopt_count=lambda _: None, hangs=False)
         self.ready = False
         self.problem = ""
         self._rig = rig
@@ -37,9 +37,9 @@ class FakeVersion:
     def uses(self, name: str) -> bool:
         return any(step.name == name for step in self.spec.steps)
 
-    def publication(self, latest: bool) -> ModelPublished:
+    def publication(self, is_latest: bool) -> ModelPublished:
         name, version = self.spec.name, self.spec.version
-        parts = (self.endpoint, self.ready, latest, 0.0, 0)
+        parts = (self.endpoint, self.ready, is_latest, 0.0, 0)
         return ModelPublished(name, version, self.config, {}, *parts)
 
     def update_to(self, spec: VersionSpec) -> None:

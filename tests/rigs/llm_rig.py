@@ -150,7 +150,9 @@ class Scheduler:
         resumed_samples = {entry.sample: entry for entry in resumed}
         prompt = np.frombuffer(self.prepared[key].prompt, np.int32).tolist()
         for sample in range(self.prepared[key].samples):
-            resumed_sample = None if self.prepared[key].replays else resumed_samples.get(sample)
+            resumed_sample = (
+                None if self.prepared[key].replays_tokens else resumed_samples.get(sample)
+            )
             if resumed_sample is None or not resumed_sample.finish_reason:
                 tokens = (
                     []
@@ -223,7 +225,9 @@ class Scheduler:
         assert self.stepped is not None
         results = {result.sequence: result for result in self.stepped.results}
         skipped_rows = self.stepped.skipped
-        assert results.keys() == {row.sequence for row in rows if row.samples} - {*skipped_rows}
+        assert results.keys() == {row.sequence for row in rows if row.samples_next} - {
+            *skipped_rows
+        }
         self.results += self.stepped.results
         for row in rows:
             self._computed(running_before[row.sequence], row, results.get(row.sequence))

@@ -142,7 +142,7 @@ class EngineRig:
         s = self.settings
         assert sum(row.count + row.draft_count for row in step.rows) <= s.max_tokens_per_batch
         assert len(step.rows) <= s.max_batch_size
-        prompts = [row.count for row in step.rows if row.count > 1 or not row.samples]
+        prompts = [row.count for row in step.rows if row.count > 1 or not row.samples_next]
         assert sum(prompts) <= s.max_prefill_tokens
         assert all(count <= s.prefill_chunk_size for count in prompts)
         assert self.engine.running_step is not None

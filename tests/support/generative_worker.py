@@ -139,10 +139,10 @@ class GenerativeWorker:
         sequence = self.sequences[row.sequence]
         sequence.table[row.kept_blocks :] = row.blocks
         assert row.count >= 1
-        assert row.samples == (row.start + row.count == len(sequence.slots))
+        assert row.samples_next == (row.start + row.count == len(sequence.slots))
         self._check(sequence, row.start)
         self._write(sequence, sequence.slots[row.start : row.start + row.count])
-        if not row.samples:
+        if not row.samples_next:
             return []
         if sequence.key in self.width:
             best_candidates = candidates(sequence.slots, 4 * self.width[sequence.key])

@@ -126,8 +126,8 @@ class Executor:
         if self._context.spans:
             spans = b"".join(self._context.spans)
             self._context.spans.clear()
-        copied = self._context.copy_counter.take()
-        return BatchFinished(batch.batch, *times, replies, *copied, has_run, spans)
+        copied_bytes = self._context.copy_counter.take()
+        return BatchFinished(batch.batch, *times, replies, *copied_bytes, has_run, spans)
 
     # --- warm-up
 
@@ -168,7 +168,7 @@ class Executor:
             The requests of the part, the same requests unpacked, and the requests after the part.
         """
         part: list[WorkerRequest] = []
-        unpacked: list[Request] = []
+        unpacked_requests: list[Request] = []
         byte_size = 0
         copy_inputs = copy_inputs or self._policy.copies_inputs
         with self._link.lock:
@@ -180,14 +180,14 @@ class Executor:
                         request = self._unpacker.request(open_request.work, is_cancelled)
                         byte_size += request.byte_size
                         if byte_size > self._max_part_bytes and part:
-                            return part, unpacked, requests[index:]
+                            return part, unpacked_requests, requests[index:]
                         if copy_inputs:
                             for item in request.inputs.values():
                                 self._context.copy_counter.inputs += item.detach()
                         if open_request.work.trace and not self._is_decoupled:
                             self._writer.scatterer.trace(request, request.inputs.values())
                         part.append(open_request)
-                        unpacked.append(request)
+                        unpacked_requests.append(request)
                         continue
                     except ShmserveError as error:
                         failure = error
@@ -201,7 +201,7 @@ class Executor:
                     except Exception as error:  # memory is exhausted, or a device fails
                         failure = client_error(self._context, error)
                 replies.append(self._close_with_error(open_request, failure))
-        return part, unpacked, []
+        return part, unpacked_requests, []
 
     def _close_with_error(self, open_request: WorkerRequest, error: ShmserveError) -> Reply:
         self._link.close(open_request)
@@ -230,8 +230,8 @@ class Executor:
             client_failure = streams[0].explain(error)
             replies = [stream.refuse(client_failure) for stream in streams]
             return [reply for reply in replies if reply is not None]
-        rescheduled = [stream.request.work.key for stream in streams if stream.is_rescheduled]
-        return [Reply(key, RESCHEDULED, "") for key in rescheduled]
+        rescheduled_keys = [stream.request.work.key for stream in streams if stream.is_rescheduled]
+        return [Reply(key, RESCHEDULED, "") for key in rescheduled_keys]
 
     # --- one response for each request
 
@@ -247,12 +247,12 @@ class Executor:
             return self._run_streams([OutputStream(self._writer, *pair) for pair in pairs])
         replies: list[Reply] = []
         failed_requests: list[WorkerRequest] = []
-        too_large = False
+        is_too_large = False
         try:
             responses = self._execute(requests)
         except BaseException as error:  # SystemExit, too: a model must not end its worker
-            too_large = len(requests) > 1 and is_out_of_memory(error)
-            if too_large:
+            is_too_large = len(requests) > 1 and is_out_of_memory(error)
+            if is_too_large:
                 logger.warning(
                     "model '%s': a batch of %d requests exceeds the memory (%r); it is divided",
                     self._context.model_name,
@@ -283,9 +283,9 @@ class Executor:
                 self._writer.scatterer.finish_writes()
         if failed_requests:
             self._link.pump()
-            if too_large:
+            if is_too_large:
                 free_cached_memory()  # the error no longer refers to the tensors
-            group_size = (len(failed_requests) + 1) // 2 if too_large else 1
+            group_size = (len(failed_requests) + 1) // 2 if is_too_large else 1
             for start in range(0, len(failed_requests), group_size):
                 group = failed_requests[start : start + group_size]
                 replies += self._run_again(group, copy_inputs=len(requests) == 1)

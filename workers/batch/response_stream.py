@@ -45,7 +45,7 @@ class MetricsReports:
     def __init__(
         self, collect_changes: Callable[[], list[list[Any]] | None], link: InstanceLink
     ) -> None:
-        # Returns all families if there was a change since the last call.
+        # Returns all metric families if a metric has changed since the last call.
         self._collect_changes = collect_changes
         self._link = link
         self._last_report: MetricsReported | None = None
@@ -192,7 +192,7 @@ class OutputStream:
         open_request.open_window(bool(request.memory_ranges))
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Return whether the model has ended the stream or failed, and must send no more responses.
 
         A stream that was ended because its client reads nothing counts as cancelled, not as closed.
@@ -315,10 +315,10 @@ class OutputStream:
     ) -> None:
         """Write a response and send it, with the lock held."""
         writer = self._writer
-        copied, memory = writer.context.copy_counter, writer.context.output_memory
+        counter, memory = writer.context.copy_counter, writer.context.output_memory
         code = message = ""
         packed: Packed = (b"", [])
-        copied_before = copied.outputs
+        copied_before = counter.outputs
         self._trace_inputs()
         if response is not None and response.error is not None:
             code, message = response.error.code, response.error.message
@@ -330,8 +330,8 @@ class OutputStream:
                 failure = self.explain(error)
                 code, message = failure.code, failure.message
                 request_failed = final
-        copied_bytes = copied.outputs - copied_before
-        copied.outputs = copied_before
+        copied_bytes = counter.outputs - copied_before
+        counter.outputs = copied_before
         if self.request.work.trace and len(self._traced_tensors) < MAX_TRACED_CHARS:
             self._traced_tensors += b"".join(writer.context.spans)
             writer.context.spans.clear()

@@ -259,7 +259,7 @@ class Runner:
         weights = _weights_byte_size(model) if is_module(model) else 0
         plan = MemoryPlan.of(config, self._signature, weights)
         if plan is not None and plan.rows > 1 and config.has_scheduler:
-            for name, row_bytes in plan.inputs.items():
+            for name, row_bytes in plan.input_row_bytes.items():
                 self._gatherer.reserve(name, row_bytes * plan.rows)
         return plan
 
@@ -362,10 +362,10 @@ class Runner:
         Raises:
             Internal: An output is no array, or has a wrong number of rows.
         """
-        requested = {name for request in requests for name in request.requested_outputs}
+        requested_names = {name for request in requests for name in request.requested_outputs}
         batch_outputs: list[BatchOutput] = []
         for name, output in outputs.items():
-            if name in requested:
+            if name in requested_names:
                 batch_outputs.append(self._fetch(name, output, requests))
         if self._device.needs_copies:
             self._device.synchronize()
@@ -408,10 +408,10 @@ class Runner:
             Internal: An output is no array.
         """
         names = [name for name in outputs if name in request.requested_outputs]
-        fetched = [self._fetch(name, outputs[name], [request]) for name in names]
+        fetched_outputs = [self._fetch(name, outputs[name], [request]) for name in names]
         if self._device.needs_copies:
             self._device.synchronize()
-        return Response([self._split(item, [request])[0] for item in fetched])
+        return Response([self._split(item, [request])[0] for item in fetched_outputs])
 
     def _fetch(self, name: str, output: Any, requests: Sequence[Request]) -> BatchOutput:
         if (

@@ -94,14 +94,14 @@ class Scatterer:
     Args:
         _signature: The model's inputs and outputs.
         _context: The instance.
-        _strict: Whether outputs must match the model's configuration.
+        _must_match_config: Whether outputs must match the model's configuration.
         _strict_shapes: Whether strict outputs of another shape are errors, not warnings.
         _expects_all: Whether a response should contain all requested outputs.
     """
 
     _signature: Signature
     _context: ModelContext
-    _strict: bool
+    _must_match_config: bool
     _strict_shapes: bool
     _expects_all: bool
 
@@ -197,14 +197,14 @@ class Scatterer:
             ready_outputs = [_detach(item, request) for item in ready_outputs]
         memory_ranges = request.memory_ranges
         message_bytes = sum([i.byte_size for i in ready_outputs if i.name not in memory_ranges])
-        inline = message_bytes <= INLINE_LIMIT
+        is_inline = message_bytes <= INLINE_LIMIT
         claimed_offsets: list[int] = []
         try:
             data = [
                 self._put(
                     item,
                     memory_ranges.get(item.name),
-                    inline,
+                    is_inline,
                     request.work.client_pid,
                     claimed_offsets,
                 )
@@ -249,7 +249,7 @@ class Scatterer:
         if request.requested_outputs[output.name].may_reuse_input and isinstance(array, np.ndarray):
             returned_range = request.range_of_input(array)
         shape = tuple(array.shape)
-        if self._strict:
+        if self._must_match_config:
             self._check(output, spec, shape, request)
         if spec.reshape is not None:
             shape = client_shape(spec, shape, self._supports_batching)
@@ -286,7 +286,7 @@ class Scatterer:
         self,
         item: ReadyOutput,
         memory_range: Range | None,
-        inline: bool,
+        is_inline: bool,
         client_pid: int,
         claimed_offsets: list[int],
     ) -> bytes | Range:
@@ -295,7 +295,7 @@ class Scatterer:
         Args:
             item: The output.
             memory_range: The client's range for the output, if the request names one.
-            inline: Whether the output is sent in the message.
+            is_inline: Whether the output is sent in the message.
             client_pid: The reader of the output.
             claimed_offsets: Receives the offset of the output's block, if it is in the arena.
         """
@@ -305,7 +305,7 @@ class Scatterer:
             memory_range = _used_range(item.name, memory_range, item.byte_size)
             self._write_to(memory_range, item.data)
             return memory_range
-        if inline or not item.byte_size:
+        if is_inline or not item.byte_size:
             self._context.copy_counter.outputs += item.byte_size
             return item.data if isinstance(item.data, bytes) else item.data.tobytes()
         return self._put_in_arena(item, client_pid, claimed_offsets)

@@ -487,8 +487,8 @@ class CallRouter:
                     if isinstance(message, Finished | Responded | Failed) and message.spans:
                         self._on_spans(message.spans)
                     self.schedulers.handle(link.endpoint, message)
-            unresolved, self._unresolved_calls = self._unresolved_calls, []
-        for call, error in unresolved:
+            unresolved_calls, self._unresolved_calls = self._unresolved_calls, []
+        for call, error in unresolved_calls:
             self._resolve(call, error)
         self._flush()
 

@@ -39,16 +39,16 @@ class MemoryPlan:
 
     Attributes:
         weight_bytes: The bytes of the weights.
-        inputs: The bytes of one row of each input, by name.
-        outputs: The bytes of one row of each output, by name.
+        input_row_bytes: The bytes of one row of each input, by name.
+        output_row_bytes: The bytes of one row of each output, by name.
         buckets: The batch sizes that are prepared, ascending. A batch runs in the smallest bucket
             that holds it.
         workspace: The bytes of the workspace, or None if they were not measured.
     """
 
     weight_bytes: int
-    inputs: Mapping[str, int]
-    outputs: Mapping[str, int]
+    input_row_bytes: Mapping[str, int]
+    output_row_bytes: Mapping[str, int]
     buckets: tuple[int, ...]
     workspace: int | None = None
 
@@ -80,7 +80,7 @@ class MemoryPlan:
 
     def byte_size(self, rows: int) -> tuple[int, int]:
         """Return the bytes of the inputs and of the outputs of a batch of `rows` rows."""
-        return sum(self.inputs.values()) * rows, sum(self.outputs.values()) * rows
+        return sum(self.input_row_bytes.values()) * rows, sum(self.output_row_bytes.values()) * rows
 
     @property
     def total_bytes(self) -> int:

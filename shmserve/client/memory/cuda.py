@@ -242,7 +242,7 @@ class DeviceView:
         self._check()
         device = self.__dlpack_device__()
         if options.get("copy") or options.get("dl_device", device) not in (device, None):
-            raise BufferError("device memory is exported on its own device and without a copy only")
+            raise BufferError("device memory can be exported only on its device, without a copy")
         return capsule(self._pointer, self.shape, self.datatype, device, self)
 
     def __dlpack_device__(self) -> tuple[int, int]:

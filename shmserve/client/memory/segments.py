@@ -286,7 +286,7 @@ class Memories:
         return MemoryBlock(segment, offset, byte_size, self)
 
     def _share_new_segment(self, segment: AnySegment) -> None:
-        # The caller holds no lock: the thread that reads the server's response may allocate memory.
+        # No lock may be held: the thread that reads the server's response may allocate memory.
         try:
             self._share(segment)
         except BaseException:

@@ -388,7 +388,7 @@ class _UntemplatedRequest:
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
         """Return the packed request; `outputs` as for the function `prepare`."""
         signature = self._model.signature
-        requested = [self._request_output(name, outputs) for name in outputs or ()]
+        requested_outputs = [self._request_output(name, outputs) for name in outputs or ()]
         tensors = list(zip(self._schemas, self._arrays, self._memory_ranges, strict=True))
         sizes = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
         block: MemoryBlock | None = None
@@ -410,13 +410,13 @@ class _UntemplatedRequest:
             refs.append(schema.ref(data))
         release_memory = noop if block is None else block.recycle
         try:
-            signature.check(self._options.request_id, refs, requested)
+            signature.check(self._options.request_id, refs, requested_outputs)
         except InvalidArgument:
             release_memory()
             raise
         return PackedRequest(
             self._model,
-            *pack(refs, requested, self._options.parameters),
+            *pack(refs, requested_outputs, self._options.parameters),
             self._options,
             as_torch=self._as_torch,
             release_memory=release_memory,

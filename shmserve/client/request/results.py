@@ -145,7 +145,7 @@ def _read(
 ) -> tuple[Result, bool]:
     """Return the result of a response, and whether its outputs may be in shared memory.
 
-    The arrays over the request's slot refer to `lease`, which may be None.
+    The arrays in shared memory keep `lease` alive, or without it the lease of their region.
     """
     packed = reader.packed_request
     schema = packed.model.responses[message.schema]

@@ -108,7 +108,7 @@ class History:
     def as_series(self) -> dict[str, Any]:
         """Return {"at": the times, "models": {model: its point at each time}}.
 
-        In place of a point, None stands for an unknown model, and 0 for an idle model.
+        At times without a report of a model, its entry is None; while it is idle, the entry is 0.
         """
         keys = dict.fromkeys(key for _, points in self._snapshots for key in points)
         series = {

@@ -284,7 +284,7 @@ class Assembly:
 
     _permitted_bytes: int
     _head: CallHead
-    _sinks: Sinks | None
+    _create_sink: Sinks | None
     sink: RequestSink | None = None
     _piece: memoryview = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
     _position: int = 0
@@ -408,8 +408,8 @@ class Assembly:
         self._is_compressed = bool(flag)
         self._size = self.missing_bytes = size
         self.beyond_window = max(0, size + PREFIX.size - self._permitted_bytes)
-        if size >= LARGE_MESSAGE_BYTES and not flag and self._sinks is not None:
-            self.sink = self._sinks(self._head, size)
+        if size >= LARGE_MESSAGE_BYTES and not flag and self._create_sink is not None:
+            self.sink = self._create_sink(self._head, size)
         return bool(size)
 
 

@@ -77,7 +77,7 @@ class LiveFigures:
         self._is_ended = False
         self._snapshot_number = 0  # the number of the last snapshot
         self._full_event = self._change_event = b""
-        self._has_snapshot = asyncio.Event()
+        self._snapshot_taken = asyncio.Event()
 
     def start_recording(self) -> None:
         """Start the task that records the figures for the history until the server exits."""
@@ -111,7 +111,7 @@ class LiveFigures:
     def end_streams(self) -> None:
         """End the responses to all viewers, since the server exits."""
         self._is_ended = True
-        self._has_snapshot.set()
+        self._snapshot_taken.set()
         if self._recorder is not None:
             self._recorder.cancel()
 
@@ -121,7 +121,7 @@ class LiveFigures:
         try:
             while not (self._is_ended or task.done()):
                 if self._snapshot_number == seen_number:
-                    await self._has_snapshot.wait()
+                    await self._snapshot_taken.wait()
                     continue
                 is_next = seen_number == self._snapshot_number - 1
                 frame = self._change_event if is_next else self._full_event
@@ -171,7 +171,7 @@ class LiveFigures:
         self._wake_viewers()
 
     def _wake_viewers(self) -> None:
-        snapshot_event, self._has_snapshot = self._has_snapshot, asyncio.Event()
+        snapshot_event, self._snapshot_taken = self._snapshot_taken, asyncio.Event()
         snapshot_event.set()
 
 

@@ -46,7 +46,7 @@ SMALL_BODY_BYTES = 128 * 1024  # large enough for a tensor of 64 KiB with its he
 _MAX_CACHED_HEAD_BYTES = 2048
 _MAX_QUEUED_REQUESTS = 32
 _READ_AHEAD_BYTES = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
-# Shared by all connections, since each consumes the bytes before the next read.
+# Shared by all connections, since a connection consumes the bytes before another one reads.
 _READ_BUFFER = memoryview(bytearray(64 * 1024))
 # Smaller tensors are copied from `_READ_BUFFER`, since one read per tensor would cost more.
 _MIN_DIRECT_BYTES = 16 * 1024
@@ -180,7 +180,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             transport.abort()
 
     def _close(self) -> None:
-        # A client that does not read could delay the end of the connection without a limit.
+        # A client that does not read its response could otherwise delay the end forever.
         transport = self.transport
         if transport is not None and not transport.is_closing():
             transport.close()
@@ -325,8 +325,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 self._body_stream = None
                 self._parser.message_consumed()
             elif self._messages:
-                # The parser has failed, because the bytes are neither a part of the body nor a
-                # request.
+                # The parser queues no request before the end of this body, so the queue contains
+                # the parser's error.
                 content.set_exception(MalformedBody("malformed body"))
         if self._is_handling or self._messages:
             self._is_head_incomplete = False

@@ -257,7 +257,7 @@ class ChunkedResponse(HttpResponse):
         self._batches = batches
 
     async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
-        """Write the chunks. An exception of `batches` ends the connection."""
+        """Write the chunks as they are produced; an exception of their generator is passed on."""
         transport = _open_transport(request)
         is_chunked = not request.is_http10
         self.closes_connection = self.closes_connection or not is_chunked

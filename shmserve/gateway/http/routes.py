@@ -213,7 +213,7 @@ def metrics_routes(exporter: MetricsExporter, figures: LiveFigures) -> RouteTabl
     return RouteTable(
         Route("GET", "/metrics[/]", METRICS, partial(handlers.get_metrics, exporter)),
         Route("GET", "/live", METRICS, figures.respond),
-        # No token is needed, since the page's script asks for it.
+        # The page needs no token: its script asks the user for the token of the data.
         Route("GET", "/", "health", show_dashboard),
         Route("", ANY_PATH, METRICS, handlers.get_empty),
     )

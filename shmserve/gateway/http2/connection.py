@@ -280,10 +280,10 @@ class Http2Connection(FrameReader[HeadT]):
         sent_frames = sending.data_frames - frames_before
         self._reset_budget.add_tokens(sent_frames)
         earned_by_data = (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
-        earned = _EARNED_PER_FRAME * sent_frames + earned_by_data
-        saved = min(self._saved_control_frames + earned, _MAX_SAVED_FRAMES)
-        needed_frames = min(saved, self._control_budget.debt)
-        self._saved_control_frames = saved - needed_frames
+        earned_frames = _EARNED_PER_FRAME * sent_frames + earned_by_data
+        saved_frames = min(self._saved_control_frames + earned_frames, _MAX_SAVED_FRAMES)
+        needed_frames = min(saved_frames, self._control_budget.debt)
+        self._saved_control_frames = saved_frames - needed_frames
         self._control_budget.add_tokens(needed_frames)
 
     def _handle_reset(self, stream_id: int, payload: bytes) -> None:

@@ -78,9 +78,9 @@ class HeaderDecoder(Generic[ConvertedHead]):
             StreamFault: The fields are malformed or too large.
             ConnectionFault: The block cannot be decoded.
         """
-        cached = self._heads.get(block)
-        if cached is not None:
-            return cached
+        cached_head = self._heads.get(block)
+        if cached_head is not None:
+            return cached_head
         fields, is_cacheable = self._decode(block)
         list_size = sum(len(name) + len(value) + _FIELD_OVERHEAD for name, value in fields)
         if list_size > self._max_list_size:
@@ -159,7 +159,7 @@ def validate_request(fields: Fields) -> Fields:
         StreamFault: The head is malformed (RFC 9113, 8.2 and 8.3).
     """
     pseudo_names: set[bytes] = set()
-    validated: list[tuple[bytes, bytes]] = []
+    validated_fields: list[tuple[bytes, bytes]] = []
     for index, (name, value) in enumerate(fields):
         if name[:1] == b":":
             if name not in _PSEUDO_FIELDS or name in pseudo_names or len(pseudo_names) != index:
@@ -169,14 +169,14 @@ def validate_request(fields: Fields) -> Fields:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
             if value.strip(_WHITE_SPACE) != value:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
-            validated.append((name, value))
+            validated_fields.append((name, value))
         else:
             field = _validate_field(name, value)
             if name not in _CONNECTION_FIELDS:
-                validated.append(field)
+                validated_fields.append(field)
     if not pseudo_names >= _REQUIRED_PSEUDO_FIELDS:
         raise StreamFault(FaultCode.PROTOCOL_ERROR)
-    return validated
+    return validated_fields
 
 
 def check_trailers(fields: Fields) -> None:

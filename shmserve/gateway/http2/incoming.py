@@ -112,10 +112,10 @@ class Budget:
         self.tokens -= 1
         if self.tokens < 0:
             now = self._clock()
-            refilled = int((now - self._refilled_at) * self._per_s)
-            if refilled:
+            refilled_tokens = int((now - self._refilled_at) * self._per_s)
+            if refilled_tokens:
                 self._refilled_at = now
-                self.tokens = min(self.tokens + refilled, self._capacity)
+                self.tokens = min(self.tokens + refilled_tokens, self._capacity)
             if self.tokens < 0:
                 text = f"too many {self._event_name} (allowed: {self._per_s:g} per second)"
                 raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text)

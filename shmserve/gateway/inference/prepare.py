@@ -490,7 +490,7 @@ class ArrivingRequest:
         return size
 
     def feed_across_tensors(self, piece: memoryview) -> None:
-        """Receive bytes of several tensors without bytes in between; ignore surplus bytes."""
+        """Receive bytes of tensors that follow each other without a gap; ignore surplus bytes."""
         while True:
             piece = piece[self.feed(piece) :]
             if self._remaining_view or self.started_count >= len(self.views):

@@ -173,16 +173,16 @@ def select_forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -
     if not pattern:
         return {}
     search = _compile_pattern(pattern).search
-    forwarded = {name: value for name, value in headers if search(name)}
-    for name in forwarded:
+    forwarded_headers = {name: value for name, value in headers if search(name)}
+    for name in forwarded_headers:
         lower_name = name.lower()
         if lower_name in _RESERVED_PARAMETERS or lower_name.startswith("triton_"):
             # The parser capitalises the names of standard headers.
             text = f"Header '{lower_name}' is reserved for Triton usage and cannot be forwarded."
             raise InvalidArgument(text)
-        if not _is_utf8(forwarded[name]):
+        if not _is_utf8(forwarded_headers[name]):
             raise InvalidArgument(f"Header '{name}' is not UTF-8 and cannot be forwarded.")
-    return forwarded
+    return forwarded_headers
 
 
 def _is_utf8(value: str) -> bool:

@@ -256,9 +256,9 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
                 ("max_batch_size",),
             )
         for key, tensor, model_tensor in _mapped_tensors(config, step_index, model):
-            earlier = tensors.setdefault(tensor, model_tensor)
+            first_tensor = tensors.setdefault(tensor, model_tensor)
             context = f"in ensemble {config.name}, ensemble tensor {tensor}: "
-            if problem := _describe_mismatch(earlier, model_tensor):
+            if problem := _describe_mismatch(first_tensor, model_tensor):
                 raise GraphProblem(context + problem, key)
     for index, condition in conditions(config).items():
         model_tensor = tensors[condition]

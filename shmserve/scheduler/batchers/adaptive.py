@@ -199,7 +199,7 @@ class SizeTrials:
     def __init__(self, account: MissBudget) -> None:
         self._account = account
         self._next_trial = 0
-        self._size = 0  # the size that is being tried, in the state of `_state`
+        self._size = 0  # the size of the running trial; 0: no trial runs
         self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle_share = 1.0
         # The requests that may still be late because of the last trial, and the misses that may
@@ -247,9 +247,9 @@ class SizeTrials:
             self._size = 0
         if self._delayed_requests > 0:
             self._delayed_requests -= count
-            charged = min(misses, self._chargeable_misses)
-            self._chargeable_misses -= charged
-            self._account.subtract_misses(charged)
+            charged_misses = min(misses, self._chargeable_misses)
+            self._chargeable_misses -= charged_misses
+            self._account.subtract_misses(charged_misses)
 
 
 class AdaptiveBatcher(Batcher):
@@ -329,8 +329,8 @@ class AdaptiveBatcher(Batcher):
         head = gather(pending, self._rules)
         if head is None:
             return None
-        # A batch cannot run before its instance has a ticket, so the same requests may be decided
-        # several times. The end of the wait is therefore set only when the first request changes.
+        # While a batch waits for a ticket of the rate limiter, the same requests are decided again.
+        # The end of their wait is therefore set only when the first request changes.
         if not any(request is self._first_request for request in head.requests):
             self._first_request = head.requests[0]
             self._wait_end_ns = now_ns + int(self._size_times.setup_ns)

@@ -67,10 +67,11 @@ class SizeTimes:
 
     Each observed size has an exponentially weighted mean. Durations between two observed sizes are
     interpolated. A line through the recent sizes provides the slope above the largest size and the
-    fixed duration. All sizes share a relative spread and a level, the factor between the
-    current durations and the means. The level thus applies a drift to sizes that do not occur. A
-    smaller size is preferred only if its rate is higher by more than the standard errors of both
-    rates. Bisection finds the size at which the duration jumps.
+    fixed duration. All sizes share a relative spread. They also share a level, which is the factor
+    between the current durations and the means. If the machine becomes slower or faster, the level
+    thus also adjusts sizes that do not occur. A smaller size is preferred only if its rate is
+    higher by more than the standard errors of both rates. Bisection finds the size at which the
+    duration jumps.
 
     The first execution is ignored, because models initialise themselves then.
     """
@@ -308,12 +309,12 @@ class SizeTimes:
         mean = weight = 0.0
         for index in self._observed:
             size = self._sizes[index]
-            pooled = (mean * weight + size.mean * size.weight) / (weight + size.weight)
+            pooled_mean = (mean * weight + size.mean * size.weight) / (weight + size.weight)
             if pool:
-                error = spread * pooled * math.sqrt(1 / weight + 1 / size.weight)
+                error = spread * pooled_mean * math.sqrt(1 / weight + 1 / size.weight)
                 if abs(size.mean - mean) > _SURE_ERRORS * error:
-                    pool, weight, pooled = [], 0.0, size.mean
-            mean, weight = pooled, weight + size.weight
+                    pool, weight, pooled_mean = [], 0.0, size.mean
+            mean, weight = pooled_mean, weight + size.weight
             pool.append(index)
             shortest.update(dict.fromkeys(pool, mean / (1 + spread / math.sqrt(weight))))
         return shortest

@@ -61,17 +61,17 @@ class SequenceDispatcher(Dispatcher):
             InvalidArgument: The request cannot belong to a sequence.
             QueueFull: Too many sequences wait.
         """
-        model = f"inference request to model '{self._name}'"
+        subject = f"inference request to model '{self._name}'"
         correlation_id: int | str = submit.correlation_text or submit.correlation_id
         flags = submit.flags
         if not correlation_id and self._rules.spec.iterative_sequence:
             correlation_id = next(i for i in self._generated_ids if not self._sequences.is_open(i))
             flags |= SEQUENCE_START
         if properties.batch_size != self._required_batch_size:
-            text = f"{model} must specify batch-size 1 due to requirements of sequence batcher"
+            text = f"{subject} must specify batch-size 1 due to requirements of sequence batcher"
             raise InvalidArgument(text)
         if not correlation_id:
-            raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
+            raise InvalidArgument(f"{subject} must specify a non-zero or non-empty correlation ID")
         self._rules.check_datatype(correlation_id, id_prefix(submit.request_id), self._name)
         self._sequences.check(correlation_id, flags, (client, submit.source))
         return SequenceKey(correlation_id, flags)
@@ -150,9 +150,9 @@ class SequenceDispatcher(Dispatcher):
         for slots, instance in instances:
             if slots.running_sequences and instance is not None and instance.execution is None:
                 sequences.finish_batch(slots, now_ns)
-        for expired in sequences.expire_idle(now_ns):
+        for expired_sequence in sequences.expire_idle(now_ns):
             text = "sequence %s of model '%s' is closed: it was idle for too long"
-            logger.info(text, expired.id, self._name)
+            logger.info(text, expired_sequence.id, self._name)
         for slots, ended_slots in sequences.take_unended().items():
             if self._slots.get(slots.peer) is slots:
                 self._executions.post(slots.peer, EndSequences(ended_slots))

@@ -318,7 +318,7 @@ class Sequences:
         self._free_slots: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale_count = 0
         self.backlog = Backlog()
-        # Idle sequences in the order in which they became idle.
+        # The time since which each idle sequence is idle (monotonic ns), oldest first.
         self._idle_sequences: OrderedDict[StatefulSequence, int] = OrderedDict()
         self._unended_slots: dict[InstanceSlots, list[int]] = {}
         self._lost_ids: OrderedDict[int | str, None] = OrderedDict()
@@ -566,12 +566,12 @@ class Sequences:
 
     def expire_idle(self, now_ns: int) -> list[StatefulSequence]:
         """End the sequences that were idle for too long."""
-        expired: list[StatefulSequence] = []
+        expired_sequences: list[StatefulSequence] = []
         while self._idle_sequences:
             sequence, since_ns = next(iter(self._idle_sequences.items()))
             if now_ns - since_ns < self._idle_ns:
                 break
             self._close(sequence)
             self._end_early(sequence)
-            expired.append(sequence)
-        return expired
+            expired_sequences.append(sequence)
+        return expired_sequences

@@ -63,7 +63,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self,
         settings: Settings,
         config: ModelSpec,
-        links: Links,
+        step_links: Links,
         control: ControlLink,
         memory: EnsembleMemory,
         cache: ResponseCache | None = None,
@@ -75,7 +75,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         requests = self._requests = EnsembleRequests(
             settings.name, signature, settings.decoupled, memory, statistics, cache
         )
-        self.step_runner = StepRunner(graph, targets, links, memory, requests)
+        self.step_runner = StepRunner(graph, targets, step_links, memory, requests)
         self._is_decoupled = settings.decoupled
         self._timeout_is_deadline = settings.timeout_is_deadline
         self._plans: dict[tuple[str, ...], Plan] = {}  # plans by the names of the requested outputs

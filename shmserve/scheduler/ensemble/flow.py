@@ -301,7 +301,7 @@ class Flow:
         self._values: dict[tuple[str, int], Value] = {}
         # Remaining uses of values with more than one use.
         self._remaining_uses: dict[tuple[str, int], int] = {}
-        self._fired_readers: set[tuple[int, int]] = set()  # by index and response index
+        self._fired_readers: set[tuple[int, int]] = set()  # by the indices of reader and response
         # The number of responses so far, by the index of a decoupled step.
         self._response_counts: dict[int, int] = {}
         self.firings: list[Firing] = []

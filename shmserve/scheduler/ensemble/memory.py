@@ -59,7 +59,7 @@ class TensorKind:
         return _KINDS.find(key) or _KINDS.store_if_absent(key, cls(*key))
 
     def shape_for(self, dims: Sequence[int], for_batched: bool) -> tuple[int, ...]:
-        """Return the shape as another model takes it: a batch dimension of 1 is added or removed.
+        """Return the shape for another model: a batch dimension of 1 is added or removed if needed.
 
         Args:
             dims: The dimensions in that model's configuration.
@@ -131,7 +131,7 @@ class Value(Token):
             credit.release()
 
 
-def overrides(values: Iterable[Value]) -> dict[str, Any]:
+def combined_override(values: Iterable[Value]) -> dict[str, Any]:
     """Return the sequence parameters, by name, in the responses that contained these tensors.
 
     They override the sequence parameters of the client's request.

@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.signature import Signature, client_shape
 from shmserve.ipc.timers import Timers
 from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
-from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
+from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, combined_override
 from shmserve.scheduler.requests.queue import expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.request import (
     CACHED,
@@ -278,12 +278,12 @@ class EnsembleRequests:
 
     def expire(self, now_ns: int) -> list[EnsembleRequest]:
         """Fail the requests whose deadlines have expired, and return them."""
-        expired = self.timers.take_expired(now_ns)
-        for request in expired:
+        expired_requests = self.timers.take_expired(now_ns)
+        for request in expired_requests:
             text = expired_text(request.submit, request.arrived_ns, request.deadline_ns)
             self.fail(request, Unavailable.code, text, now_ns)
             self.report_early(request)
-        return expired
+        return expired_requests
 
     def _report(self, request: EnsembleRequest, is_early: bool) -> None:
         request.transition(EnsembleEvent.REPORT)
@@ -355,8 +355,8 @@ class EnsembleRequests:
             request.client.post(Finished(submit.id, *packed_response, *times_ns, spans))
 
     def _encode_spans(self, request: EnsembleRequest, now_ns: int) -> bytes:
-        steps = Timing(0, 0, 0, 0, request.rows, spans=request.spans)
-        times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
+        timing = Timing(0, 0, 0, 0, request.rows, spans=request.spans)
+        times = (request.arrived_ns, request.enqueued_ns, timing, now_ns)
         return spans_of(self._statistics, request.submit, *times)
 
     def _warn_absent(self, tensors: set[str]) -> None:
@@ -391,7 +391,7 @@ class EnsembleRequests:
     def _pack_response(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
         """Return a response's schema and data, and lend the client the memory that it reads."""
         data: list[Any] = []
-        sequence = step_sequence(request.submit, overrides(response.values()))
+        sequence = step_sequence(request.submit, combined_override(response.values()))
         key_parts: list[Any] = [sequence]
         for name, value in response.items():
             key_parts += (name, value.kind)

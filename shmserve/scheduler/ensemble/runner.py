@@ -49,7 +49,7 @@ class StepRunner:
 
     _graph: Graph
     _targets: Targets
-    _links: Links
+    _step_links: Links
     _memory: EnsembleMemory
     _requests: EnsembleRequests
     _submit_numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
@@ -59,7 +59,7 @@ class StepRunner:
     def __post_init__(self) -> None:
         steps = self._graph.steps
         self.schedulers: SchedulerClient[StepRequest] = SchedulerClient(
-            self._links, self._find_endpoint
+            self._step_links, self._find_endpoint
         )
         self._messages = StepMessages(self._graph, self._memory, self.schedulers)
         self._in_flight = [0] * len(steps)
@@ -147,9 +147,9 @@ class StepRunner:
         context = TraceContext.of(step.submit.trace)
         if not context.with_tensors:
             return
-        traced: list[TracedTensor] = []
-        unpack_spans(spans, traced)
-        for tensor in traced:
+        traced_tensors: list[TracedTensor] = []
+        unpack_spans(spans, traced_tensors)
+        for tensor in traced_tensors:
             names, ensemble_tensors = node.inputs, self._graph.inputs
             if tensor.is_output:
                 names, ensemble_tensors = node.outputs, self._graph.outputs

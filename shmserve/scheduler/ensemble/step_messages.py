@@ -82,17 +82,17 @@ class StepKind(NamedTuple):
     Attributes:
         schema: The schema of the requests.
         schema_reusing_input: The schema of requests whose outputs may stay in an input's memory.
-        placed: The outputs that have memory ranges: their names in the model and the ensemble.
+        placed_outputs: The names, in the model and the ensemble, of outputs with memory ranges.
         allocations: The byte size of each output that the ensemble allocates, and its CUDA device.
-        client_placed: The outputs that are written to the client's memory.
+        in_client_memory: The names of the outputs that are written to the client's memory.
         response_schemas: The unpacked schemas of the responses.
     """
 
     schema: bytes
     schema_reusing_input: bytes
-    placed: tuple[tuple[str, str], ...]
+    placed_outputs: tuple[tuple[str, str], ...]
     allocations: dict[str, tuple[int, int | None]]
-    client_placed: frozenset[str]
+    in_client_memory: frozenset[str]
     response_schemas: Schemas[StepResponse]
 
 
@@ -192,7 +192,7 @@ class StepMessages:
             if value.override:
                 override = {**(override or {}), **value.override}
         schema = kind.schema
-        for name, tensor in kind.placed:
+        for name, tensor in kind.placed_outputs:
             block = blocks.get(name)
             data.append(
                 pack_range(request.memory_ranges[tensor] if block is None else block.memory_range)
@@ -239,9 +239,9 @@ class StepMessages:
         sizes = placed_sizes(
             firing.step.node, target, self._graph, properties.batch_size, used_outputs
         )
-        client_placed = frozenset(o.name for o in used_outputs if o.memory_range is not None)
+        in_client_memory = frozenset(o.name for o in used_outputs if o.memory_range is not None)
         names = [output.name for output in used_outputs]
-        placed_names = [name for name in names if name in sizes or name in client_placed]
+        placed_names = [name for name in names if name in sizes or name in in_client_memory]
         outputs = firing.step.outputs
         parameters, plan = request.properties.parameters, request.flow.plan
         args = (firing.step, is_batched, self._graph.conditions, plan.outputs)
@@ -251,7 +251,7 @@ class StepMessages:
             pack_request_schema(inputs, names, placed_names, sizes, parameters),
             tuple((name, outputs[name]) for name in placed_names),
             {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
-            client_placed,
+            in_client_memory,
             firing.step.response_schemas.setdefault(is_batched, Schemas(derive)),
         )
 
@@ -349,7 +349,7 @@ class StepMessages:
         Returns:
             The range and its token, or None for an output in the client's memory.
         """
-        if name in step.kind.client_placed:
+        if name in step.kind.in_client_memory:
             return memory_range, None
         block = step.blocks.pop(name, None)
         if block is not None:
@@ -374,7 +374,7 @@ class StepMessages:
         self, step: StepRequest, outputs: Sequence[StepOutput], data: Sequence[bytes | Range]
     ) -> None:
         """Release outputs that are in their workers' memory."""
-        ensemble_outputs = step.kind.client_placed | step.blocks.keys()
+        ensemble_outputs = step.kind.in_client_memory | step.blocks.keys()
         memory_ranges = [
             content
             for output, content in zip(outputs, data, strict=True)

@@ -137,9 +137,9 @@ class GenerativeDispatcher(Dispatcher):
         """
         engines = [self._engine(slot) for slot in self._pool.ready()]
         capacity = self._engine_settings.max_batch_size * len(engines)
-        unprepared = sum(item.generation is None for item in self._assigned_requests.values())
+        unprepared_count = sum(item.generation is None for item in self._assigned_requests.values())
         live_count = sum(engine.live_sequences for engine in engines)
-        return max(len(self._queue) + unprepared + live_count - capacity, 0)
+        return max(len(self._queue) + unprepared_count + live_count - capacity, 0)
 
     def flush(self) -> None:
         """Do nothing: an engine never waits for further requests."""
@@ -198,8 +198,8 @@ class GenerativeDispatcher(Dispatcher):
         slots = [slot for slot in self._pool.ready() if not slot.is_retiring]
         if not slots:
             return
-        unassigned, self._unassigned_requests = self._unassigned_requests, []
-        for assigned in unassigned:
+        unassigned_requests, self._unassigned_requests = self._unassigned_requests, []
+        for assigned in unassigned_requests:
             self._prepare(assigned, min(slots, key=_request_count), now_ns)
         while len(self._queue):
             (request,) = self._queue.take(1)
@@ -263,7 +263,7 @@ class GenerativeDispatcher(Dispatcher):
             self._executions.cancel(request)
             return
         can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
-        if message.replays:
+        if message.replays_tokens:
             ended_samples = {s: tokens for s, (tokens, _) in assigned.ended_samples.items()}
             for sample, tokens in (resumed | ended_samples).items():
                 previous_tokens = assigned.replayed_tokens.get(sample, tokens)
@@ -294,7 +294,7 @@ class GenerativeDispatcher(Dispatcher):
             if request.timing is not None:
                 start_ns = request.timing.compute_start_ns
                 request.timing = Timing(start_ns, 0, now_ns - start_ns, 0)
-            if row.samples:
+            if row.samples_next:
                 self._record_latency(sequence, request, now_ns)
         return True
 

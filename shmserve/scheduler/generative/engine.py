@@ -185,7 +185,7 @@ class Engine(Generic[T]):
         running.sort(key=rank)
         decoding = [sequence for sequence in running if sequence.missing_tokens == 1]
         plan.decoding_count = max(len(decoding), 1)
-        # Drafts may use what a token for each decoding sequence and a prompt chunk leave free.
+        # Drafts use the budget that a token per decoding sequence and a prompt chunk leave free.
         has_prompts = len(decoding) < len(running) + len(waiting_sequences)
         prompt_share = self._chunk_multiple if has_prompts else 0
         plan.draft_budget = plan.token_budget - len(decoding) - prompt_share
@@ -301,7 +301,7 @@ class Engine(Generic[T]):
             self.counts.swapped_out += len(sequence.host_blocks)
             self.pool.release(sequence.table)
             sequence.table = []
-            sequence.sent_blocks = sequence.sealed_blocks = 0
+            sequence.sent_blocks = sequence.registered_blocks = 0
             sequence.status = SequenceStatus.SWAPPED
         else:
             self.counts.preemptions["recompute"] += 1
@@ -332,14 +332,14 @@ class Engine(Generic[T]):
     ) -> None:
         """Start or resume waiting sequences in order, until one does not fit."""
         free_rows = self._free_rows(running)
-        reserved = sum(self._blocks_needed(sequence) for sequence in running)
+        reserved_blocks = sum(self._blocks_needed(sequence) for sequence in running)
         while waiting_sequences:
             sequence = waiting_sequences[0]
             free_rows -= sequence.row_count
             if free_rows < 0 or plan.token_budget < 1:
                 return
             headroom = self.pool.block_count // 64 if running else 0
-            free_blocks = self.pool.available_count - reserved - headroom
+            free_blocks = self.pool.available_count - reserved_blocks - headroom
             if sequence.status is SequenceStatus.SWAPPED:
                 is_admitted = self._swap_in(plan, sequence, free_blocks)
             else:
@@ -353,7 +353,7 @@ class Engine(Generic[T]):
                 self._fork(sequence)
             self._add_rows(plan, [sequence], [sequence])
             # `blocks_needed` includes the samples that the sequence has forked.
-            reserved += max(blocks_needed - (old_available - self.pool.available_count), 0)
+            reserved_blocks += max(blocks_needed - (old_available - self.pool.available_count), 0)
 
     def _free_rows(self, sequences: list[Sequence[T]]) -> int:
         """Return how many rows of a step the running sequences in `sequences` leave free."""
@@ -382,19 +382,19 @@ class Engine(Generic[T]):
         Return False, without a change, if it needs more than `free_blocks` further blocks.
         """
         block_size = self.settings.block_size
-        cached: list[int] = []
+        cached_blocks: list[int] = []
         if self.settings.enable_prefix_caching and not sequence.generation.ignores_prefix_cache:
-            cached = sequence.find_prefix(self.pool, block_size)
+            cached_blocks = sequence.find_prefix(self.pool, block_size)
         old_available = self.pool.available_count
-        self.pool.share(cached)
+        self.pool.share(cached_blocks)
         free_blocks -= old_available - self.pool.available_count
-        sequence.table = cached
+        sequence.table = cached_blocks
         if self._blocks_needed(sequence) > free_blocks:
-            self.pool.release(cached)
+            self.pool.release(cached_blocks)
             sequence.table = []
             return False
-        sequence.computed_tokens = len(cached) * block_size
-        sequence.sealed_blocks = len(cached)
+        sequence.computed_tokens = len(cached_blocks) * block_size
+        sequence.registered_blocks = len(cached_blocks)
         self.counts.prefix_queries += len(sequence.tokens)
         self.counts.prefix_hits += sequence.computed_tokens
         if not sequence.generated_tokens:
@@ -432,7 +432,7 @@ class Engine(Generic[T]):
         if running_step is None or message.step != running_step.step:
             raise ValueError(f"step {message.step} is not the running step")
         results = {result.sequence: result for result in message.results}
-        sampled = {number for number, (_, row) in running_step.rows.items() if row.samples}
+        sampled = {number for number, (_, row) in running_step.rows.items() if row.samples_next}
         if results.keys() != sampled - {*message.skipped}:
             raise ValueError("the results are for other sequences than the rows of the step")
         self.running_step = None
@@ -446,7 +446,7 @@ class Engine(Generic[T]):
     def _handle_row(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
         sequence.computed_tokens = row.start + row.count
         if result is None:
-            self._seal(sequence)
+            self._register_blocks(sequence)
             if sequence.forks and sequence.missing_tokens == 1:
                 self._fork(sequence)
         elif sequence.generation.beams is None:
@@ -456,9 +456,9 @@ class Engine(Generic[T]):
         if sequence.has_stopped and sequence.status is SequenceStatus.RUNNING:
             self._end_sequence(sequence, "stop")
 
-    def _seal(self, sequence: Sequence[T]) -> None:
+    def _register_blocks(self, sequence: Sequence[T]) -> None:
         if self.settings.enable_prefix_caching:
-            sequence.seal(self.pool, self.settings.block_size)
+            sequence.register_blocks(self.pool, self.settings.block_size)
 
     def _add_tokens(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
         tokens = result.tokens
@@ -466,7 +466,7 @@ class Engine(Generic[T]):
             raise ValueError(f"expected 1 to {row.draft_count + 1} tokens, got {len(tokens)}")
         sequence.tokens.extend(tokens)
         sequence.computed_tokens += len(tokens) - 1
-        self._seal(sequence)
+        self._register_blocks(sequence)
         counts = self.counts
         counts.generated += len(tokens)
         if result.draft_count:
@@ -496,7 +496,7 @@ class Engine(Generic[T]):
         if parent.status is SequenceStatus.RUNNING and has_row:
             child.status = SequenceStatus.RUNNING
             child.computed_tokens = parent.computed_tokens
-            child.sealed_blocks = parent.sealed_blocks
+            child.registered_blocks = parent.registered_blocks
             child.sent_blocks = parent.sent_blocks
             child.table = parent.table[:]
             self.pool.share(child.table)
@@ -511,15 +511,15 @@ class Engine(Generic[T]):
 
         After the last beam's candidates, replace the beams by the best candidates.
         """
-        self._seal(sequence)
+        self._register_blocks(sequence)
         beams = self._beams[sequence.generation.key]
         sequence.is_held = True
         beams.add(sequence, result)
         if any(not sequence.is_held for sequence in sequence.generation.sequences):
             return
         parents = sequence.generation.sequences[:]
-        remaining = [s for s in self._sequences.values() if s not in parents]
-        free_rows = self._free_rows(remaining)
+        remaining_sequences = [s for s in self._sequences.values() if s not in parents]
+        free_rows = self._free_rows(remaining_sequences)
         for index, candidate in enumerate(beams.step()):
             # Beams that were preempted while they were held have lost their rows, so that there may
             # be too few rows for all children.

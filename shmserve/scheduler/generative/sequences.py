@@ -168,7 +168,7 @@ class BlockPool:
 
     # --- the prefix cache
 
-    def seal(self, block: int, key: bytes) -> None:
+    def register(self, block: int, key: bytes) -> None:
         """Register the key of a full block, unless another block has it."""
         if key not in self._blocks_by_key and block not in self._keys:
             self._blocks_by_key[key] = block
@@ -265,7 +265,7 @@ class Sequence(Generic[T]):
     sampled_ns: int = 0  # the time at which the last token was sampled
     score: float = 0.0
     block_keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of the full blocks
-    sealed_blocks: int = 0  # blocks of its table that were offered to the prefix cache
+    registered_blocks: int = 0  # number of first entries of the table in the prefix cache
 
     @property
     def row_count(self) -> int:
@@ -289,7 +289,7 @@ class Sequence(Generic[T]):
         return self.generation.max_tokens - self.generated_tokens
 
     def prefix_keys(self, block_size: int, blocks: int) -> list[bytes]:
-        """Return the keys of its first `blocks` blocks, all of which are full."""
+        """Return the keys of the sequence's first `blocks` blocks, all of which are full."""
         keys = self.block_keys
         while len(keys) < blocks:
             start = len(keys) * block_size
@@ -307,19 +307,19 @@ class Sequence(Generic[T]):
             blocks.append(block)
         return blocks
 
-    def seal(self, pool: BlockPool, block_size: int) -> None:
+    def register_blocks(self, pool: BlockPool, block_size: int) -> None:
         """Register the full blocks of the sequence in the prefix cache."""
         full_blocks = self.computed_tokens // block_size
-        if full_blocks > self.sealed_blocks:
+        if full_blocks > self.registered_blocks:
             keys = self.prefix_keys(block_size, full_blocks)
-            for index in range(self.sealed_blocks, full_blocks):
-                pool.seal(self.table[index], keys[index])
-            self.sealed_blocks = full_blocks
+            for index in range(self.registered_blocks, full_blocks):
+                pool.register(self.table[index], keys[index])
+            self.registered_blocks = full_blocks
 
     def reset(self) -> None:
         """Reset the sequence after its blocks were lost: all its tokens must be computed again."""
         self.status = SequenceStatus.WAITING
-        self.computed_tokens = self.sent_blocks = self.sealed_blocks = 0
+        self.computed_tokens = self.sent_blocks = self.registered_blocks = 0
         self.table = []
         self.host_blocks = []
 
@@ -441,10 +441,10 @@ class Beams(Generic[T]):
         del self.hypotheses[search.width :]
 
     def _is_settled(self, best_score: float, length: int) -> bool:
-        """Check whether no better hypotheses than the present ones can follow.
+        """Check whether the search can end, because its best hypotheses are final.
 
-        Unless `early_stopping` is "true", a beam that could become better than the worst hypothesis
-        continues the search.
+        Unless `early_stopping` is "true", the search continues while a beam could become better
+        than the worst of the present hypotheses.
         """
         search = self.generation.beams
         assert search is not None

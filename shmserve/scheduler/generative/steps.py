@@ -50,7 +50,7 @@ class StepWork(NamedTuple):
 
 
 def _fit_weights(products: list[list[float]], right_sides: list[float]) -> list[float]:
-    """Return the non-negative weights that solve the normal equations with the first guesses."""
+    """Solve the normal equations, with the first guesses as the prior; no weight is negative."""
     weights, active = [0.0] * 4, [0, 1, 2, 3]
     while active:
         rows = [

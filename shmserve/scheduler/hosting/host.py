@@ -279,17 +279,17 @@ class BatchingScheduler(HostedScheduler):
 
     def _create_parts(self) -> SchedulerParts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
-        workers = PeerCredRouter(endpoint, trailing_pid)
+        worker_router = PeerCredRouter(endpoint, trailing_pid)
         properties_by_schema = Schemas(self._signature.batch_properties)
         clock = time.perf_counter_ns
         core = BatchingCore(
-            self._settings, properties_by_schema, workers, self._control, clock, self._cache
+            self._settings, properties_by_schema, worker_router, self._control, clock, self._cache
         )
 
         def read_workers() -> None:
             self._active_schedulers[self] = None
             now_ns = time.monotonic_ns()
-            for peer, message in workers.receive():
+            for peer, message in worker_router.receive():
                 if type(message) is MetricsReported:
                     self.front.metrics_reported(peer, message)
                 elif type(message) in _FROM_WORKER:
@@ -297,8 +297,8 @@ class BatchingScheduler(HostedScheduler):
                 else:
                     self.front.count_unexpected()
 
-        outboxes = (self._control, workers, self._client_router, self._local_clients.link)
-        return SchedulerParts(core, {workers.fd: read_workers}, outboxes)
+        outboxes = (self._control, worker_router, self._client_router, self._local_clients.link)
+        return SchedulerParts(core, {worker_router.fd: read_workers}, outboxes)
 
 
 class EnsembleScheduler(HostedScheduler):
@@ -507,7 +507,7 @@ class Host:
             if type(message) in _FROM_SUPERVISOR:
                 self._handle(message)
             else:
-                logger.warning("dropped an unexpected %s of the supervisor", type(message).__name__)
+                logger.warning("unexpected message %s from the supervisor", type(message).__name__)
 
     def _handle(self, message: SupervisorToHost) -> None:
         match message:

@@ -251,7 +251,7 @@ class LocalTraces:
         if trace_settings != self._sampler.settings:
             self._sampler = Sampler(trace_settings)
         self._slow_ns = message.slow_request_ms * _NS_PER_MS
-        self.is_active = trace_settings.on or self._slow_ns > 0
+        self.is_active = trace_settings.is_on or self._slow_ns > 0
 
     def start_trace(self, peer: bytes, submit: Submit) -> Submit:
         """Return a client's request, with a trace context if its times are recorded."""

@@ -97,14 +97,14 @@ class ServiceTime:
             self.pipeline_depth = _MAX_PIPELINE_DEPTH if depth > _MAX_PIPELINE_DEPTH else depth or 1
             self.has_short_batches = self._busy_ns < _SHORT_BATCH_NS
 
-    def drain_s(self, waiting: int, instances: int) -> int:
-        """Return the expected seconds until `waiting` requests are completed, at least 1.
+    def drain_s(self, request_count: int, instance_count: int) -> int:
+        """Return the expected seconds until `request_count` requests are completed, at least 1.
 
         The number is rounded up, and limited to `_MAX_RETRY_S`.
         """
         if not self._mean_requests:
             return 1
-        executions = waiting / self._mean_requests / max(instances, 1)
+        executions = request_count / self._mean_requests / max(instance_count, 1)
         seconds = executions * self._mean_ns / _NS_PER_S
         return max(1, min(_MAX_RETRY_S, int(seconds + 0.999)))
 

@@ -161,8 +161,8 @@ class InstanceTickets:
 
     def record_grant(self, ticket: int) -> None:
         """Record that the supervisor has granted a ticket, unless its request was withdrawn."""
-        for index, requested in self._requested_tickets.items():
-            if requested == ticket:
+        for index, requested_ticket in self._requested_tickets.items():
+            if requested_ticket == ticket:
                 del self._requested_tickets[index]
                 self._granted_tickets[index] = ticket
                 return
@@ -211,14 +211,15 @@ class InstanceTickets:
 
 @dataclass(eq=False)
 class Pool:
-    """The instances of a model version.
+    """The instances of a model version, and their executions.
 
-    With `_tickets`, each execution needs a ticket of the rate limiter (`InstanceTickets`).
-
-    `free_slots` has the instances that can take a batch, the longest free one first. An instance of
-    a decoupled model is free while it has less than `_max_open` requests (0: any number). `failure`
-    is the reason why no instance can run or is expected; otherwise it is empty. No execution
-    exceeds its limit before `due_ns`.
+    Attributes:
+        _tickets: The rate limiter's tickets, one for each execution; None if there is no limit.
+        _max_open: The number of open requests at which an instance of a decoupled model takes no
+            further batch; 0: unlimited.
+        free_slots: The instances that can take a batch, the longest free one first.
+        failure: The reason of the last failure if all instances are gone; otherwise "".
+        due_ns: No execution exceeds the time limit for executions before this time.
     """
 
     _execution_limit_ns: int
@@ -460,11 +461,11 @@ class Pool:
             slots: The instances that the request may run on; empty: all of them.
             any_suffices: Whether one occupied instance is enough to block the request.
         """
-        usable = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
+        usable_slots = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
         occupied = [
             bool(slot.executions)
             and any((slot.pid, request.key) in callers for request in slot.executions[0].requests)
-            for slot in usable
+            for slot in usable_slots
         ]
         return any(occupied) if any_suffices else bool(occupied) and all(occupied)
 

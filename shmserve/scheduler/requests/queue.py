@@ -332,12 +332,12 @@ class RequestQueue:
         If the policy of its level delays it, a request past its queue limit moves behind the others
         of the level and has no queue limit any more.
         """
-        expired: list[ScheduledRequest] = []
+        expired_requests: list[ScheduledRequest] = []
         for request in self.timers.take_expired(now_ns):
             is_past_deadline = 0 < request.deadline_ns < now_ns
             match request.state:
                 case State.QUEUED if is_past_deadline:
-                    expired.append(request)
+                    expired_requests.append(request)
                 case State.QUEUED if 0 < request.queue_limit_ns < now_ns:
                     if request.sequence is not None and request.sequence.instance_slots is not None:
                         request.queue_limit_ns = 0  # the queue limit applied only to the backlog
@@ -345,12 +345,12 @@ class RequestQueue:
                         request.queue_limit_ns = 0
                         self.in_order.delay(request)
                     else:
-                        expired.append(request)
+                        expired_requests.append(request)
                 case State.EXECUTING | State.RESPONDING | State.HELD if is_past_deadline:
-                    expired.append(request)
+                    expired_requests.append(request)
                 case _:
                     pass
-        return expired
+        return expired_requests
 
 
 def _has_ended(request: ScheduledRequest) -> bool:

@@ -144,8 +144,8 @@ class Responses:
             return
         if lookup is not None and lookup.is_hit and self.cache is not None:
             self.cache.lend(request.client.pid, lookup)
-            queued = timing[0] - request.enqueued_ns
-            self._statistics.count_hit(request.arrived_ns, queued, lookup.ns, now_ns)
+            queued_ns = timing[0] - request.enqueued_ns
+            self._statistics.count_hit(request.arrived_ns, queued_ns, lookup.ns, now_ns)
         else:
             self._statistics.count_success(request, timing, now_ns)
         request.transition(Event.FINISH)

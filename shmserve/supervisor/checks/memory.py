@@ -114,8 +114,8 @@ def gather_objects(_: ServerConfig) -> list[ShmObject]:
             is_deletable = own_uid in (0, status.st_uid)
             if is_deletable and status.st_blocks * 512 >= _LARGE_OBJECT_BYTES:
                 large_files.append((entry.name, status.st_blocks * 512, status.st_uid))
-    used = _used_files() if large_files else set()
-    objects = (ShmObject(*fields, f"{_SHM}/{fields[0]}" in used) for fields in large_files)
+    used_files = _used_files() if large_files else set()
+    objects = (ShmObject(*fields, f"{_SHM}/{fields[0]}" in used_files) for fields in large_files)
     return sorted(objects, key=attrgetter("byte_size"), reverse=True)
 
 

@@ -87,10 +87,10 @@ class StartupReport:
         for model, state in self._states.items():
             if old_states.get(model) != state:
                 self._report(model, state)
-        loading = [model for model, state in self._states.items() if state == "loading"]
-        completed, total = len(self._states) - len(loading), len(self._states)
-        line = f"[{completed}/{total} models] loading {', '.join(loading)}"
-        self._write(line[:110] if loading else "")
+        loading_models = [model for model, state in self._states.items() if state == "loading"]
+        completed, total = len(self._states) - len(loading_models), len(self._states)
+        line = f"[{completed}/{total} models] loading {', '.join(loading_models)}"
+        self._write(line[:110] if loading_models else "")
 
     def _report(self, model: str, state: str) -> None:
         started_at = self._started_at.setdefault(model, time.monotonic())

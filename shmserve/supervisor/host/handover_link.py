@@ -169,7 +169,7 @@ class HandoverLink:
                 socket.send_fds(self._link, [json.dumps(message).encode()], fds)
                 return
             except OSError as error:  # the other server has ended, or does not read
-                logger.warning("the handover's other server cannot be reached: %s", error.strerror)
+                logger.warning("the successor or predecessor is unreachable: %s", error.strerror)
                 self._end()
         self._resolve_all()
 
@@ -197,7 +197,7 @@ class HandoverLink:
             try:
                 await self._execute(verb, name, fds)
             except Exception:
-                logger.exception("request '%s' of the handover's other server failed", verb)
+                logger.exception("request '%s' of the successor or predecessor failed", verb)
             self._send([number])
 
     def _end(self) -> None:

@@ -143,22 +143,22 @@ def _run_in_thread(action: Callable[[], None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class LocalClient:
-    """A connected program; `is_welcomed` is true after its Hello, `unsent` has queued packets."""
+    """A connected program. Until it `has_sent_hello`, other messages are errors."""
 
     number: int
     pid: int  # 0 if the process is in another namespace
     uid: int
     link: socket.socket
     pidfd: int  # the descriptor that polls the process; -1 if it is in another namespace
-    is_welcomed: bool = False
-    unsent: deque[bytes] = field(default_factory=deque)
+    has_sent_hello: bool = False
+    unsent: deque[bytes] = field(default_factory=deque)  # queued packets
 
 
 class LocalClientConnections:
     """The listener, and the connected clients by number.
 
     `on_message(client, message, fds)` handles a message, and removes the descriptors that it keeps
-    from the list. `on_disconnect(number)` is called when a welcomed client has disconnected.
+    from the list. `on_disconnect(number)` is called when a client that had sent Hello disconnects.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class LocalClientConnections:
     def __contains__(self, number: int) -> bool:
         return number in self._clients
 
-    def welcomed_clients(self) -> list[LocalClient]:
-        """Return the welcomed clients."""
-        return [client for client in self._clients.values() if client.is_welcomed]
+    def clients_after_hello(self) -> list[LocalClient]:
+        """Return the clients that have sent Hello."""
+        return [client for client in self._clients.values() if client.has_sent_hello]
 
     # --- connections
 
@@ -251,9 +251,9 @@ class LocalClientConnections:
             if link is None:
                 return
             pid, uid, _ = credentials(link)
-            unwelcomed = [client for client in self._clients.values() if not client.is_welcomed]
-            if len(unwelcomed) >= _MAX_CLIENTS_BEFORE_HELLO:
-                self.disconnect(unwelcomed[0])
+            new_clients = [c for c in self._clients.values() if not c.has_sent_hello]
+            if len(new_clients) >= _MAX_CLIENTS_BEFORE_HELLO:
+                self.disconnect(new_clients[0])
             if not self._has_capacity(uid):
                 disconnect(link)
                 continue
@@ -287,7 +287,7 @@ class LocalClientConnections:
         # This link is closed before the schedulers close theirs, so that the client detects that
         # the server, not a scheduler, has disconnected it.
         disconnect(client.link)
-        if client.is_welcomed:
+        if client.has_sent_hello:
             self._on_disconnect(client.number)
 
     def close(self) -> None:

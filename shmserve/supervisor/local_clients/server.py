@@ -280,21 +280,21 @@ class LocalClientServer:
     # --- messages to all clients
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the welcomed clients."""
-        return [client.number for client in self.connections.welcomed_clients()]
+        """Return the numbers of the clients that have sent Hello."""
+        return [client.number for client in self.connections.clients_after_hello()]
 
     def announce(self, message: Any) -> None:
         """Send a message that every local client has to acknowledge within a second."""
         clients, number = self.numbers(), message.ack_number
         self.broadcast(message)
-        loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
+        loop, acknowledge = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
         for client in clients:
-            loop.call_later(_ACK_TIMEOUT_S, acknowledged, client, number)
+            loop.call_later(_ACK_TIMEOUT_S, acknowledge, client, number)
 
     def broadcast(self, message: Any) -> None:
         """Send a message to every local client."""
         data = self._encode_packet(message, logging.WARNING)
-        for client in self.connections.welcomed_clients():
+        for client in self.connections.clients_after_hello():
             self.connections.send(client, data)
 
     def _encode_packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
@@ -319,16 +319,16 @@ class LocalClientServer:
 
     def _on_message(self, client: LocalClient, message: Any, fds: list[int]) -> None:
         match message:
-            case Hello(version=frames.VERSION) if not client.is_welcomed:
-                client.is_welcomed = True
+            case Hello(version=frames.VERSION) if not client.has_sent_hello:
+                client.has_sent_hello = True
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
                 for greeting in (welcome, *self._snapshot()):
                     self.connections.send(client, self._encode_packet(greeting))
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.VersionMismatch(version)
-            case Acknowledged(number=number) if client.is_welcomed:
+            case Acknowledged(number=number) if client.has_sent_hello:
                 self._acknowledgements.record_acknowledged(client.number, number)
-            case ShareMemory(number, size, pin) if client.is_welcomed:
+            case ShareMemory(number, size, pin) if client.has_sent_hello:
                 # The request is handled immediately, since `fds` are closed afterwards.
                 response: Answered | Refused
                 try:
@@ -337,11 +337,11 @@ class LocalClientServer:
                 except ShmserveError as error:
                     response = Refused.of(number, error)
                 self.connections.send(client, frames.pack([response]))
-            case ShareDeviceMemory() if client.is_welcomed:
+            case ShareDeviceMemory() if client.has_sent_hello:
                 self._respond(client, message.id, self._share_device(client, message))
-            case WantModel(number, name, timeout_s) if client.is_welcomed:
+            case WantModel(number, name, timeout_s) if client.has_sent_hello:
                 self._respond(client, number, self._load_on_demand(name, timeout_s))
-            case WithdrawMemory(memory_id=memory_id) if client.is_welcomed and memory_id:
+            case WithdrawMemory(memory_id=memory_id) if client.has_sent_hello and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")

@@ -69,7 +69,7 @@ _MEASURE_EVERY_S = 0.5  # the execution time after which the processors per inst
 _DECAY = 0.98  # the decay, per measurement, of the maximum of processors per instance
 _READ_EVERY_S = 1.0
 _FULLY_USED = 0.95  # the utilization at which the host's processors are fully used
-_MIN_COMPETING = 0.25  # a model with fewer processors per instance does not compete for them
+_MIN_COMPETING = 0.25  # an instance that uses fewer processors does not compete for them
 _EXCESS = 0.5  # the number of processors by which the demand may exceed the limit
 
 
@@ -229,11 +229,11 @@ class LoadSample(NamedTuple):
         """
         instances, compute = statistics["instances"], statistics["compute_seconds"]
         ready = instances["idle"] + instances["busy"]
-        succeeded = statistics["success"] - statistics["cache_hit"]
+        success_count = statistics["success"] - statistics["cache_hit"]
         return cls(
             at_s=at_s,
-            executed_requests=succeeded + statistics["failures"]["BACKEND"],
-            succeeded_requests=succeeded,
+            executed_requests=success_count + statistics["failures"]["BACKEND"],
+            succeeded_requests=success_count,
             queueing_s=statistics["queue_ns"] / 1e9,
             executions=compute["count"],
             execution_s=compute["sum"],
@@ -317,12 +317,12 @@ class ScalingPolicy:
         while load.at_s - loads[0].at_s > self._idle_s:
             loads.popleft()
         executions = load.executions - previous.executions
-        executed = load.executed_requests - previous.executed_requests
+        executed_requests = load.executed_requests - previous.executed_requests
         execution_s = load.execution_s - previous.execution_s
-        if executions and executed:
+        if executions and executed_requests:
             # A moving average over about sixteen executions.
             gain = max(1 / 16, min(1.0, executions / 16)) if self._mean_execution_s else 1.0
-            self._mean_request_s += (execution_s / executed - self._mean_request_s) * gain
+            self._mean_request_s += (execution_s / executed_requests - self._mean_request_s) * gain
             self._mean_execution_s += (execution_s / executions - self._mean_execution_s) * gain
         if executions or not previous.queued_count:
             self._last_progress_s = load.at_s
@@ -357,8 +357,8 @@ class ScalingPolicy:
     def _catches_up(self, load: LoadSample) -> bool:
         """Check whether the queue shrinks so fast that it is empty within `_CATCH_UP_S` seconds."""
         first = self._loads[-min(4, len(self._loads))]
-        elapsed_s, dequeued = load.at_s - first.at_s, first.queued_count - load.queued_count
-        return dequeued > 0 and load.queued_count / dequeued * elapsed_s < _CATCH_UP_S
+        elapsed_s, dequeued_count = load.at_s - first.at_s, first.queued_count - load.queued_count
+        return dequeued_count > 0 and load.queued_count / dequeued_count * elapsed_s < _CATCH_UP_S
 
     def _remove_idle(self, load: LoadSample, count: int) -> Change | None:
         at_s, start_s = load.at_s, self._loads[0].at_s

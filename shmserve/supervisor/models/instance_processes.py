@@ -112,7 +112,7 @@ class Instances:
         self.config, self.labels = self._spec.config, self._spec.labels
         self._instances = expand_instances(self.config)
 
-    def keep_count_of(self, replaced: Instances) -> None:
+    def adopt_count(self, replaced: Instances) -> None:
         """Start as many instances as the replaced version has, if it is scaled automatically."""
         if bounds_of(replaced.config) is not None:
             self._replaced_count = replaced.count

@@ -245,10 +245,10 @@ def expand_instances(config: ModelSpec, running_count: int = 0) -> list[Instance
 def _expand(config: ModelSpec) -> list[Instance]:
     instances: list[Instance] = []
     for group in config.instance_group:
-        gpu = group.kind == "KIND_GPU"
-        for device_id in group.gpus if gpu else (0,):
-            prefix = f"{group.name}_gpu{device_id}" if gpu else group.name
-            device, kind = f"gpu:{device_id}" if gpu else "cpu", group.kind.removeprefix("KIND_")
+        on_gpu = group.kind == "KIND_GPU"
+        for device_id in group.gpus if on_gpu else (0,):
+            prefix = f"{group.name}_gpu{device_id}" if on_gpu else group.name
+            device, kind = f"gpu:{device_id}" if on_gpu else "cpu", group.kind.removeprefix("KIND_")
             for number in range(group.count):
                 name, limit = f"{prefix}_{number}", group.rate_limiter
                 instances.append(Instance(len(instances), name, device, kind, device_id, limit))
@@ -284,14 +284,14 @@ def find_changes(
         running_count: The number of instances to keep, see `expand_instances`.
     """
     removed = [i for i in current if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
-    usable = [i for i in removed if i.state is not InstanceState.FAILED]
+    usable_instances = [i for i in removed if i.state is not InstanceState.FAILED]
     added = expand_instances(config, running_count)
     for same_name in (True, False):
         for instance in added[:]:
-            equivalent = (i for i in usable if i.placement == instance.placement)
+            equivalent = (i for i in usable_instances if i.placement == instance.placement)
             match = next((i for i in equivalent if i.name == instance.name or not same_name), None)
             if match is not None:
-                usable.remove(match)
+                usable_instances.remove(match)
                 removed.remove(match)
                 added.remove(instance)
     used_indexes = {instance.index for instance in current}

@@ -477,8 +477,8 @@ class ModelManager:
         models = self._registry.models.values()
         unloaded = [model.name for model in models if model.on_demand and not model.serving]
         find = self._planner.aliases
-        found = await asyncio.to_thread(lambda: [(name, find(name)) for name in unloaded])
-        return {name: aliases for name, aliases in found if aliases is not None}
+        aliases_by_name = await asyncio.to_thread(lambda: {name: find(name) for name in unloaded})
+        return {name: aliases for name, aliases in aliases_by_name.items() if aliases is not None}
 
     # --- load and unload
 

@@ -140,8 +140,8 @@ class ModelVersion:
         ensemble = self.spec.config.ensemble_scheduling
         return ensemble is not None and any(step.model_name == name for step in ensemble.step)
 
-    def publication(self, latest: bool) -> ModelPublished:
-        """Return the message that publishes this version; `latest` is whether it is the newest."""
+    def publication(self, is_latest: bool) -> ModelPublished:
+        """Return the message that publishes this version, the newest one if `is_latest`."""
         checks_ready, labels = self.instances.checks_ready, self.instances.labels
         return ModelPublished(
             name=self.spec.name,
@@ -150,7 +150,7 @@ class ModelVersion:
             metadata={**describe(self.config), "labels": labels, "checks_ready": checks_ready},
             endpoint=self.endpoint,
             ready=self.ready,
-            latest=latest,
+            latest=is_latest,
             load_seconds=self.load_seconds,
             ack_number=0,
         )

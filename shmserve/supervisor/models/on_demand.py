@@ -99,20 +99,19 @@ class MemoryUse:
             measures_again: Whether sizes older than `_MEASURE_EVERY_S` are measured again.
         """
         now = time.monotonic()
-        loaded = [v for model in models.values() for v in model.versions if v.has_loaded]
-        measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded}
-        outdated_versions = {
-            v for v in loaded if measures_again and now - measured_at[v] >= _MEASURE_EVERY_S
-        }
-        to_measure = outdated_versions | {v for v in loaded if v.spec.name not in self._last_sizes}
+        versions = [v for model in models.values() for v in model.versions if v.has_loaded]
+        measured_at = {v: self._measured_at.get(v, -math.inf) for v in versions}
+        to_measure = {v for v in versions if v.spec.name not in self._last_sizes}
+        if measures_again:
+            to_measure |= {v for v in versions if now - measured_at[v] >= _MEASURE_EVERY_S}
         if not to_measure:
             return
-        pids = {version: version.pids() for version in loaded}
-        sharer_counts = Counter(pid for version in loaded for pid in pids[version])
+        pids = {version: version.pids() for version in versions}
+        sharer_counts = Counter(pid for version in versions for pid in pids[version])
         measured_pids = {pid for version in to_measure for pid in pids[version]}
         sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured_pids})
         self._measured_at = measured_at | dict.fromkeys(to_measure, now)
-        self._sizes = {v: self._sizes[v] for v in loaded if v in self._sizes}
+        self._sizes = {v: self._sizes[v] for v in versions if v in self._sizes}
         self._last_sizes = {n: size for n, size in self._last_sizes.items() if n in models}
         for version in to_measure:
             # The memory of a process that hosts several schedulers is divided among their models.
@@ -239,13 +238,13 @@ class OnDemand:
         """Unload the models that are due, and wait until their processes end, with a time limit."""
         async with self._unload_lock:
             names = await self._due_names()
-            unloading = {v for name in names for v in self._registry.models[name].versions}
+            unloading_versions = {v for name in names for v in self._registry.models[name].versions}
             for name in names:
                 logger.info("model '%s' is unloaded; its next request loads it", name)
                 self._lifecycle.unload(name, on_demand=True)
             try:
                 async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
-                    while not unloading.isdisjoint(self._registry.live_versions):
+                    while not unloading_versions.isdisjoint(self._registry.live_versions):
                         self._status_changed.clear()
                         await self._status_changed.wait()
             except TimeoutError:

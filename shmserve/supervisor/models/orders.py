@@ -59,7 +59,7 @@ class OrderPhase(Enum):
 
     QUEUED = auto()
     READING = auto()  # the folder and the configuration are read
-    # The order waits for the models of an ensemble's steps, or for the ends of ensembles.
+    # The order waits for the models of an ensemble's steps, or for ensembles to end.
     WAITING = auto()
     STARTING = auto()  # new versions and instances start
     # The versions are published, and serve once every client has acknowledged them as ready.
@@ -211,15 +211,15 @@ class Order:
         """
         if self.phase not in (OrderPhase.WAITING, OrderPhase.STARTING):
             return False
-        awaited, unvisited = {self}, [self]
+        awaited_orders, unvisited = {self}, [self]
         while unvisited:
             order = unvisited.pop()
             if order.kind is OrderKind.UNLOAD or order._starts_slowly:
                 return True
             model_orders = list(order.model.orders)
             earlier = model_orders[: model_orders.index(order)] if order in model_orders else []
-            unvisited += {*order.prerequisites, *earlier} - awaited
-            awaited.update(unvisited)
+            unvisited += {*order.prerequisites, *earlier} - awaited_orders
+            awaited_orders.update(unvisited)
         return False
 
     @property
@@ -258,9 +258,9 @@ class Order:
         new_versions = {spec.version: actions.create(spec, group) for spec in to_start}
         latest = model.serving.get(model.latest)
         for number, version in new_versions.items():
-            replaced = model.serving.get(number, latest)
-            if replaced is not None:
-                version.instances.keep_count_of(replaced.instances)
+            replaced_version = model.serving.get(number, latest)
+            if replaced_version is not None:
+                version.instances.adopt_count(replaced_version.instances)
         model.incoming = {number: model.serving[number] for number in self.updates} | new_versions
         model.has_steps |= bool(self.step_models)
         self.phase = OrderPhase.STARTING
@@ -361,8 +361,8 @@ class Order:
 
 def _reasons(failures: Mapping[str, BaseException]) -> dict[str, str]:
     def reason(error: BaseException) -> str:
-        reported = error if isinstance(error, ShmserveError) else Internal()
-        return f"{reported.title}: {reported.message}"
+        reported_error = error if isinstance(error, ShmserveError) else Internal()
+        return f"{reported_error.title}: {reported_error.message}"
 
     return {number: reason(error) for number, error in failures.items()}
 

@@ -44,16 +44,16 @@ class ModelRegistry:
             The removed models.
         """
         is_unused = not (model.orders or statuses(model)) and self.models.get(model.name) is model
-        removed = [model] if is_unused else []
+        removed_models = [model] if is_unused else []
         if model.is_unloaded and len(self.models) > MAX_UNLOADED:
             needed = {step for user in self.models.values() for step in user.needed_steps}
             models = (entry for entry in self.models.values() if entry.name not in needed)
-            unloaded = [m for m in models if m.is_unloaded and not any(m.versions)]
-            removed += unloaded[:-MAX_UNLOADED]
-        for entry in removed:
+            unloaded_models = [m for m in models if m.is_unloaded and not any(m.versions)]
+            removed_models += unloaded_models[:-MAX_UNLOADED]
+        for entry in removed_models:
             del self.models[entry.name]
             self._summaries.pop(entry.name, None)
-        return removed
+        return removed_models
 
     def update(self, names: Iterable[str]) -> None:
         """Derive the summaries of models that have changed; other summaries stay valid."""
@@ -332,10 +332,10 @@ def statuses(model: ModelEntry) -> dict[str, Status]:
 
     A model on demand that was not loaded yet has one status, of version "".
     """
-    retiring = [version.spec.version for version in model.retiring]
+    retiring_versions = [version.spec.version for version in model.retiring]
     by_version = {
         **{number: _ended_status(model, outcome) for number, outcome in model.outcomes.items()},
-        **dict.fromkeys(retiring, Status(ModelState.UNLOADING)),
+        **dict.fromkeys(retiring_versions, Status(ModelState.UNLOADING)),
         **dict.fromkeys(model.incoming, Status(ModelState.LOADING)),
         **{number: _status_of(model.published[number]) for number in model.serving},
     }
@@ -404,7 +404,7 @@ class ReadinessCheck:
     """
 
     def __init__(self, send: Callable[[int, Any], None]) -> None:
-        """Create an object without checks; `send(pid, message)` sends a message to a worker."""
+        """Create an empty table of checks; `send(pid, message)` sends a message to a worker."""
         self._send = send
         self._check_numbers = itertools.count(1)
         self._in_flight: dict[int, _Check] = {}

@@ -69,7 +69,7 @@ class ModelFolder:
         problem: The reason why the model cannot be loaded, or empty.
         class_name: The class of a model that is given as a class in a file, see `inline_model`.
         class_file: The file of this class.
-        settings: The parameters of this class by name.
+        class_settings: The parameters of this class by name.
     """
 
     name: str
@@ -79,7 +79,7 @@ class ModelFolder:
     problem: str = ""
     class_name: str = ""
     class_file: Path | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
+    class_settings: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, version: int) -> list[str]:
         """Return the names of the files in a version's folder.
@@ -352,7 +352,7 @@ def _digest(prefix: bytes, lines: list[bytes]) -> str:
     return hashlib.sha256(prefix + b"".join(sorted(lines))).hexdigest()
 
 
-def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> ModelFolder:
+def inline_model(spec: str, base_dir: Path, class_settings: Mapping[str, str]) -> ModelFolder:
     """Return a model for "path/file.py:Class", or for the folder of a checkpoint.
 
     A class is a model of the native backend without a configuration file. The model is named after
@@ -363,7 +363,7 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
     Args:
         spec: The class or the folder.
         base_dir: The folder in which the model's folder is created.
-        settings: The parameters of the class.
+        class_settings: The parameters of the class by name.
 
     Raises:
         InvalidArgument: The file does not exist, or the name is not valid.
@@ -381,16 +381,16 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
     name = file.stem if class_name == "Model" else class_name.lower()
     path = _link_folder(base_dir, name, file.parent)
     linked_file = path / "1" / file.name
-    return ModelFolder(name, path, None, (1,), "", class_name, linked_file, settings)
+    return ModelFolder(name, path, None, (1,), "", class_name, linked_file, class_settings)
 
 
 def _checkpoint(folder: Path, base_dir: Path) -> ModelFolder:
     name = _INVALID_CHARACTERS.sub("-", folder.name).lstrip(".-") or "model"
     path = _link_folder(base_dir, name, folder)
-    settings = path / ENGINE_FILE
-    settings.unlink(missing_ok=True)
+    settings_link = path / ENGINE_FILE
+    settings_link.unlink(missing_ok=True)
     if (folder / ENGINE_FILE).is_file():
-        settings.symlink_to(folder / ENGINE_FILE)
+        settings_link.symlink_to(folder / ENGINE_FILE)
     return ModelFolder(name, path, versions=(1,))
 
 
@@ -469,7 +469,7 @@ def _read_text(path: Path) -> str:
 def _inline_config(folder: ModelFolder) -> ModelConfig:
     assert folder.class_file is not None
     config = ModelConfig(backend="native", default_model_filename=folder.class_file.name)
-    for name, value in {**folder.settings, "class": folder.class_name}.items():
+    for name, value in {**folder.class_settings, "class": folder.class_name}.items():
         config.parameters[name].string_value = value
     return config
 

@@ -617,17 +617,17 @@ def _contains_file(folder: Path, patterns: Sequence[str]) -> bool:
 
 def _imported_files(file: Path) -> set[Path]:
     """Return a Python file and the files in its folder that it may import, directly or not."""
-    imported, remaining_files = set[Path](), [file]
+    imported_files, remaining_files = set[Path](), [file]
     while remaining_files:
         source = remaining_files.pop()
-        if source in imported:
+        if source in imported_files:
             continue
-        imported.add(source)
+        imported_files.add(source)
         for name in _imported_packages(source):
             package = file.parent / name
             with contextlib.suppress(OSError):  # such as a name that is too long for a file
                 remaining_files += [package.with_suffix(".py"), *package.glob("*.py")]
-    return imported
+    return imported_files
 
 
 def _imports_torch(source: Path) -> bool:

@@ -369,7 +369,7 @@ class TraceControl:
 
     def send_settings(self, address: Address) -> None:
         """Send the settings to a gateway or scheduler, unless they are the defaults."""
-        if self._start.on or self._changes or self._slow_request_ms:
+        if self._start.is_on or self._changes or self._slow_request_ms:
             self._control.send(address, self._tracing_message())
 
     def on_traced(self, _: Address, message: RequestTraced) -> None:

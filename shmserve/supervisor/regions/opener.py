@@ -86,7 +86,7 @@ class RegionQuota:
             self._regions_by_file[file] += 1
 
     def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
-        """Remove a region from the count."""
+        """Remove a region, which `count` has counted, from the counts."""
         self._regions_by_uid[uid] -= 1
         self._bytes_by_uid[uid] -= byte_size
         if not self._regions_by_uid[uid]:
@@ -286,16 +286,16 @@ class RegionOpener:
         self._quota.release(region.owner.uid, region.byte_size, file)
 
     async def _reserve_pages(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
-        charged = posix_shm.unallocated_bytes(shared, region.byte_size)
-        self._quota.charge(region.key, shared.file, charged)
-        allocated = 0
+        charged_bytes = posix_shm.unallocated_bytes(shared, region.byte_size)
+        self._quota.charge(region.key, shared.file, charged_bytes)
+        allocated_bytes = 0
         try:
             # Reserving the pages of a large object takes long, and must not block the loop.
-            allocated = await asyncio.to_thread(
+            allocated_bytes = await asyncio.to_thread(
                 posix_shm.allocate_pages, region.name, shared, region.offset, region.byte_size
             )
         finally:
-            self._quota.refund(shared.file, charged - min(allocated, charged))
+            self._quota.refund(shared.file, charged_bytes - min(allocated_bytes, charged_bytes))
 
     def open_cuda(
         self,

@@ -92,7 +92,7 @@ class OpenRegion:
         return status.st_size < self.offset + self.byte_size or status.st_blocks < self.blocks
 
     def report_truncation(self) -> RegionBlamed:
-        """Log that a worker died of the truncated object, and return the event."""
+        """Log that the object was truncated, which has killed a worker; return the event."""
         text = "was truncated while a worker used it, and the worker died"
         logger.error("shared memory region '%s' %s; the server unregisters it", self.name, text)
         return RegionBlamed(self.name, f"it {text}")

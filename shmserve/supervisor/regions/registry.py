@@ -47,7 +47,7 @@ from shmserve.supervisor.regions.region import DROP, KEEP, KeptRegions, OpenRegi
 
 logger = logging.getLogger(__name__)
 
-_OBJECT_REMOVED = "the object behind its name was removed"
+_OBJECT_REMOVED = "its shared memory object was removed"
 
 
 class Processes(Protocol):
@@ -60,7 +60,7 @@ class Processes(Protocol):
         """Send a message to each process with one of these roles."""
 
     def pids(self, *roles: str) -> list[int]:
-        """Return the connected processes."""
+        """Return the pids of the connected processes with one of these roles."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +142,7 @@ class DrainingRegions:
         await self._processes.publish(partial(RegionDrained, memory_id), "gateway")
 
     def close(self) -> None:
-        """Close all objects."""
+        """Close the objects of all retired and draining regions."""
         for regions in (self.retired, self._regions):
             for region in regions.values():
                 self._opener.close(region)
@@ -271,7 +271,7 @@ class RegionRegistry:
                 text = f"shared memory region '{name}' cannot be registered: {error.strerror}"
                 raise Unavailable(text) from None
             if existing_region is not None:
-                logger.info("region '%s' replaces a region whose object was removed", name)
+                logger.info("region '%s' was replaced: its shared memory object was removed", name)
                 await self._withdraw(existing_region, _OBJECT_REMOVED)
             await self._activate(region)
             return {"memory_id": region.memory_id}

@@ -129,13 +129,13 @@ class CallWaits:
         for first_wait in (wait for wait in stuck if wait.scheduler == scheduler):
             paths, visited = [(first_wait, [first_wait.model])], {id(first_wait)}
             for wait, models in paths:  # the loop adds paths: a breadth-first search
-                awaited = self._awaited_executions(wait, stuck)
-                own_call = _oldest_awaited_call(awaited, first_wait)
+                awaited_executions = self._awaited_executions(wait, stuck)
+                own_call = _oldest_awaited_call(awaited_executions, first_wait)
                 if own_call is not None:
                     chain = [caller.model for caller in first_wait.calls[own_call.key]] + models
                     return CallDeadlocked(own_call.key, " -> ".join(chain))
                 for successor in stuck:
-                    call = _oldest_awaited_call(awaited, successor)
+                    call = _oldest_awaited_call(awaited_executions, successor)
                     if call is None or id(successor) in visited:
                         continue
                     visited.add(id(successor))

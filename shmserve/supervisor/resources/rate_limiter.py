@@ -203,10 +203,10 @@ class RateLimiter:
         """Remove a model version; return the tickets that are granted now."""
         if member not in self._members:
             return []
-        granted = self.disconnect(member)
+        granted_tickets = self.disconnect(member)
         del self._members[member]
         self._compute_capacities()
-        return granted + self._grant()
+        return granted_tickets + self._grant()
 
     # --- tickets
 
@@ -271,14 +271,14 @@ class RateLimiter:
 
     def _grant(self) -> list[GrantedTicket]:
         granted: list[GrantedTicket] = []
-        reserved: set[Resource] = set()
+        reserved_resources: set[Resource] = set()
         for request in sorted(self._pending, key=attrgetter("rank")):
             needs = request.instance.needs.resources
-            if reserved.isdisjoint(needs) and self._fits(needs, self._used_resources):
+            if reserved_resources.isdisjoint(needs) and self._fits(needs, self._used_resources):
                 self._grant_request(request)
                 granted.append((request.member, request.ticket))
             elif request.overtaken_count >= PATIENCE:
-                reserved.update(needs)
+                reserved_resources.update(needs)
         return granted
 
     def _fits(self, needs: Mapping[Resource, int], used_counts: Mapping[Resource, int]) -> bool:
@@ -296,7 +296,7 @@ class RateLimiter:
 
 
 class Tickets:
-    """The rate limiter of the server. Each member is bound to its current scheduler.
+    """The rate limiter of the server. Each member (model version) is bound to its scheduler.
 
     Args:
         is_enabled: Whether the server was started with the rate limiter.

@@ -109,7 +109,7 @@ class WorkspacePool:
         return self._grant()
 
     def _grant(self) -> list[GrantedLease]:
-        granted: list[GrantedLease] = []
+        granted_leases: list[GrantedLease] = []
         while self._requests and self.memory is not None:
             request = self._requests[0]
             offset = self._free_list.allocate(request.byte_size)
@@ -117,8 +117,8 @@ class WorkspacePool:
                 break
             self._requests.popleft()
             self._owners[offset] = request.owner
-            granted.append(GrantedLease(request.owner, request.ticket, offset))
-        return granted
+            granted_leases.append(GrantedLease(request.owner, request.ticket, offset))
+        return granted_leases
 
 
 def _round_to_pages(byte_size: int) -> int:

@@ -14,7 +14,7 @@ def test_trace_flags_equal_tritons() -> None:
     flags = ["mode=opentelemetry", "opentelemetry,url=http://h/v1/traces", "level=TIMESTAMPS"]
     trace_config = parse_trace_config([*flags, "opentelemetry,resource=a=b"])
     assert trace_config.exporter == (("url", "http://h/v1/traces"), ("resource", "a=b"))
-    assert trace_config.on
+    assert trace_config.is_on
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ def test_sampling_has_a_rate_and_a_count(rate: int, count: int, expected_traces:
 
 def test_unchanged_settings_keep_their_count() -> None:
     samplers = Samplers()
-    assert not samplers.on
+    assert not samplers.is_on
     settings = {"": asdict(TraceSettings()), "m": asdict(TRACE_SETTINGS)}
     samplers.set(settings)
-    assert samplers.on and samplers.of("other") is samplers.of("")
+    assert samplers.is_on and samplers.of("other") is samplers.of("")
     sampler = samplers.of("m")
     samplers.set(settings | {"": asdict(TRACE_SETTINGS)})
     assert samplers.of("m") is sampler and samplers.of("other") is not sampler

@@ -23,7 +23,7 @@ from shmserve.perf.load import (
     probe,
 )
 from shmserve.protocols import Credentials, LaneObserver, TransportError, servers
-from shmserve.protocols.connection import Poller
+from shmserve.protocols.connection import EventLoop
 from shmserve.protocols.http import HttpLaneFactory
 from tests.support.servers import reply_once
 
@@ -33,8 +33,8 @@ class InstantLaneFactory:
 
     is_decoupled = False
 
-    def __init__(self, poller: Poller) -> None:
-        self.poller = poller
+    def __init__(self, loop: EventLoop) -> None:
+        self.loop = loop
         self.sent: list[Any] = []
 
     def encode(self, request: Any) -> Any:
@@ -54,7 +54,7 @@ class InstantLane:
     def send(self, request: Any) -> None:
         self.lane_factory.sent.append(request)
         if request is not None:
-            self.lane_factory.poller.call_soon(self.answer(request))
+            self.lane_factory.loop.call_soon(self.answer(request))
 
     def answer(self, request: str) -> Any:
         return lambda: self.observer.on_end(request if request.startswith("error") else "")
@@ -65,12 +65,12 @@ class InstantLane:
 
 @pytest.fixture
 def transport() -> Iterator[InstantLaneFactory]:
-    with contextlib.closing(Poller()) as poller:
-        yield InstantLaneFactory(poller)
+    with contextlib.closing(EventLoop()) as loop:
+        yield InstantLaneFactory(loop)
 
 
 def load(lanes: InstantLaneFactory, sent: list[Any], count: int, plan: Any = None) -> LoadGenerator:
-    return LoadGenerator(lanes.poller, lanes, lambda slot: sent, count, plan, patience_s=0.2)
+    return LoadGenerator(lanes.loop, lanes, lambda slot: sent, count, plan, patience_s=0.2)
 
 
 def test_a_closed_loop_keeps_its_number_and_rotates_requests(transport: InstantLaneFactory) -> None:
@@ -115,31 +115,31 @@ def test_a_load_against_a_silent_server_ends(transport: InstantLaneFactory) -> N
     with pytest.raises(Unavailable, match=r"not responded to a request for 0\.2 s"):
         generator.run(60)
     with pytest.raises(Unavailable, match=r"not responded within 0\.1 s"):
-        probe(transport.poller, transport, None, 0.1)
-    assert probe(transport.poller, transport, "error!", 5) == "error!"
+        probe(transport.loop, transport, None, 0.1)
+    assert probe(transport.loop, transport, "error!", 5) == "error!"
 
 
-def lane_factory(port: int, poller: Poller) -> HttpLaneFactory:
+def lane_factory(port: int, loop: EventLoop) -> HttpLaneFactory:
     address = servers.parse_address(f"http://127.0.0.1:{port}")
-    return HttpLaneFactory(address, Credentials(), poller)
+    return HttpLaneFactory(address, Credentials(), loop)
 
 
 @pytest.mark.parametrize("size", [b"zz", b"-5", b""])
 def test_a_malformed_chunk_ends_the_load(transport: InstantLaneFactory, size: bytes) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     with reply_once(head + size + b"\r\nabc\r\n") as port:
-        lanes = lane_factory(port, transport.poller)
+        lanes = lane_factory(port, transport.loop)
         with pytest.raises(TransportError, match="response is malformed"):
-            probe(transport.poller, lanes, b"GET / HTTP/1.1\r\n\r\n", 5)
+            probe(transport.loop, lanes, b"GET / HTTP/1.1\r\n\r\n", 5)
 
 
 def test_a_connection_is_not_used_again_after_http_1_0(transport: InstantLaneFactory) -> None:
     observer = Probe()
     with reply_once(b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n{}") as port:
-        lane = lane_factory(port, transport.poller).lane(observer)
+        lane = lane_factory(port, transport.loop).lane(observer)
         lane.send(b"GET / HTTP/1.1\r\n\r\n")
         while observer.error is None:
-            transport.poller.run_turn(10_000_000)
+            transport.loop.run_turn(10_000_000)
         assert observer.error == "" and not lane._connection.is_open
 
 

@@ -272,7 +272,7 @@ def test_execute_must_return_none(model: Model, returned_value: str) -> None:
     )
     assert model.replies == [text] and model.responses(1) == [[1], "end"]
     assert model.responses(2) == [[2], text, "end"]
-    assert model.backend._model.kept[2]._channel._stream.closed
+    assert model.backend._model.kept[2]._channel._stream.is_closed
 
 
 def test_an_exception_of_execute_fails_the_request(model: Model) -> None:

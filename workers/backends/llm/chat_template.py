@@ -579,8 +579,8 @@ def render_in_process(
                 size = _exchange(process, chat)["size"]
             finally:
                 process.kill()
-        mapped = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else b""
-    return options, memoryview(mapped)
+        mapped_file = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else b""
+    return options, memoryview(mapped_file)
 
 
 def _exchange(process: subprocess.Popen[str], value: Any) -> Any:

@@ -154,12 +154,12 @@ class TokenSequence:
             self.draft_computed = min(self.draft_computed, row.kept_blocks * block_size)
         self.block_table[row.kept_blocks :] = row.blocks
 
-    def sampled_row(self, drafts: list[int], allowed: Any = None) -> SampledRow:
+    def sampled_row(self, drafts: list[int], mask: Any = None) -> SampledRow:
         """Return the inputs for sampling the token that follows the sequence and `drafts`."""
         prompt = self.prompt
         tokens = [*self.tokens, *drafts] if drafts else self.tokens
         size = len(prompt.tokens)
-        return SampledRow(prompt.parameters, self.sample, tokens, size, prompt.end_tokens, allowed)
+        return SampledRow(prompt.parameters, self.sample, tokens, size, prompt.end_tokens, mask)
 
     def append(self, tokens: list[int]) -> tuple[list[int], str]:
         """Append tokens until the sequence ends; return them, and the finish reason or ""."""
@@ -385,7 +385,7 @@ class WorkerEngine:
         for sequence, row in rows:
             proposal = proposals.get(row.sequence, Proposal())
             masks: list[Tensor] = []
-            if row.samples and sequence.matcher is not None:
+            if row.samples_next and sequence.matcher is not None:
                 proposal.tokens, masks = allowed_tokens(sequence.matcher, proposal.tokens)
                 error = matcher_error(sequence.matcher, sequence.prompt.parameters.grammar_name)
                 if error is not None:
@@ -406,7 +406,7 @@ class WorkerEngine:
             is_prompt = row.start < len(sequence.prompt.tokens)
             pass_row = batch.add(tokens, row.start, sequence.block_table, is_prompt)
             plan.logit_row = len(logit_rows)
-            skipped = 0 if self._scores_prompt(plan) else row.count - row.samples
+            skipped = 0 if self._scores_prompt(plan) else row.count - row.samples_next
             logit_rows += range(pass_row + skipped, pass_row + len(tokens))
         if not plans:
             return torch.empty(0)
@@ -427,9 +427,9 @@ class WorkerEngine:
         results: list[RowResult] = []
         sampled_plans: list[RowPlan] = []
         for plan in plans:
-            if plan.sequence.prompt.parameters.beams and plan.row.samples:
+            if plan.sequence.prompt.parameters.beams and plan.row.samples_next:
                 results.append(_beam_candidates(plan, logits[plan.logit_row]))
-            elif plan.row.samples:
+            elif plan.row.samples_next:
                 sampled_plans.append(plan)
         return results + self._sample_tokens(sampled_plans, logits) if sampled_plans else results
 
@@ -505,7 +505,7 @@ class WorkerEngine:
         for position, score in enumerate(scores, row.start + 1):
             prompt.logprobs_by_position.setdefault(position, score)
         self.emit([SequenceOutput(plan.sequence, [], "", [])])
-        return row.count - row.samples
+        return row.count - row.samples_next
 
 
 def _beam_candidates(plan: RowPlan, logits: Tensor) -> RowResult:

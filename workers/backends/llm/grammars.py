@@ -1,6 +1,6 @@
 """Grammars of texts: their compilation, and the tokens that they allow at each position.
 
-Grammars are compiled by llguidance. `with_patterns` implements a keyword of JSON schemas that
+Grammars are compiled by llguidance. `with_patterns` replaces keywords of JSON schemas that
 llguidance lacks.
 """
 
@@ -51,7 +51,7 @@ class Grammars:
     def matcher(
         self, grammar: tuple[str, str], message_grammar: str = "", name: str = "tools"
     ) -> Any:
-        """Return a new matcher of a grammar.
+        """Return a new matcher, which determines the tokens that a grammar allows next.
 
         Args:
             grammar: The grammar of the content, see `GenerationParameters.grammar`.

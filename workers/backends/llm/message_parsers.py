@@ -70,7 +70,7 @@ class MessageFormat:
         reasoning: The opening and closing tags of reasoning; empty: all text is content.
         starts_reasoning: Whether the message begins inside of reasoning that the prompt has opened.
         hides_reasoning: Whether reasoning is left out of the message.
-        parallel: Whether a message may have several calls.
+        allows_parallel_calls: Whether a message may have several calls.
         kept_tokens: The special tokens that mark calls and reasoning; the parser needs their text.
         has_call_grammar: Whether a grammar restricts the calls.
         calls_end_reasoning: Whether a call may end the reasoning in place of the closing tag.
@@ -82,7 +82,7 @@ class MessageFormat:
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reasoning: tuple[str, ...] = ()
     starts_reasoning: bool = False
-    parallel: bool = True
+    allows_parallel_calls: bool = True
     hides_reasoning: bool = False
     kept_tokens: frozenset[int] = frozenset()
     has_call_grammar: bool = False
@@ -241,7 +241,7 @@ class MessageParser:
         """Pass on the parts of a call that were read and not passed on yet."""
         if not call.name or not (self.stream or is_complete):
             return
-        if self._call_count and not self.format.parallel and call.index < 0:
+        if self._call_count and not self.format.allows_parallel_calls and call.index < 0:
             return
         opening: dict[str, Any] = {}
         if call.index < 0:

@@ -50,7 +50,7 @@ LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
 _PREFIX_CHARACTERS = (1, 3, 6)
 _PART_CHARACTERS = 12  # length of the part of a truncated text, per remaining token
 _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
-_MAX_CUT_TOKENS = 64  # number of tokens beside a cut that may differ from the whole text's
+_MAX_CUT_TOKENS = 64  # number of tokens next to a cut that may differ from those of the whole text
 _MAX_CHARACTER_BYTES, _MAX_TOKEN_BYTES = 4, 64
 _MIN_MAX_BYTES = 1 << 20  # minimum of `PromptReader.max_bytes`
 _MAX_TOKENIZED = 1 << 20  # maximum number of tokens of /tokenize, unless the model allows more
@@ -180,13 +180,13 @@ class RenderedChat(NamedTuple):
     Attributes:
         tools: The tools of the conversation.
         hides_reasoning: Whether its reasoning is hidden.
-        continues: Whether the prompt ends inside of the last message.
+        continues_message: Whether the prompt ends inside of the last message.
         text: The text of the prompt.
     """
 
     tools: ToolRequest | None
     hides_reasoning: bool
-    continues: bool
+    continues_message: bool
     text: str | memoryview
 
 
@@ -248,12 +248,12 @@ class PromptReader:
         scores_prompt = echoes and parameters.logprobs >= 0 and "messages" not in inputs
         message_format, message_grammar = None, ""
         if "messages" in inputs:
-            tools, hides_reasoning, continues, rendered = self._render(inputs["messages"])
+            tools, hides_reasoning, continues_message, rendered = self._render(inputs["messages"])
             inputs = {**inputs, "messages": rendered}
             ending, _ = read_ending("messages", rendered, LONG)
             has_body = bool(parameters.grammar[0])
             message_format = self._formats.make_format(
-                tools, ending, hides_reasoning, has_body, continues
+                tools, ending, hides_reasoning, has_body, continues_message
             )
             if message_format is not None:
                 message_grammar = self._formats.grammar(tools, message_format, has_body)
@@ -307,10 +307,10 @@ class PromptReader:
         requested = {item.name for item in request.schema.outputs} or {"text_output", "token_ids"}
         if name == "input_ids":
             tokens = inputs["input_ids"]
-            invalid = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
-            if invalid.size:
+            invalid_ids = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+            if invalid_ids.size:
                 last_token = self._vocab_size - 1
-                problem = f"tokens: {invalid[0]} is not a token; allowed are 0 to {last_token}"
+                problem = f"tokens: {invalid_ids[0]} is not a token; allowed are 0 to {last_token}"
                 raise InvalidArgument(problem)
             # `decode_batch` releases the GIL, unlike `decode`.
             texts = self._tokenizer.decode_batch([tokens.tolist()], skip_special_tokens=False)
@@ -350,8 +350,8 @@ class PromptReader:
         """Render a conversation, in a separate process if it is long."""
         if isinstance(text, memoryview):
             options, prompt = render_in_process(self._chat, text, _take_options)
-            tools, hides_reasoning, continues = options
-            return RenderedChat(tools, hides_reasoning, continues, prompt)
+            tools, hides_reasoning, continues_message = options
+            return RenderedChat(tools, hides_reasoning, continues_message, prompt)
         chat = parse_conversation(text)
         return RenderedChat(*_take_options(chat), self._chat.render(chat))
 

@@ -109,8 +109,8 @@ def sample(
     if len(indices) < len(rows):
         logits = logits[indices]
     probabilities = distribution(logits, sampled_rows)
-    drawn = pick(probabilities, [row.draw(purpose) for row in sampled_rows])
-    for index, token in zip(indices, drawn, strict=True):
+    drawn_tokens = pick(probabilities, [row.draw(purpose) for row in sampled_rows])
+    for index, token in zip(indices, drawn_tokens, strict=True):
         tokens[index] = token
     return tokens, dict(zip(indices, probabilities, strict=True))
 

@@ -94,7 +94,7 @@ class SampleText:
         self.pending_logprobs: list[ScoredToken] = []
         self.is_open = True
         self.was_sent = False
-        self._skip_characters = self._skip_tokens = 0  # numbers that were sent earlier
+        self._skip_characters = self._skip_tokens = 0  # counts that an earlier instance has sent
         self._prompt, self._token_texts = prompt, texts
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
@@ -252,8 +252,8 @@ class RequestSamples:
         self.samples = [self._sample(index) for index in range(parameters.samples)]
 
     def _sample(self, index: int) -> SampleText:
-        message = "message" in self._requested_outputs
-        return SampleText(self.prompt, self._token_texts, index, self._echo, message)
+        parses_message = "message" in self._requested_outputs
+        return SampleText(self.prompt, self._token_texts, index, self._echo, parses_message)
 
     @property
     def is_finished(self) -> bool:
@@ -443,7 +443,7 @@ class TextThread:
         # This thread waits for processes that render long conversations, which takes seconds.
         self._renderings = ThreadPoolExecutor(1, "long conversations")
         self._requests: dict[int, RequestSamples] = {}
-        # The time (monotonic ns) since which a request waits for credit, by key, oldest first.
+        # By key of a request: since when it waits for credit (monotonic ns), oldest first.
         self._unread_since_ns: dict[int, int] = {}
         self._cpu_ns = self._reported_cpu_ns = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -558,7 +558,7 @@ class TextThread:
                 request.append(output)
             except BaseException as error:
                 request.output_stream.fail_raised(error)
-            if output.tokens or request.output_stream.closed:
+            if output.tokens or request.output_stream.is_closed:
                 updated_keys[key] = None
         for key in updated_keys:
             self._respond(key)
@@ -590,7 +590,7 @@ class TextThread:
             request.respond()
         except BaseException as error:
             request.output_stream.fail_raised(error)
-        if request.output_stream.closed:
+        if request.output_stream.is_closed:
             self._remove(request)
         elif request.output_stream.may_send:
             self._unread_since_ns.pop(key, None)

@@ -108,9 +108,9 @@ class Lark:
         """Return a rule for one of several expressions."""
         return self.rule(" | ".join(self.rule(body) for body in bodies))
 
-    def sequence(self, calls: CallGrammar, first_call: str, parallel: bool) -> str:
+    def sequence(self, calls: CallGrammar, first_call: str, allows_parallel_calls: bool) -> str:
         """Return a rule for `first_call`, and for further calls if they may be parallel."""
-        further = f"({calls.separator} {calls.call})*" if parallel else ""
+        further = f"({calls.separator} {calls.call})*" if allows_parallel_calls else ""
         return self.rule(f"{first_call} {further} {calls.end}")
 
 

@@ -37,12 +37,12 @@ class ToolRequest:
 
     Attributes:
         required: Whether the message must consist of calls.
-        parallel: Whether the message may have several calls.
+        allows_parallel_calls: Whether the message may have several calls.
     """
 
     tools: tuple[Tool, ...]
     required: bool = False
-    parallel: bool = True
+    allows_parallel_calls: bool = True
 
     @property
     def constrained(self) -> bool:
@@ -251,7 +251,7 @@ class MessageFormats:
         prompt: str,
         hides_reasoning: bool = False,
         has_body: bool = False,
-        continues: bool = False,
+        continues_message: bool = False,
     ) -> MessageFormat | None:
         """Return the format of the message after a prompt; None if all of its text is content.
 
@@ -260,7 +260,7 @@ class MessageFormats:
             prompt: The text of the prompt.
             hides_reasoning: Whether reasoning is left out of the message.
             has_body: Whether the content has a grammar.
-            continues: Whether the prompt ends inside of the last message.
+            continues_message: Whether the prompt ends inside of the last message.
 
         Raises:
             InvalidArgument: The format of the model's calls is not known.
@@ -268,7 +268,7 @@ class MessageFormats:
         ending = prompt.rstrip()
         begin, end = self._reasoning or ("", "")
         # The message that is continued may have opened or closed the reasoning.
-        depth = ending.rfind(begin) - ending.rfind(end) if continues else 0
+        depth = ending.rfind(begin) - ending.rfind(end) if continues_message else 0
         # A template may have closed the reasoning, for example if thinking is disabled.
         reasoning = () if end and (ending.endswith(end) or depth < 0) else self._reasoning
         if request is None and not reasoning:
@@ -289,7 +289,7 @@ class MessageFormats:
             {tool.name: tool.parameters for tool in request.tools} if request else {},
             reasoning,
             is_opened,
-            request.parallel if request else True,
+            request.allows_parallel_calls if request else True,
             hides_reasoning,
             frozenset(self._added_tokens[marker] for marker in markers),
             request is not None and (request.constrained or has_body),
@@ -323,12 +323,12 @@ class MessageFormats:
             )
             tags = {begin for begin, _ in calls.first_calls}
             may_omit_end = output_format.calls_end_reasoning and tags <= markers
-            start = lark.sequence(calls, lark.alternatives(heads), request.parallel)
+            start = lark.sequence(calls, lark.alternatives(heads), request.allows_parallel_calls)
             if not request.required:
                 if has_body_grammar:
                     start = f"{start} | @body"
                 else:
-                    start = f"{start}{'*' if request.parallel else '?'} TEXT"
+                    start = f"{start}{'*' if request.allows_parallel_calls else '?'} TEXT"
         start_rule = f"start: {self._reasoning_rule(lark, output_format, may_omit_end)} ({start})"
         return "\n".join([NO_FORCING, start_rule, *lark.rules, f"TEXT: {_ANY_TEXT}"])
 

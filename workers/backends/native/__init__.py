@@ -127,9 +127,9 @@ class NativeBackend(Backend):
         signature = Signature(with_generated_tensors(config), context.version)
         _check(signature, predict)
         if predict.yields != config.decoupled:
-            responses = "yields its responses" if predict.yields else "returns its one response"
+            behaviour = "yields its responses" if predict.yields else "returns its one response"
             raise InvalidArgument(
-                f"'predict' of model '{signature.name}' {responses}, but its configuration has the "
+                f"'predict' of model '{signature.name}' {behaviour}, but its configuration has the "
                 f"'decoupled' transaction policy {str(config.decoupled).lower()}"
             )
         self._to_outputs = predict.to_outputs

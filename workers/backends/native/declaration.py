@@ -117,10 +117,10 @@ def _collect_signature(
         )
         for name, argument in list(inspect.signature(predict).parameters.items())[1:]
     )
-    outputs, to_outputs, streams = _with_position(
+    outputs, to_outputs, yields = _with_position(
         prefix_of, "predict", _declared_result, model, predict, hints
     )
-    return PredictSignature(parameters, outputs, to_outputs, streams)
+    return PredictSignature(parameters, outputs, to_outputs, yields)
 
 
 def _with_position(
@@ -186,8 +186,8 @@ def _declared_result(
         text = f"'{model.__name__}.predict' has no return annotation: {_ANNOTATION_ADVICE}"
         raise InvalidArgument(text)
     result = hints["return"]
-    streams = typing.get_origin(result) in _ITERATORS and bool(typing.get_args(result))
-    if streams:
+    yields = typing.get_origin(result) in _ITERATORS and bool(typing.get_args(result))
+    if yields:
         result = typing.get_args(result)[0]
     elif inspect.isgeneratorfunction(predict) or inspect.isasyncgenfunction(predict):
         kind = "AsyncIterator" if inspect.isasyncgenfunction(predict) else "Iterator"
@@ -195,7 +195,7 @@ def _declared_result(
             f"'{model.__name__}.predict' yields: annotate it with '-> {kind}[...]', and "
             f"{_ANNOTATION_ADVICE}"
         )
-    return *_convert_result_hint(model.__name__, result), streams
+    return *_convert_result_hint(model.__name__, result), yields
 
 
 def _predict_method(model: type) -> Callable[..., Any]:

@@ -516,5 +516,5 @@ def log_thread_exception(args: threading.ExceptHookArgs) -> None:
                 variable = variable.get_response_sender()
             if isinstance(variable, InferenceResponseSender):
                 variable._thread_error = args.exc_value
-    # An error in a variable would otherwise keep all variables alive until a garbage collection.
+    # A variable that refers to the error would otherwise keep all variables alive, in a cycle.
     traceback.clear_frames(args.exc_traceback)

@@ -226,7 +226,7 @@ class StreamedResponses:
         Raises:
             TritonModelException: The end was sent.
         """
-        if self._stream.closed:
+        if self._stream.is_closed:
             raise _closed_error()
         self._stream.send(None if response is None else to_response(response), final)
 

@@ -117,13 +117,13 @@ class ServerApi:
         self.context.control.ask(LoadModel, name, config, files)
         self.calls.invalidate(name)
 
-    def unload_model(self, name: str, dependents: bool) -> None:
+    def unload_model(self, name: str, unload_dependents: bool) -> None:
         """Unload a model.
 
         Raises:
             ShmserveError: The server has rejected the request.
         """
-        self.context.control.ask(UnloadModel, name, dependents)
+        self.context.control.ask(UnloadModel, name, unload_dependents)
         self.calls.invalidate(name)
 
     def is_model_ready(self, name: str, version: str) -> bool:

@@ -58,13 +58,13 @@ class Argument:
     Attributes:
         name: The name.
         required: Whether the argument has no default.
-        by_name: Whether the argument is keyword-only.
+        is_keyword_only: Whether the argument is keyword-only.
         is_text: Whether the argument is a list of strings.
     """
 
     name: str
     required: bool = True
-    by_name: bool = False
+    is_keyword_only: bool = False
     is_text: bool = False
 
 
@@ -121,7 +121,7 @@ class ArgumentBinding:
             if name not in inputs:
                 continue
             argument = None if self._arguments is None else self._arguments[position]
-            if position == len(args) and not (argument and argument.by_name):
+            if position == len(args) and not (argument and argument.is_keyword_only):
                 args.append(inputs[name])
             elif argument is None:
                 raise InvalidArgument(
@@ -392,13 +392,13 @@ def _loading_tensors_only() -> Iterator[None]:
     It otherwise unpickles other objects in an archive, which may execute code.
     """
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
+    saved_variables = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ[names[0]] = "1"
     try:
         yield
     finally:
         del os.environ[names[0]]
-        os.environ.update(saved)
+        os.environ.update(saved_variables)
 
 
 def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]) -> Program:
@@ -478,8 +478,8 @@ def _arguments(forward: Callable[..., Any]) -> list[Argument] | None:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None
         is_required = parameter.default is parameter.empty
-        by_name = parameter.kind is parameter.KEYWORD_ONLY
-        arguments.append(Argument(parameter.name, is_required, by_name=by_name))
+        is_keyword_only = parameter.kind is parameter.KEYWORD_ONLY
+        arguments.append(Argument(parameter.name, is_required, is_keyword_only=is_keyword_only))
     return arguments
 
 

@@ -172,9 +172,11 @@ def _decode_correlation_id(value: bytes) -> int | str | None:
 
 @dataclass(slots=True, eq=False)
 class _CachedTemplate:
-    """A cached template with its key and the identity of its first request.
+    """A cached template of requests with one fingerprint.
 
     Attributes:
+        key: The fingerprint.
+        identity: The id and the sequence position of the request that the template was made from.
         version: The version of the model in the request.
         revision: The revision of the model table when `version` was resolved to `model`.
     """

@@ -57,7 +57,7 @@ Convert = Callable[[Any], Any]
 
 @dataclass(slots=True, eq=False, repr=False)
 class Packed:
-    """A prompt or another large field of a large body, converted to bytes by the process.
+    """A prompt or another large field of a large body, which the parser process has encoded.
 
     Attributes:
         kind: "text": a string. "tokens": a list of integers. "messages": a list of messages, whose
@@ -95,7 +95,7 @@ class Packed:
         return self.kind == "json"
 
     def value(self) -> Any:
-        """Return the prompt as in the parsed body."""
+        """Return the field as a JSON parser returns it."""
         data = b"".join(self.pieces)
         if self.kind == "tokens":
             return np.frombuffer(data, np.int32).tolist()

@@ -403,9 +403,9 @@ def _find_arrays(body: bytes) -> Iterator[tuple[int, int]]:
     pattern = re.compile(_LONG_ARRAY_PATTERN % (_MIN_CUT_BYTES - 1))
     position = 0
     while match := pattern.search(body, position):
-        key, start = match.start(), match.start(1)
+        key_start, start = match.start(), match.start(1)
         position = match.end()
-        if body[key - 1 : key] == b"\\":
+        if body[key_start - 1 : key_start] == b"\\":
             continue  # the key is inside a string
         # The array ends before the next quote or brace.
         stop = body.find(b'"', position)

@@ -106,8 +106,8 @@ def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> s
         gateway: The gateway.
         unloaded: The models on demand that generate text and are not loaded.
     """
-    loaded = {model.name for model in gateway.models.all_versions() if generates_text(model)}
-    candidates = loaded.union(unloaded)
+    loaded_models = {model.name for model in gateway.models.all_versions() if generates_text(model)}
+    candidates = loaded_models.union(unloaded)
     return candidates.pop() if len(candidates) == 1 else ""
 
 
@@ -119,11 +119,11 @@ def model_names(gateway: Gateway, model: str, unloaded: Collection[str] = ()) ->
         model: The name of the model's folder.
         unloaded: The models on demand that generate text and are not loaded.
     """
-    served = gateway.settings.served_names
-    is_only = bool(served) and only_generative_model(gateway, unloaded) == model
+    served_names = gateway.settings.served_names
+    is_only = bool(served_names) and only_generative_model(gateway, unloaded) == model
     names = (
         name
-        for named_model, name in served
+        for named_model, name in served_names
         if named_model == model or (is_only and not named_model)
     )
     return list(dict.fromkeys([*names, model]))
@@ -430,8 +430,8 @@ def _text_request(
 ) -> TextRequest:
     stream = check_member(parameters, "stream", bool, False)
     sample_count = check_member(parameters, "n", int, 1)
-    excluded = ("model", "prompt", "messages", "stream_options")
-    fields = {name: value for name, value in parameters.items() if name not in excluded}
+    excluded_fields = ("model", "prompt", "messages", "stream_options")
+    fields = {name: value for name, value in parameters.items() if name not in excluded_fields}
     usage = running_usage = False
     if options := check_member(parameters, "stream_options", dict, {}):
         if not stream:
@@ -500,7 +500,7 @@ def _describe_type(value: Any) -> str:
 _REQUEST_ID = re.compile(r"\[request id: .*?\] ")
 # Messages about fields have the name of each field before its problem.
 _FIELD_PREFIX = re.compile(r"(^|; )([a-z][a-z_.\[\]0-9]*): ")
-# The names of models' inputs, and the names of the body's fields with their values.
+# The body's field that has the value of a model's input, by the name of the input.
 _FIELDS_BY_INPUT = {"text_input": "prompt", "input_ids": "prompt"}
 
 
@@ -550,8 +550,8 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
     """
     invalid = isinstance(error, InvalidArgument)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    # OpenAI's API has the status 429 for a full queue. If the queue ends a stream, whose status
-    # was sent before, the event still has the type that belongs to 429.
+    # OpenAI's API has the status 429 for a full queue. A stream has sent its status before,
+    # but its error event has the type that belongs to 429, too.
     status = TooManyRequests.status if isinstance(error, QueueFull) else error.status
     kind, code = _ERROR_TYPES.get(status, (kind, None))
     if isinstance(error, NoRoute):

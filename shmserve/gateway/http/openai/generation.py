@@ -338,9 +338,9 @@ class Choices:
         if "prompt_token_ids" in members:
             self._prompt_sizes[prompt_index] = len(members["prompt_token_ids"])
         omitted = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
-        size, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
-        usage = {"prompt_tokens": size, "completion_tokens": new_tokens}
-        usage["total_tokens"] = size + new_tokens
+        prompt_tokens, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
+        usage["total_tokens"] = prompt_tokens + new_tokens
         return {**{name: members[name] for name in members if name not in omitted}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
@@ -498,7 +498,7 @@ class _Generation:
     _queues: list[ResponseQueue] = field(init=False, default_factory=list)
     _response_event: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _has_logprobs: bool = field(init=False)
-    # The bytes of responses with log probabilities that are not written yet.
+    # The total size of the responses with log probabilities that are not written yet.
     _byte_size: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -570,14 +570,14 @@ class _Generation:
 
         All queues are read, because the model stops for a prompt whose responses are not read.
         """
-        unfinished = dict(enumerate(self._queues))
-        while unfinished:
-            while not any(unfinished.values()):
+        unfinished_queues = dict(enumerate(self._queues))
+        while unfinished_queues:
+            while not any(unfinished_queues.values()):
                 self._response_event.clear()
                 await self._response_event.wait()
             results: list[list[Any]] = []
-            for prompt_index, queue in list(unfinished.items()):
-                while queue and prompt_index in unfinished:
+            for prompt_index, queue in list(unfinished_queues.items()):
+                while queue and prompt_index in unfinished_queues:
                     inferred = queue.inference.unpack_outputs(queue.first_response)
                     if self._has_logprobs and inferred is not None:
                         sizes = (len(output_bytes(self._gateway, t)) for t in inferred.outputs)
@@ -591,7 +591,7 @@ class _Generation:
                     if choices:
                         results.append(choices)
                     if queue.remove_first(inferred):
-                        del unfinished[prompt_index]
+                        del unfinished_queues[prompt_index]
             yield results
 
     def _add(self, prompt_index: int, inferred: Inferred | None) -> list[Any]:

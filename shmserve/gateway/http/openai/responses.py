@@ -308,7 +308,7 @@ class ResponseObject:
 
     def _object(self, status: str) -> dict[str, Any]:
         body = self.body
-        repeated = {
+        repeated_members = {
             name: default if body.get(name) is None else body[name]
             for name, default in _REPEATED_MEMBERS.items()
         }
@@ -342,7 +342,7 @@ class ResponseObject:
             "store": False,
             "text": _with_defaults(body.get("text"), {"format": {"type": "text"}}),
             "usage": usage_object if usage else None,
-            **repeated,
+            **repeated_members,
         }
 
 

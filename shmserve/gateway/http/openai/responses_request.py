@@ -54,7 +54,7 @@ INCLUDED_MEMBERS = (
 async def read_request(
     gateway: Gateway, request: HttpRequest
 ) -> tuple[dict[str, Any], bodies.TextRequest]:
-    """Return the body of a request, and the request for text that is equivalent to it."""
+    """Return the body of a request, and the `TextRequest` that is made from it."""
     body = await bodies.read_body(gateway, request, ["messages"], convert_large)
     chat: Any = body.get("input")
     is_converted = type(chat) is dict and type(chat.get("messages")) is Packed

@@ -10,10 +10,10 @@ from shmserve.scheduler.generative.sequences import ROOT_KEY, BlockPool, block_k
 KEYS = [block_key(ROOT_KEY, array("i", [token])) for token in range(8)]
 
 
-def seal_blocks(pool: BlockPool, count: int) -> list[int]:
+def register_blocks(pool: BlockPool, count: int) -> list[int]:
     blocks = pool.allocate(count)
     for block, key in zip(blocks, KEYS, strict=False):
-        pool.seal(block, key)
+        pool.register(block, key)
     return blocks
 
 
@@ -21,7 +21,7 @@ def test_only_the_single_holder_of_a_block_without_a_key_may_write_to_it() -> No
     pool = BlockPool(4)
     free, shared = pool.allocate(2)
     pool.share([shared])
-    (keyed,) = seal_blocks(pool, 1)
+    (keyed,) = register_blocks(pool, 1)
     assert [pool.writable(block) for block in (free, shared, keyed)] == [True, False, False]
 
 
@@ -43,7 +43,7 @@ def test_a_table_grows_in_place() -> None:
 
 def test_a_cached_block_in_the_way_is_evicted() -> None:
     pool = BlockPool(4)
-    first_block, second_block = seal_blocks(pool, 2)
+    first_block, second_block = register_blocks(pool, 2)
     pool.release([second_block])
     assert pool.allocate(1, previous=first_block) == [second_block]
     assert (pool.find(KEYS[0]), pool.find(KEYS[1])) == (first_block, None)
@@ -51,7 +51,7 @@ def test_a_cached_block_in_the_way_is_evicted() -> None:
 
 def test_the_least_recently_used_block_is_evicted_first() -> None:
     pool = BlockPool(4)
-    blocks = seal_blocks(pool, 4)
+    blocks = register_blocks(pool, 4)
     pool.release(blocks[:2])
     pool.release(blocks[2:])
     pool.share([blocks[1]])
@@ -63,17 +63,17 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
 
 def test_with_wide_gaps_nothing_is_evicted_for_contiguity() -> None:
     pool = BlockPool(16)
-    sealed_blocks = seal_blocks(pool, 1)
-    pool.release(sealed_blocks)
+    registered_blocks = register_blocks(pool, 1)
+    pool.release(registered_blocks)
     block_lists = [pool.allocate(1, previous=previous) for previous in (1, 3, 5, 7, 9, 11, 13)]
     assert all(block_lists)
     pool.allocate(2)
-    assert pool.find(KEYS[0]) == sealed_blocks[0]
+    assert pool.find(KEYS[0]) == registered_blocks[0]
 
 
 def test_the_first_of_two_equal_blocks_is_found() -> None:
     pool = BlockPool(4)
-    (first_block,), (second_block,) = seal_blocks(pool, 1), seal_blocks(pool, 1)
+    (first_block,), (second_block,) = register_blocks(pool, 1), register_blocks(pool, 1)
     assert pool.find(KEYS[0]) == first_block
     pool.release([second_block])
     assert (pool.available_count, pool.cached_count, pool.used_count) == (3, 0, 1)

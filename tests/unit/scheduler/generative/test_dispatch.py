@@ -90,7 +90,9 @@ class FakeLlmWorker:
             self.worker.resumed_tokens[request.key, resumed.sample] = array("i", resumed.tokens)
         ended = 0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
         self.open[request.key] = self.samples - ended
-        done = g.Prepared(request.key, PROMPT.tobytes(), self.most, self.samples, replays=replays)
+        done = g.Prepared(
+            request.key, PROMPT.tobytes(), self.most, self.samples, replays_tokens=replays
+        )
         self.rig.worker(self.peer, done)
 
     def _step(self, message: g.Step) -> None:

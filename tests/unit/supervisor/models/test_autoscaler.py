@@ -186,7 +186,7 @@ async def test_a_reload_starts_the_instances_the_load_needs(
         assert other_update.removed == []
         reloaded_version = rig.processes.version(spec)
         assert reloaded_version.instances.count == 1
-        reloaded_version.instances.keep_count_of(instances)
+        reloaded_version.instances.adopt_count(instances)
         assert reloaded_version.instances.count == 3
         await reloaded_version.instances.complete_config()
         assert reloaded_version.instances.count == 3

@@ -25,7 +25,7 @@ class Scheduler:
         self.counters = CarriedCounters(self.set_base)
 
     def set_base(self, message: BaseCounters) -> None:
-        self.base, self.moved = message.statistics, message.moved
+        self.base, self.moved = message.statistics, message.moved_statistics
 
     def count(self, success: int, **rows: Any) -> None:
         self.counters.update({"success": success, "pending": 7, "base": self.base, **rows}, [])

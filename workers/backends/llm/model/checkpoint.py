@@ -507,7 +507,7 @@ def _added_token(token: Any) -> AddedToken:
 
 
 def _quantisation_config(path: Path, config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Return the quantization_config of config.json, or the content of an older folder's file."""
+    """Return the quantization_config of config.json, or of the separate file of old checkpoints."""
     settings = config.get("quantization_config") or config.get("compression_config")
     for name, method in _QUANTISATION_FILES.items():
         if not settings:

@@ -21,7 +21,7 @@ from shmserve.errors import InvalidArgument
 
 _UNQUANTISED_TYPES = ("F64", "F32", "F16", "BF16")
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2")
-_WIDTHS = (2, 4, 8)
+_WIDTHS = (2, 4, 8)  # bits of packed integers
 _ACT_ORDERS = ("group", "dynamic", True)  # `actorder` values that require the group of each column
 
 

@@ -393,7 +393,7 @@ def _make_rotations(model: Architecture, device: str) -> Tensor:
 
 _MIN_GRAPH_ROWS = 2
 _MIN_GRAPH_KEYS = 256  # minimum number of keys per row of a graph
-# Maximum number of keys of all rows: each graph has memory for its gathered keys.
+# Maximum number of keys of all rows of a graph, which has memory for its gathered keys.
 _MAX_GRAPH_KEYS = 1 << 17
 _ROW_COLUMNS = 3  # columns of a row before its blocks: token, position, slot
 

@@ -246,7 +246,8 @@ def test_arguments_are_streamed() -> None:
 def test_one_call_without_parallel_tool_calls(stream: bool) -> None:
     for case in ("hermes with text", "qwen twice", "llama twice", "pythonic", "mistral"):
         family, text, _, calls = VALID_CALLS[case]
-        _, _, parsed_calls = parse_message(family, split(text, 3), stream, parallel=False)
+        options = {"allows_parallel_calls": False}
+        _, _, parsed_calls = parse_message(family, split(text, 3), stream, **options)
         assert [(name, json.loads(arguments)) for name, arguments in parsed_calls] == calls[:1]
 
 

@@ -201,7 +201,7 @@ def test_one_named_call(family: str) -> None:
     test_tokenizer, rng = tokenizer(), random.Random(1)
     choice = {"type": "function", "function": {"name": "now"}}
     matcher, tools = grammar(family, test_tokenizer, tool_choice=choice)
-    assert not tools.parallel
+    assert not tools.allows_parallel_calls
     assert parse_calls(random_text(matcher, test_tokenizer, rng), tools) == ("", [("now", {})])
 
 
@@ -368,7 +368,8 @@ def test_tool_choices() -> None:
     assert tools.take_tools({"tools": [], "tool_choice": "auto"}) is None
     conversation = {"tools": GIVEN_TOOLS, "parallel_tool_calls": False}
     free_tools = tools.take_tools(conversation)
-    assert free_tools is not None and not free_tools.constrained and not free_tools.parallel
+    assert free_tools is not None and not free_tools.constrained
+    assert not free_tools.allows_parallel_calls
     assert conversation == {"tools": GIVEN_TOOLS}
     some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
     for c in ({"type": "allowed_tools", "allowed_tools": some}, {"type": "allowed_tools", **some}):
@@ -394,10 +395,10 @@ def test_no_reasoning_begins_after_a_prompt_that_has_closed_it(reasoning: str) -
 def test_a_message_may_be_continued_inside_of_its_reasoning(reasoning: str) -> None:
     formats = tools.MessageFormats("none", reasoning, tokenizer())
     history = "<|user|>Explain </think> and <think>.<|assistant|>"
-    opened = formats.make_format(None, f"{history}<think>\nI see", continues=True)
+    opened = formats.make_format(None, f"{history}<think>\nI see", continues_message=True)
     assert opened is not None and opened.starts_reasoning
     closed = f"{history}<think>\nI see</think>\n\nThe"
-    assert formats.make_format(None, closed, continues=True) is None
+    assert formats.make_format(None, closed, continues_message=True) is None
     new_message = formats.make_format(None, history)
     assert new_message is not None
     assert new_message.starts_reasoning == (reasoning == "deepseek_r1")
