@@ -150,16 +150,17 @@ def escaping_surrogates() -> Iterator[None]:
     """Return a context in which this thread's strict conversions of text escape invalid bytes.
 
     C++ libraries convert strings by the error handler "strict", and have no option for
-    "surrogateescape".
+    "surrogateescape". The handler is the interpreter's, so only one thread at a time may be in such
+    a context; a thread may enter it again.
     """
     thread, escape = threading.get_ident(), codecs.lookup_error("surrogateescape")
-    raise_error = codecs.strict_errors
+    previous_handler = codecs.lookup_error("strict")
 
     def convert(error: UnicodeError) -> tuple[str | bytes, int]:
-        return escape(error) if threading.get_ident() == thread else raise_error(error)
+        return escape(error) if threading.get_ident() == thread else previous_handler(error)
 
     codecs.register_error("strict", convert)
     try:
         yield
     finally:
-        codecs.register_error("strict", raise_error)
+        codecs.register_error("strict", previous_handler)

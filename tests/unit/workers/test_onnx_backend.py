@@ -2,6 +2,7 @@
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from shmserve.workers.backends.onnx import (
 )
 from shmserve.workers.backends.onnx.binding import DeviceBinding
 from shmserve.workers.device import Device
+from shmserve.workers.tensor_specs import escaping_surrogates
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 from tests.support.onnx_models import FLOAT, save
 
@@ -172,6 +174,16 @@ def test_text_in_and_out(worker: Rig) -> None:
     (reply,) = worker.batch(inference(tensor("a", np.array([[b"\xff\0z", b"b"]], object))))
     assert reply.answer is not None
     assert reply.answer.outputs[0].data == b"\x03\0\0\0\xff\0z\x01\0\0\0b"
+    with pytest.raises(UnicodeDecodeError):
+        b"\xff".decode()
+
+
+def test_invalid_bytes_are_escaped_in_one_thread() -> None:
+    with escaping_surrogates(), ThreadPoolExecutor(1) as pool:
+        with escaping_surrogates():
+            assert b"\xff".decode() == "\udcff"
+        assert "\udcff".encode() == b"\xff"
+        assert isinstance(pool.submit(b"\xff".decode).exception(), UnicodeDecodeError)
     with pytest.raises(UnicodeDecodeError):
         b"\xff".decode()
 
