@@ -42,8 +42,8 @@ _STOP_TIMEOUT_S = 40.0
 # A run directory has at most 85 bytes, since the paths of sockets are limited.
 _LONGEST_TMPDIR = 85 - len("/shmserve-12345678/run")
 _PAUSE_S = 0.05
-# The program of the server's process. The kernel terminates it when its parent exits. The program
-# then removes the temporary folder, because the parent may not have removed it.
+# The program of the server's process. When its parent exits, the kernel sends it SIGTERM. After the
+# server's end it then removes the temporary folder, which its parent may have left.
 _PROGRAM = """
 import os, shutil, signal, sys
 from shmserve.ipc.processes import signal_at_parents_death

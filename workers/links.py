@@ -413,7 +413,7 @@ class InstanceLink:
             return self._dealer is not None and self._dealer.flush()
 
     def flush_soon(self) -> bool:
-        """Call `flush`; soon after another flush, wait for a timer or for the next message.
+        """Call `flush`, or soon after another flush leave this to a timer or the next message.
 
         Returns:
             False if the link is known to be disconnected.

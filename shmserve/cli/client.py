@@ -49,10 +49,8 @@ class Verb(NamedTuple):
         """Define the command's arguments."""
         if self.takes_model:
             nargs = "?" if self.model_default else None
-            help_text = f"the name of the model {self.model_default}".rstrip()
-            parser.add_argument(
-                "model", metavar="MODEL", nargs=nargs, type=_parse_name, help=help_text
-            )
+            text = f"the name of the model {self.model_default}".rstrip()
+            parser.add_argument("model", metavar="MODEL", nargs=nargs, type=_parse_name, help=text)
         if self.version_default:
             help_text = f"the version of the model {self.version_default}"
             parser.add_argument("--model-version", default="", metavar="V", help=help_text)

@@ -119,8 +119,7 @@ class LoadSlot:
             records.delays_ns.append(self._delay_ns)
             records.first_ns.append(self._first_ns if self._response_count else now_ns)
             records.ended_ns.append(now_ns)
-            count = self._response_count if response_count < 0 else response_count
-            records.responses.append(count)
+            records.responses.append(self._response_count if response_count < 0 else response_count)
         self._load.finish_slot(self, now_ns)
 
 

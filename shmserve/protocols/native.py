@@ -68,7 +68,7 @@ class NativeTransport:
         }
 
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
-        """Return []: local clients cannot read statistics."""
+        """Return no statistics, which a server sends over HTTP and gRPC only."""
         return []
 
     def _resolve(self, model: str, version: str) -> ClientModel:

@@ -295,7 +295,7 @@ def _output_errors(
         yield f"must have a 'like' that names a padded input, found {source!r}"
         return
     output_count, input_count = list(output.dims).count(-1), list(inputs[source].dims).count(-1)
-    if output_count != input_count or not output_count:
+    if output_count != input_count:
         yield f"has {output_count} variable dimensions, but its 'like' input has {input_count}"
 
 
