@@ -168,7 +168,7 @@ def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-class Series(NamedTuple):
+class ChartLine(NamedTuple):
     """A series of labelled points in a chart, joined by a line if `is_joined`."""
 
     name: str
@@ -182,12 +182,12 @@ def draw(title: str, points: Sequence[Point]) -> str:
     if len(points) > 1:
         labels = [f"{point.value:g}" for point in points]
         lines = [
-            Series(key, [(point.per_second, point.latency[key]) for point in points], labels)
+            ChartLine(key, [(point.per_second, point.latency[key]) for point in points], labels)
             for key in ("p50", "p90", "p99")
         ]
         return _svg(title, "requests a second", lines)
     keys = [key for key in points[0].latency if key.startswith("p")]
-    line = Series("latency", [(i + 1, points[0].latency[k]) for i, k in enumerate(keys)], keys)
+    line = ChartLine("latency", [(i + 1, points[0].latency[k]) for i, k in enumerate(keys)], keys)
     return _svg(f"{title}, {points[0].name}", "percentile", [line], has_ticks=False)
 
 
@@ -199,13 +199,13 @@ def draw_trials(title: str, trials: Sequence[Trial], target_ms: float) -> str:
         is_within = name == "within"
         series = [pair for pair in numbered_trials if (pair[1].p99_ms <= target_ms) == is_within]
         points = [(trial.per_second, trial.p99_ms) for _, trial in series]
-        lines.append(Series(name, points, [number for number, _ in series], is_joined=False))
+        lines.append(ChartLine(name, points, [number for number, _ in series], is_joined=False))
     max_rate = max((trial.per_second for _, trial in numbered_trials), default=1.0)
-    lines.append(Series("target", [(0.0, target_ms), (max_rate, target_ms)], ["", ""]))
+    lines.append(ChartLine("target", [(0.0, target_ms), (max_rate, target_ms)], ["", ""]))
     return _svg(title, "requests a second", lines)
 
 
-def _svg(title: str, x_label: str, lines: Sequence[Series], *, has_ticks: bool = True) -> str:
+def _svg(title: str, x_label: str, lines: Sequence[ChartLine], *, has_ticks: bool = True) -> str:
     all_x = [x for line in lines for x, _ in line.points]
     all_y = [y for line in lines for _, y in line.points if y > 0] or [1.0]
     max_x = max(all_x) * 1.08 or 1.0
@@ -241,7 +241,7 @@ def _svg(title: str, x_label: str, lines: Sequence[Series], *, has_ticks: bool =
 
 
 def _line(
-    line: Series, pixel_x: Callable[[float], float], pixel_y: Callable[[float], float]
+    line: ChartLine, pixel_x: Callable[[float], float], pixel_y: Callable[[float], float]
 ) -> Iterator[str]:
     colour = _COLOURS[line.name]
     points = [(pixel_x(x), pixel_y(y)) for x, y in line.points]

@@ -18,7 +18,7 @@ from shmserve.client.memory.region import Region, check_datatype
 from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, noop
 from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
-from shmserve.client.request.prepared import ClientTemplate, Slot, pack
+from shmserve.client.request.prepared import ClientTemplate, TemplateSlot, pack
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import encode_bytes
@@ -186,7 +186,7 @@ class PackedRequest(NamedTuple):
     data: list[Any]
     options: Options
     template: ClientTemplate | None = None
-    slot: Slot | None = None
+    slot: TemplateSlot | None = None
     as_torch: bool = False
     release_memory: Callable[[], None] = noop
     segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs

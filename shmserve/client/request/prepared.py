@@ -45,7 +45,7 @@ def pack(
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class TemplateSlot:
     """A slot of a request template: memory that one request uses at a time.
 
     Attributes:
@@ -103,7 +103,7 @@ class ClientTemplate:
         self._refs, self._requested_names = refs, tuple(sizes if outputs_in_slot else outputs)
         self._packed_schema = self._pack_schema({})
         self.uses_slots = outputs_in_slot or not self._is_inline
-        self._free_slots: deque[Slot] = deque()
+        self._free_slots: deque[TemplateSlot] = deque()
         self._is_closed = False
         if self.uses_slots:
             memories.register_owner(self)
@@ -113,7 +113,10 @@ class ClientTemplate:
         return pack_request_schema(self._refs, self._requested_names, sizes, (), dict(parameters))
 
     def pack_request(
-        self, arrays: Sequence[Array], slot: Slot | None, parameters: Mapping[str, Any] | None
+        self,
+        arrays: Sequence[Array],
+        slot: TemplateSlot | None,
+        parameters: Mapping[str, Any] | None,
     ) -> Packed:
         """Return a request's schema and data.
 
@@ -130,7 +133,7 @@ class ClientTemplate:
 
     # --- slots
 
-    def slot(self) -> Slot:
+    def slot(self) -> TemplateSlot:
         """Return a free slot, or allocate a new one.
 
         Raises:
@@ -141,7 +144,7 @@ class ClientTemplate:
         except IndexError:
             return self._new_slot()
 
-    def _new_slot(self) -> Slot:
+    def _new_slot(self) -> TemplateSlot:
         slot_schemas = [] if self._is_inline else self._schemas
         sizes = [*[schema.byte_size for schema in slot_schemas], *self._output_sizes.values()]
         block = self._memories.allocate(sum(map(aligned, sizes)))
@@ -157,9 +160,9 @@ class ClientTemplate:
         for size in self._output_sizes.values():
             outputs.append(pack_range(segment.memory_range(offset, size)))
             offset += aligned(size)
-        return Slot(self, block, arrays, inputs, outputs)
+        return TemplateSlot(self, block, arrays, inputs, outputs)
 
-    def return_slot(self, slot: Slot) -> None:
+    def return_slot(self, slot: TemplateSlot) -> None:
         """Add a slot to the free slots; safe in any thread and at any time."""
         self._free_slots.append(slot)
         if self._is_closed:
