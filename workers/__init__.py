@@ -16,5 +16,5 @@ backends/           the interface of a backend, and the built-in backends
 bls/                business logic scripting: a model's calls of other models
 memory/             outputs in the arena, device memory, leases of workspaces, memory plans
 device.py           compute devices: the CPU or an accelerator; torch preloaded by a zygote
-user_code.py        code of models: imported, run in an event loop, its errors as text
+user_code.py        code of models: files imported for backends, its event loop, its errors as text
 """

@@ -175,7 +175,7 @@ class Stepped(Message):
 
     Attributes:
         step: The number of the step.
-        results: The result of each row whose `samples` is set, except rows of `skipped` sequences.
+        results: The result of each row whose `samples_next` is set; not of `skipped` sequences.
         gather_ns: The time for block tables and copies.
         forward_ns: The time of the forward pass.
         sample_ns: The time of sampling.

@@ -2,7 +2,7 @@
 
 The files that an HTTP request passes through, in order:
 
-    http/main.py                    opens the listeners
+    http/main.py                    serves the listeners that the supervisor has opened
     listener.py                     accepts connections: the access rules of a listener, the
                                     identity of its clients, and the limits of its connections
     http/incoming.py                parses bytes into requests (http/messages.py), within limits of

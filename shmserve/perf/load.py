@@ -82,7 +82,7 @@ class Mark(NamedTuple):
 
 
 class LoadSlot:
-    """A lane and the encoded requests that it sends in turn, one at a time."""
+    """A lane (`Lane`), which is a channel to the server, and the requests that it sends in turn."""
 
     def __init__(self, load: LoadGenerator, requests: Sequence[Any]) -> None:
         self._load = load

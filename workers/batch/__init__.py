@@ -4,6 +4,6 @@ execute.py           the executor: unpack, call the backend, write outputs, repl
 request.py           requests as backends receive them, unpacked from the scheduler's messages
 runner.py            inputs gathered, and outputs split, for backends native, onnx and pytorch
 ragged.py            padding, and inputs of ragged batches
-scatter.py           outputs written to their destinations, and responses as messages
+scatter.py           outputs written to their destinations; the schema and data of responses
 response_stream.py   the responses of decoupled models, and metrics of the model
 """

@@ -185,7 +185,7 @@ class Scatterer:
             spans.append(TracedTensor(*fields).packed())
 
     def _write_new(self, request: Request, response: Response, key: Any) -> Packed:
-        """Write a response of any kind; with a `key`, store the destinations for its kind."""
+        """Write a response, and store the destinations of its outputs for the `key`, if any."""
         ready_outputs = [
             self._prepare(output, self._signature.outputs[output.name], request)
             for output in response.outputs

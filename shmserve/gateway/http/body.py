@@ -368,7 +368,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     return built_request
 
 
-async def body_limit_us(gateway: Gateway, request: HttpRequest) -> int:
+async def timeout_in_body_us(gateway: Gateway, request: HttpRequest) -> int:
     """Return the time limit in the body of a request, in microseconds; 0 means no limit.
 
     The whole body is read and kept. Faults of the body are ignored, since `read_request` reports

@@ -27,7 +27,7 @@ from shmserve.common.tasks import resolve_future
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import compress_pieces, preferred_encoding
 from shmserve.gateway.context import Gateway, GatewayModel, needs_load, resolve_model
-from shmserve.gateway.http.body import body_limit_us, header_size, read_request
+from shmserve.gateway.http.body import header_size, read_request, timeout_in_body_us
 from shmserve.gateway.http.json.codec import JsonResponseTemplate
 from shmserve.gateway.http.json.fingerprint import Fingerprint, fill_known_template
 from shmserve.gateway.http.json.tensors import encode_in_turns, join_in_turns
@@ -124,7 +124,7 @@ async def _load_on_demand(
 ) -> GatewayModel:
     limit_us = read_time_limit(request.headers)[0]
     if not limit_us and needs_load(gateway, name, version):
-        limit_us = await body_limit_us(gateway, request)
+        limit_us = await timeout_in_body_us(gateway, request)
     return await resolve_model(gateway, name, version, limit_us)
 
 

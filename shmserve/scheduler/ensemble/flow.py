@@ -444,7 +444,7 @@ class Flow:
 
 
 # Backends that compute on a device's tensors without a copy to the host. The inputs of a Python
-# model are copied to the host unless its configuration sets `_KEEP_ON_DEVICE` to "no".
+# model are copied to the host unless its parameter FORCE_CPU_ONLY_INPUT_TENSORS is "no".
 _DEVICE_BACKENDS = frozenset({"pytorch", "onnxruntime", "native"})
 _KEEP_ON_DEVICE = "FORCE_CPU_ONLY_INPUT_TENSORS"
 

@@ -254,7 +254,7 @@ class Executions:
 
 
 def _split_release(client_pid: int, message: Release) -> list[ReleaseOutputs]:
-    """Return one message for each output that was read, so that their number can be bounded."""
+    """Return a message for each output that was read; the caller limits how many it keeps."""
     offsets = message.offsets[:_MAX_EARLY_RELEASES]
     return [ReleaseOutputs(client_pid, [offset], message.memory) for offset in offsets]
 

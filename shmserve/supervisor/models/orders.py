@@ -55,7 +55,7 @@ class Cause(Flag):
 
 
 class OrderPhase(Enum):
-    """The phase that an order has reached."""
+    """The phase of an `Order`, which loads or unloads a model."""
 
     QUEUED = auto()
     READING = auto()  # the folder and the configuration are read

@@ -188,7 +188,7 @@ class MessageParser:
             self._add_text("reasoning", stripped)
 
     def add_content(self, text: str) -> None:
-        """Pass on content. Content of white space only is discarded beside a call.
+        """Pass on content. Content of white space only is discarded if there are tool calls, too.
 
         Inside of reasoning, the text is passed on as reasoning.
         """

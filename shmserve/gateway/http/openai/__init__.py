@@ -49,5 +49,5 @@ The way of a token from the worker's step to the client:
     12. generation.py:_Generation           decodes the response; `Choices`, or `ResponseObject` of
                                             responses.py, formats the text as an event
 
-    13. gateway/http/connection.py          writes the event to the client's connection
+    13. gateway/http/messages.py            writes the event to the client's connection
 """

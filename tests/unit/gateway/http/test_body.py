@@ -18,7 +18,7 @@ from aiohttp import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.gateway.http.body import Body, body_limit_us
+from shmserve.gateway.http.body import Body, timeout_in_body_us
 from shmserve.gateway.http.incoming import TensorReceiver
 from shmserve.gateway.http.messages import HttpRequest, WholeBody
 from shmserve.gateway.inference import body_arrival, prepare
@@ -254,7 +254,7 @@ async def test_the_time_limit_of_a_load_ignores_invalid_limits(
     gateway: Any = SimpleNamespace(settings=settings, body_budget=budget, arena=memory)
     content = WholeBody(b'{"parameters": %b}' % parameters)
     request: Any = SimpleNamespace(content=content, headers=CIMultiDict())
-    assert await body_limit_us(gateway, request) == limit_us
+    assert await timeout_in_body_us(gateway, request) == limit_us
 
 
 @pytest.mark.parametrize(("id_size", "text_size"), [(1, 16 << 20), (16 << 20, 1)])
