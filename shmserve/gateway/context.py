@@ -52,6 +52,8 @@ class GatewayModel:
         labels: The classification labels of each output, by index.
         templates: The templates of HTTP requests by fingerprint.
         steps: The models of an ensemble's steps.
+        aliases: Further names of the model in OpenAI's API, with those of its LoRA adapters.
+        adapters: The names of its LoRA adapters.
     """
 
     def __init__(self, publication: ModelPublished) -> None:
@@ -86,10 +88,13 @@ class GatewayModel:
                 engine_settings = EngineSettings.read(engine_text)
         self.max_model_len = engine_settings.max_model_len or None
         self.aliases = list(engine_settings.aliases)
+        self.adapters: list[str] = []
         is_vllm = publication.config.backend == "vllm"
         if is_vllm:
             max_length = publication.config.parameters.get("max_model_len", "")
             self.max_model_len = int(max_length) if max_length.isdecimal() else None
+            self.adapters = publication.config.parameters.get("adapters", "").splitlines()
+            self.aliases += self.adapters
         # Whether requests with the parameter `task` convert between texts and tokens.
         self.has_task_parameter = is_vllm or publication.config.backend == LLM_BACKEND
         # Whether texts may contain reasoning. vLLM's engine separates it only with a parser.

@@ -17,6 +17,7 @@ model/                                  the checkpoint, the decoder, its attenti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -72,12 +73,18 @@ OUTPUTS = [
 ]
 
 
-def complete(config: _Json, inputs: list[_Json], outputs: list[_Json], parameters: _Json) -> _Json:
-    """Return the configuration of a generative model with its missing inputs and outputs."""
+def complete(
+    config: _Json, inputs: list[_Json], outputs: list[_Json], parameters: Mapping[str, str]
+) -> _Json:
+    """Return the configuration of a generative model with its missing inputs and outputs.
+
+    Parameters whose text is empty are not added.
+    """
+    added = {name: {"string_value": text} for name, text in parameters.items() if text}
     completed = {
         **config,
         "model_transaction_policy": {"decoupled": True},
-        "parameters": {**config.get("parameters", {}), **parameters},
+        "parameters": {**config.get("parameters", {}), **added},
     }
     for field, tensors in (("input", inputs), ("output", outputs)):
         written_tensors = {entry["name"]: entry for entry in config.get(field) or ()}
@@ -100,7 +107,7 @@ class LlmBackend(Backend):
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
         json_text = self._read_settings(ModelSpec.of(config)).json_text
-        return complete(config, INPUTS, OUTPUTS, {ENGINE_PARAMETER: {"string_value": json_text}})
+        return complete(config, INPUTS, OUTPUTS, {ENGINE_PARAMETER: json_text})
 
     def load(self, config: ModelSpec) -> None:
         """Read the weights, and create the engine.

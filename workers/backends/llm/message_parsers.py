@@ -310,15 +310,20 @@ class MessageParser:
                 return character
             self.pull(1)
 
-    def expect(self, text: str) -> Reading[None]:
+    def expect(self, text: str, may_be_cut: bool = False) -> Reading[None]:
         """Read white space and then `text`.
+
+        Args:
+            text: The expected text.
+            may_be_cut: Whether the message may end inside of `text`.
 
         Raises:
             MalformedCall: The text differs.
         """
         yield from self.skip()
         for expected in text:
-            if (yield from self.peek()) != expected:
+            found = yield from self.peek()
+            if found != expected and (found or not may_be_cut):
                 raise MalformedCall
             self.pull(1)
 

@@ -207,12 +207,16 @@ class SampleText:
         shows_tokens = parameters.logprobs >= 0 or parameters.return_token_ids
         return self.parser.has_parts or (shows_tokens and bool(self.pending_tokens))
 
-    def take_message(self, text: str) -> bytes:
+    def take_message(self, text: str, counts_reasoning: bool) -> bytes:
         """Return and clear the parts of the message that were not sent yet, as JSON.
 
-        If the text is not parsed, the message has the content `text`.
+        If the text is not parsed, the message has the content `text`. With `counts_reasoning`, the
+        message has the number of the sample's reasoning tokens so far.
         """
-        return orjson.dumps({"content": text} if self.parser is None else self.parser.take())
+        if self.parser is None:
+            return orjson.dumps({"content": text})
+        count = {"reasoning_tokens": self.reasoning_tokens} if counts_reasoning else {}
+        return orjson.dumps({**self.parser.take(), **count})
 
     def take(self) -> tuple[str, list[int], list[ScoredToken]]:
         """Return and clear the pending text, tokens and log probabilities."""
@@ -323,13 +327,15 @@ class RequestSamples:
 
     def _encode_outputs(self, samples: list[SampleText], is_final: bool) -> list[Output]:
         texts, tokens, logprobs = zip(*(sample.take() for sample in samples), strict=True)
+        # The chunks of a stream may report the numbers of tokens so far.
+        counts_reasoning = itertools.repeat("token_ids" in self._requested_outputs)
         values: dict[str, tuple[str, Iterable[Any]]] = {
             "text_output": ("BYTES", map(str.encode, texts)),
             "index": ("INT32", (sample.index for sample in samples)),
             "token_ids": ("INT32", itertools.chain(*tokens)),
             "finish_reason": ("BYTES", (sample.finish_reason.encode() for sample in samples)),
             "logprobs": ("BYTES", map(self._encode_logprobs, samples, logprobs)),
-            "message": ("BYTES", map(SampleText.take_message, samples, texts)),
+            "message": ("BYTES", map(SampleText.take_message, samples, texts, counts_reasoning)),
             "stop_reason": ("BYTES", (orjson.dumps(sample.stop_reason) for sample in samples)),
             "prompt_token_ids": ("INT32", () if samples[0].was_sent else self.prompt.tokens),
             "usage": ("BYTES", [self._encode_usage(samples) if is_final else b""]),

@@ -167,13 +167,12 @@ def _read_hermes(parser: MessageParser) -> Reading[None]:
 
 
 def _read_hermes_call(parser: MessageParser) -> Reading[None]:
-    """Read a call and, unless the text ends, its closing tag.
+    """Read a call and its closing tag, unless the text ends before or inside of the tag.
 
     As in vLLM, other text after the object makes the call malformed.
     """
     yield from _read_json_call(parser)
-    if (yield from parser.skip()):
-        yield from parser.expect("</tool_call>")
+    yield from parser.expect("</tool_call>", may_be_cut=True)
 
 
 def _hermes_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
@@ -289,7 +288,7 @@ def _read_xml_call(parser: MessageParser, is_wrapped: bool) -> Reading[None]:
         if (yield from parser.peek()) == "/":
             parser.pull(1)
             tag = "tool_call>" if (yield from parser.peek()) == "t" else "function>"
-            yield from parser.expect(tag)
+            yield from parser.expect(tag, may_be_cut=True)
             if tag == "tool_call>":  # models may omit the tag </function>
                 parser.unread(f"</{tag}")
             parser.add_arguments("{}" if opening == "{" else "}")

@@ -69,12 +69,13 @@ class VllmBackend(Backend):
         self._request_numbers = itertools.count(1)
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Add the missing inputs and outputs, and the maximum length of a sequence."""
+        """Add the missing inputs and outputs, and parameters that the gateway reads."""
         parses_messages = self._arguments.parses_messages
         outputs = [tensor for tensor in _OUTPUTS if parses_messages or tensor["name"] != "message"]
-        # The gateway rejects longer prompts.
-        max_length = {"max_model_len": {"string_value": str(self._arguments.max_model_len())}}
-        return complete(config, _INPUTS, outputs, max_length)
+        # The gateway rejects longer prompts, and serves each adapter as a model of OpenAI's API.
+        adapters = "\n".join(self._arguments.adapters)
+        parameters = {"max_model_len": str(self._arguments.max_model_len()), "adapters": adapters}
+        return complete(config, _INPUTS, outputs, parameters)
 
     def load(self, config: ModelSpec) -> None:
         """Start the engine, which loads the model.
@@ -138,7 +139,7 @@ class VllmBackend(Backend):
             stream.send(Response(Output.select(values, requested or values)), final=True)
             return
         call = await self._engine.make_call(inputs, parameters, echoes, "usage" in requested)
-        call.options.setdefault("priority", request.work.priority)
+        call.options["priority"] = call.request.priority or request.work.priority
         flags = {name for name in FLAGS if inputs.get(f"return_{name}")}
         answer = VllmAnswer(call, requested, flags)
         credit = asyncio.Event()

@@ -108,7 +108,10 @@ class VllmAnswer:
         if self._call.make_parser is None:
             return {"content": sample.text}
         parser = self._parsers[sample.index]
-        return parse_message(parser, self._call.request, sample, self._prompt_tokens)
+        message = parse_message(parser, self._call.request, sample, self._prompt_tokens)
+        if "token_ids" in self._requested_outputs:  # chunks may report the numbers of tokens so far
+            message["reasoning_tokens"] = parser.count_reasoning_tokens(self._tokens[sample.index])
+        return message
 
     def _encode_logprobs(self, prompt: list[tuple[int, Any]], sample: Any) -> bytes:
         """Return the log probabilities in the form that the OpenAI API's handlers read.

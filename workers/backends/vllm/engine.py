@@ -165,9 +165,8 @@ def parse_message(parser: Any, request: Any, sample: Any, prompt: list[int]) -> 
 
     text, tokens = sample.text, list(sample.token_ids)
     if request.stream:
-        is_finished = sample.finish_reason is not None
-        delta = parser.parse_delta(text, tokens, request, prompt, finished=is_finished)
-        delta = delta or DeltaMessage()
+        ended = sample.finish_reason is not None
+        delta = parser.parse_delta(text, tokens, request, prompt, finished=ended) or DeltaMessage()
         content, reasoning = delta.content, delta.reasoning
         calls = [(call.index, call.id, call.function) for call in delta.tool_calls]
     else:
@@ -308,10 +307,7 @@ class VllmEngine:
         call = VllmCall(request, prompt, sampling, self._tokenizer.decode)
         if echo:
             call.text = source if isinstance(source, str) else self._tokenizer.decode(source)
-        if request.priority:
-            call.options["priority"] = request.priority
-        if adapter is not None:
-            call.options["lora_request"] = self._adapters[adapter]
+        call.options["lora_request"] = self._adapters.get(adapter)
         if name == "messages" and self._renderer.parser is not None:
             self._add_parser(call)
         return call

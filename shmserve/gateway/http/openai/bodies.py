@@ -1,7 +1,8 @@
 """The parts of a request's JSON body (model, prompts and parameters), and the bodies of errors.
 
 A model has the names of --served-model-name, its own name, and the `aliases` of its engine.yaml.
-As in vLLM, requests may use any of these names, and responses contain the first one.
+As in vLLM, requests may use any of these names, and responses contain the first one. The name of a
+LoRA adapter stands for the model with this adapter, and responses contain it.
 """
 
 from __future__ import annotations
@@ -129,6 +130,12 @@ def model_names(gateway: Gateway, model: str, unloaded: Collection[str] = ()) ->
     return list(dict.fromkeys([*names, model]))
 
 
+def find_adapter(gateway: Gateway, model: GatewayModel, name: str) -> str:
+    """Return the LoRA adapter that a name of `model` stands for; "" if it has no such adapter."""
+    is_adapter = name in model.adapters and name not in model_names(gateway, model.name)
+    return name if is_adapter else ""
+
+
 def response_name(gateway: Gateway, model: str) -> str:
     """Return the name that responses contain for `model`, the name of a model's folder."""
     return model_names(gateway, model)[0] if gateway.settings.served_names else model
@@ -148,12 +155,14 @@ class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
     Attributes:
+        name: The name of the model in the response.
         shows_usage: Whether a stream ends with the numbers of tokens.
         detail_outputs: Outputs that only some requests need.
         shows_running_usage: Whether each chunk contains its sample's number of tokens so far.
     """
 
     model: GatewayModel
+    name: str
     prompts: list[InferInput]
     parameters: dict[str, Any]
     sample_count: int
@@ -354,7 +363,7 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
     echo = check_member(fields, "echo", bool, False)
     if "max_completion_tokens" in fields:  # the field of chats
         fields["max_tokens"] = fields.pop("max_completion_tokens")
-    return _text_request(model, prompts, {**fields, "echo": echo})
+    return _text_request(gateway, model, prompts, {**fields, "echo": echo})
 
 
 async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
@@ -382,7 +391,7 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
         # As in vLLM, the response has no tokens, because they would show the reasoning.
         for name in ("logprobs", "top_logprobs", "return_token_ids"):
             parameters.pop(name, None)
-    text_request = _text_request(model, [prompt], parameters)
+    text_request = _text_request(gateway, model, [prompt], parameters)
     if may_reason or (MESSAGE_OUTPUT in model.signature.outputs and "tools" in variables):
         return text_request._replace(detail_outputs=(*text_request.detail_outputs, MESSAGE_OUTPUT))
     return text_request
@@ -426,12 +435,17 @@ async def resolve_generative_model(
 
 
 def _text_request(
-    model: GatewayModel, prompts: list[InferInput], parameters: dict[str, Any]
+    gateway: Gateway, model: GatewayModel, prompts: list[InferInput], parameters: dict[str, Any]
 ) -> TextRequest:
     stream = check_member(parameters, "stream", bool, False)
     sample_count = check_member(parameters, "n", int, 1)
     excluded_fields = ("model", "prompt", "messages", "stream_options")
     fields = {name: value for name, value in parameters.items() if name not in excluded_fields}
+    adapter = find_adapter(gateway, model, parameters["model"])
+    if adapter and fields.setdefault("lora_name", adapter) != adapter:
+        found = clip(repr(fields["lora_name"]))
+        raise InvalidArgument(f"lora_name: {found} contradicts the model '{adapter}'")
+    name = adapter or response_name(gateway, model.name)
     usage = running_usage = False
     if options := check_member(parameters, "stream_options", dict, {}):
         if not stream:
@@ -439,10 +453,11 @@ def _text_request(
         options = {f"stream_options.{name}": value for name, value in options.items()}
         usage = check_member(options, "stream_options.include_usage", bool, False)
         if usage:
-            name = "stream_options.continuous_usage_stats"
-            running_usage = check_member(options, name, bool, False)
+            option = "stream_options.continuous_usage_stats"
+            running_usage = check_member(options, option, bool, False)
     details = _select_details(fields, running_usage)
-    return TextRequest(model, prompts, fields, sample_count, stream, usage, details, running_usage)
+    rest = prompts, fields, sample_count, stream, usage, details, running_usage
+    return TextRequest(model, name, *rest)
 
 
 async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInput]:

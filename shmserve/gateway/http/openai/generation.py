@@ -32,7 +32,6 @@ from shmserve.gateway.http.openai.bodies import (
     TEXT_OUTPUT,
     TooManyRequests,
     encode_openai_error,
-    response_name,
 )
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
@@ -314,7 +313,7 @@ class Choices:
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
         if self.shows_running_usage:
-            members = self._count_tokens(prompt_index, sample, delta.extra_members)
+            members = self._count_tokens(prompt_index, sample, delta)
             choice |= self._add_members(sample, members)
         elif delta.extra_members:
             choice |= self._add_members(sample, delta.extra_members)
@@ -327,20 +326,21 @@ class Choices:
             self._count_usage(delta.usage)
         return choice
 
-    def _count_tokens(
-        self, prompt_index: int, sample: _Sample, members: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _count_tokens(self, prompt_index: int, sample: _Sample, delta: Delta) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
         `encode_chunk` moves the member `usage` from the choice to the chunk.
         """
+        members = delta.extra_members
         sample.tokens += len(members.get("token_ids", ()))
         if "prompt_token_ids" in members:
             self._prompt_sizes[prompt_index] = len(members["prompt_token_ids"])
         omitted = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
         prompt_tokens, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
-        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
+        usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
         usage["total_tokens"] = prompt_tokens + new_tokens
+        if (count := (delta.message or {}).get("reasoning_tokens")) is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": count}
         return {**{name: members[name] for name in members if name not in omitted}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
@@ -422,7 +422,7 @@ async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpRespo
     """Handle POST /v1/completions: respond with the continuations of prompts."""
     body = await bodies.read_body(gateway, request, ["prompt"])
     text_request = await bodies.parse_completion(gateway, body)
-    choices = _create_choices(gateway, COMPLETION_FORMAT, text_request)
+    choices = _create_choices(COMPLETION_FORMAT, text_request)
     return await respond(gateway, request, text_request, choices)
 
 
@@ -430,22 +430,19 @@ async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/chat/completions: respond with the next message of a chat."""
     body = await bodies.read_body(gateway, request, ["messages"])
     text_request = await bodies.parse_chat(gateway, body)
-    choices = _create_choices(gateway, CHAT_FORMAT, text_request, body.get("tools"))
+    choices = _create_choices(CHAT_FORMAT, text_request, body.get("tools"))
     return await respond(gateway, request, text_request, choices)
 
 
 def _create_choices(
-    gateway: Gateway,
-    choice_format: ChoiceFormat,
-    text_request: bodies.TextRequest,
-    tools: Any = None,
+    choice_format: ChoiceFormat, text_request: bodies.TextRequest, tools: Any = None
 ) -> Choices:
-    name = response_name(gateway, text_request.model.name)
     shows_tokens = not text_request.shows_running_usage or bodies.returns_tokens(
         text_request.parameters
     )
     usage = text_request.shows_usage, text_request.shows_running_usage
-    return Choices(choice_format, name, text_request.sample_count, *usage, shows_tokens, tools)
+    head = choice_format, text_request.name, text_request.sample_count
+    return Choices(*head, *usage, shows_tokens, tools)
 
 
 class Rendering(Protocol):

@@ -30,7 +30,6 @@ from shmserve.gateway.http.messages import (
     json_response,
 )
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import response_name
 from shmserve.gateway.http.openai.generation import Delta, custom_input, respond
 from shmserve.gateway.http.openai.models import infer_once
 from shmserve.gateway.http.openai.responses_request import (
@@ -77,7 +76,7 @@ response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
 async def create_response(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
     body, text_request = await read_request(gateway, request)
-    shown_body = {**body, "model": response_name(gateway, text_request.model.name)}
+    shown_body = {**body, "model": text_request.name}
     with with_client_positions(body):
         return await respond(gateway, request, text_request, ResponseObject(shown_body))
 
@@ -226,28 +225,38 @@ class ResponseObject:
         logprobs = [*self._logprobs]
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": logprobs}
 
+    def _complete_item(self, status: str) -> None:
+        """Add the text and the status to the last item, if it is open."""
+        if not self._is_item_open:
+            return
+        self._is_item_open = False
+        item, text = self._items[-1], self._text
+        item["status"] = status
+        if item["type"] == "custom_tool_call":
+            item["input"] = custom_input(text)
+        elif item["type"] == "function_call":
+            item["arguments"] = text
+        else:
+            if item["type"] == "message":  # the last tokens may have no text, such as an end token
+                self._logprobs += self._next_logprobs
+            elif INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
+                item["encrypted_content"] = PLAIN_PREFIX + text
+            item["content"] = [self._content_part(item["type"])]
+
     def _close_item(self) -> list[dict[str, Any]]:
         """Complete the last item, and return its events."""
         if not self._is_item_open:
             return []
-        self._is_item_open = False
+        self._complete_item("incomplete" if self._finish_reason == "length" else "completed")
         item, text = self._items[-1], self._text
-        kind = item["type"]
-        item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
-        if kind == "custom_tool_call":
-            item["input"] = text = custom_input(text)
+        if item["type"] == "custom_tool_call":
+            text = item["input"]
             events = [self._item_event(".delta", delta=text), self._item_event(".done", input=text)]
-        elif kind == "function_call":
-            item["arguments"] = text
+        elif item["type"] == "function_call":
             events = [self._item_event(".done", arguments=text, name=item["name"])]
         else:
-            if kind == "message":  # the last tokens may have no text, such as an end token
-                self._logprobs += self._next_logprobs
-            part = self._content_part(kind)
-            item["content"] = [part]
-            if kind == "reasoning" and INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
-                item["encrypted_content"] = PLAIN_PREFIX + text
-            extra = {"logprobs": part["logprobs"]} if kind == "message" else {}
+            (part,) = item["content"]
+            extra = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             events = [
                 self._item_event(".done", text=text, **extra),
                 self._item_event("response.content_part.done", part=part),
@@ -294,7 +303,11 @@ class ResponseObject:
         return self.encode_frames([[[*events, last_event]]])
 
     def encode_failure(self, error: ShmserveError) -> list[bytes]:
-        """Return the last events of a stream that fails."""
+        """Return the last events of a stream that fails.
+
+        The open item has no event of its end, at which clients would execute a call.
+        """
+        self._complete_item("incomplete")
         fault = orjson.loads(response_error(error))["error"]
         code = fault["code"] or "server_error"
         details = {"code": code, "message": fault["message"], "param": fault["param"]}

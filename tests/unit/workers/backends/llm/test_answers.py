@@ -89,6 +89,20 @@ def test_a_token_without_a_part_of_the_message_is_sent_if_it_is_shown(
     assert not sample.has_unsent
 
 
+@pytest.mark.parametrize("counts_reasoning", [False, True])
+def test_a_message_has_the_number_of_reasoning_tokens(counts_reasoning: bool) -> None:
+    prompt = Prompt(1, PROMPT, parse({"stream": True}, {}, 320), ())
+    prompt.message_format = MessageFormat(FAMILIES["hermes"], {}, ("<", ">"))
+    sample = SampleText(prompt, TokenTexts(TOKENIZER), 0, "", parses_message=True)
+    counts = []
+    for token in TOKENIZER.encode("<ab>c").ids:
+        sample.add([token], "", [])
+        message = json.loads(sample.take_message("", counts_reasoning))
+        counts.append(message.get("reasoning_tokens"))
+    assert counts[-1] == (sample.reasoning_tokens if counts_reasoning else None)
+    assert (counts == sorted(counts) and counts[-1] >= 2) if counts_reasoning else not any(counts)
+
+
 @pytest.mark.parametrize(
     ("fields", "is_echoed"),
     [
