@@ -518,7 +518,10 @@ _CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
 }
 # The options of structured_outputs. `disable_fallback` is about vLLM's other grammar libraries.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback")
-_BOOLEANS = ("json_object", "disable_any_whitespace", "disable_fallback")
+_BOOLEANS = (
+    *("json_object", "disable_any_whitespace", "disable_fallback"),
+    "disable_additional_properties",  # only false is supported
+)
 _RANGES = {
     number.name: number.metadata["range"]
     for number in fields(GenerationParameters)

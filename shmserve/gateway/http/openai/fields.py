@@ -63,6 +63,7 @@ _MAX_REPORTED = 16  # number of wrong fields of a body that are reported
 _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
     "safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options prediction "
     "client_metadata "  # OpenAI's agent Codex sends it
+    "image "  # options for images in the input of /v1/responses
     # In vLLM, these fields affect only other kinds of requests.
     "return_token_offsets return_mm_kwargs mm_payload routed_experts_prompt_start"
 )
@@ -95,6 +96,7 @@ _REFUSED_FIELDS: Mapping[str, AllowedValues] = {
     "echo": _ONLY_FALSE,  # a chat has no echo
     "chat_template": AllowedValues((), "only the model's own template is supported"),
     **_refuse(_UNSUPPORTED, "audio web_search_options moderation cache_salt prompt_embeds"),
+    "personality": _UNSUPPORTED,
     **_refuse(_ONLY_EMPTY, *UNSUPPORTED_PARAMETERS, "previous_input_messages context_management"),
     **_refuse(_ONLY_EMPTY, "access_programs background_options"),
     "thinking_token_budget": AllowedValues((-1,), "only -1 (unlimited) is supported"),
@@ -137,7 +139,9 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
         "padding": AllowedValues(("do_not_pad",), "only 'do_not_pad' is supported"),
         "embed_dtype": AllowedValues(("float32",), "only 'float32' is supported"),
         "endianness": AllowedValues(("native", "little"), "only 'little' is supported"),
-        **_refuse(_UNSUPPORTED, "additional_data use_activation messages"),
+        **_refuse(_UNSUPPORTED, "additional_data use_activation messages chat_template_kwargs"),
+        **_refuse(_ONLY_FALSE, "add_generation_prompt continue_final_message"),
+        "priority": AllowedValues((0,), "only 0 is supported"),
     },
     COMPLETION_FIELDS: {
         **_REFUSED_FIELDS,
