@@ -28,7 +28,7 @@ IGNORED_PARAMETERS = (
 # Parameters of vLLM that are refused unless their value is empty.
 UNSUPPORTED_PARAMETERS = (
     *("logits_processors", "mm_processor_kwargs", "media_io_kwargs", "kv_transfer_params"),
-    *("vllm_xargs", "extra_args", "repetition_detection", "thinking_token_budget", "lora_request"),
+    *("vllm_xargs", "extra_args", "repetition_detection", "lora_request"),
     *("logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
     *("ec_transfer_params", "trace_decode_token_ids"),
 )

@@ -35,7 +35,6 @@ _ALIASES = {
 # Parameters of OpenAI's and vLLM's APIs that would change a text, and their values without effect.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(UNSUPPORTED_PARAMETERS, ({}, [])),
-    "thinking_token_budget": (-1,),
     "suffix": ("",),
     "detokenize": (True,),
     "watermarking": (False,),
@@ -84,8 +83,10 @@ class GenerationParameters:
             the model's maximum length.
         truncation_side: The side on which a prompt is cut, "left" or "right". "" is the left side
             without the tokens that the tokenizer adds there.
+        thinking_token_budget: The maximum number of reasoning tokens; -1: unlimited.
         allowed_token_ids: The tokens that may be generated; empty: all.
-        forbidden: Returns the tokens that would complete one of `bad_words` after generated tokens.
+        forbidden: Returns the tokens that are forbidden after generated tokens: those that would
+            complete one of `bad_words`, or those that would exceed `thinking_token_budget`.
         grammar: (kind, text) with the kind "json_schema", "regex" or "grammar" (Lark or GBNF), or
             ("", "").
         grammar_name: The parameter with the grammar, for error texts; "tools" if none has it.
@@ -107,6 +108,7 @@ class GenerationParameters:
     logprobs: int = _number(-1, 0, 20)
     prompt_logprobs: int = _number(-1, 0, 20)
     priority: int = _number(0, -(1 << 31), (1 << 31) - 1)
+    thinking_token_budget: int = _number(-1, -1, 1 << 24)
     length_penalty: float = _number(1.0, -10.0, 10.0)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -259,6 +261,10 @@ def _find_contradictions(values: Mapping[str, Any], vocab_size: int) -> list[str
         problems.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
     if values.get("truncate_prompt_tokens") == 0:
         problems.append("truncate_prompt_tokens: 0 is not -1 or an integer above 0")
+    is_filtered = values.get("bad_words") or values.get("use_beam_search")
+    if is_filtered and values.get("thinking_token_budget", -1) >= 0:
+        text = "not supported with bad_words or use_beam_search"
+        problems.append(f"thinking_token_budget: {text}")
     if not values.get("top_p", 1.0):
         problems.append("top_p: 0.0 is not a number above 0, up to 1")
     n, best_of = values.get("n", 1), values.get("best_of", 0)

@@ -257,6 +257,11 @@ class PromptReader:
             )
             if message_format is not None:
                 message_grammar = self._formats.grammar(tools, message_format, has_body)
+        if (budget := parameters.thinking_token_budget) >= 0:
+            if "messages" not in inputs:
+                raise InvalidArgument("thinking_token_budget: only supported by chats")
+            limit = self._formats.limit_reasoning(message_format, budget, self._vocab_size)
+            parameters = replace(parameters, forbidden=limit)
         tokens, text, offsets = self._prompt_text(inputs, parameters, scores_prompt)
         max_tokens = parameters.max_tokens
         if max_tokens == UNLIMITED:

@@ -7,10 +7,12 @@ calls of strict tools from their opening tag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from shmserve.errors import InvalidArgument, clip
@@ -331,6 +333,37 @@ class MessageFormats:
                     start = f"{start}{'*' if request.allows_parallel_calls else '?'} TEXT"
         start_rule = f"start: {self._reasoning_rule(lark, output_format, may_omit_end)} ({start})"
         return "\n".join([NO_FORCING, start_rule, *lark.rules, f"TEXT: {_ANY_TEXT}"])
+
+    def limit_reasoning(
+        self, output_format: MessageFormat | None, budget: int, vocab_size: int
+    ) -> Callable[[Sequence[int]], NDArray[np.int64]] | None:
+        """Return a function that ends the reasoning of a message after `budget` tokens.
+
+        The function returns the tokens that are forbidden after the generated tokens: none, or all
+        tokens but the closing tag. The result is None if the message has no reasoning.
+
+        Raises:
+            InvalidArgument: The tags of reasoning are not known, or not tokens.
+        """
+        begin, end = (self._added_tokens.get(tag, -1) for tag in self._reasoning or ("", ""))
+        if min(begin, end) < 0:
+            raise InvalidArgument(
+                "thinking_token_budget: only supported if the model's messages have tags of "
+                "reasoning, and each tag is a token"
+            )
+        if output_format is None or not output_format.reasoning:
+            return None
+        ends = {end, *(self._added_tokens.get(tag, end) for tag in output_format.family.markers)}
+        none, others = np.empty(0, np.int64), np.delete(np.arange(vocab_size), end)
+
+        def forbidden_after(tokens: Sequence[int]) -> NDArray[np.int64]:
+            is_begun = output_format.starts_reasoning or begin in tokens
+            if not is_begun or not ends.isdisjoint(tokens):
+                return none
+            count = len(tokens) - (tokens.index(begin) + 1 if begin in tokens else 0)
+            return others if count >= budget else none
+
+        return forbidden_after
 
     def _reasoning_rule(self, lark: Lark, output_format: MessageFormat, may_omit_end: bool) -> str:
         """Return the expression for the reasoning before the content, or ""."""

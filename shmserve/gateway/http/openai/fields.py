@@ -46,7 +46,7 @@ _GENERATION_FIELDS = _COMMON_FIELDS | _split_names(
     "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
     "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens truncation_side priority "
     "response_format structured_outputs lora_name guided_json guided_regex guided_choice "
-    "guided_grammar guided_whitespace_pattern json_schema "
+    "guided_grammar guided_whitespace_pattern json_schema thinking_token_budget "
     # Alternative names.
     "regex stop_words max_new_tokens max_completion_tokens"
 )
@@ -99,7 +99,6 @@ _REFUSED_FIELDS: Mapping[str, AllowedValues] = {
     "personality": _UNSUPPORTED,
     **_refuse(_ONLY_EMPTY, *UNSUPPORTED_PARAMETERS, "previous_input_messages context_management"),
     **_refuse(_ONLY_EMPTY, "access_programs background_options"),
-    "thinking_token_budget": AllowedValues((-1,), "only -1 (unlimited) is supported"),
 }
 
 COMPLETION_FIELDS = _GENERATION_FIELDS | {"prompt"}
@@ -115,7 +114,8 @@ _RESPONSE_ONLY_FIELDS = _split_names(
     "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs "
     "logit_bias include_reasoning skip_special_tokens include_stop_str_in_output ignore_eos "
     "structured_outputs repetition_penalty stop_token_ids min_tokens bad_words allowed_token_ids "
-    "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern"
+    "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern "
+    "thinking_token_budget"
 )
 RESPONSE_FIELDS = _COMMON_FIELDS | _RESPONSE_ONLY_FIELDS
 EMBEDDING_FIELDS = _COMMON_FIELDS | {"input", "encoding_format", "dimensions"}

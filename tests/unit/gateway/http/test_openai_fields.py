@@ -134,7 +134,6 @@ def test_supported_fields_are_returned(body: dict[str, Any], known_fields: froze
         {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"},
         {"store": False, "suffix": "", "modalities": ["text"], "verbosity": "low"},
         {"logits_processors": [], "mm_processor_kwargs": {}, "detokenize": True},
-        {"thinking_token_budget": -1},
     ],
 )
 def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
@@ -153,7 +152,6 @@ def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
         ({"store": 0}, CHAT_FIELDS, "store: 0 is refused"),
         ({"modalities": ["text", "audio"]}, CHAT_FIELDS, 'only ["text"] is supported'),
         ({"functions": [{}]}, CHAT_FIELDS, "use tools instead"),
-        ({"thinking_token_budget": 5}, CHAT_FIELDS, "5 is refused: only -1 (unlimited) is"),
         ({"echo": True}, CHAT_FIELDS, "echo: True is refused"),
         ({"priority": 1}, EMBEDDING_FIELDS, "priority: 1 is refused: only 0 is supported"),
         ({"personality": "friendly"}, RESPONSE_FIELDS, "personality: 'friendly' is refused: not"),
