@@ -300,6 +300,7 @@ class SharedChannel:
             )
 
     def submit(self, packed: PackedRequest) -> Future[Result]:
+        """Send a request, and return its future."""
         future: Future[Result] = Future()
         future.add_done_callback(_notify_cancelled)
         connection = self.connection
@@ -310,6 +311,7 @@ class SharedChannel:
         """Do nothing: `submit` has sent the request already."""
 
     def wait(self, future: Any) -> Result:
+        """Return the result of a submitted request, or raise its error; cancel it on an error."""
         try:
             result: Result = future.result()
             return result
@@ -318,6 +320,7 @@ class SharedChannel:
             del future  # else, the future and the traceback of its error would form a cycle
 
     def open(self, packed: PackedRequest) -> ClientStream:
+        """Send a request, and return the stream of its responses."""
         future: Future[ClientStream] = Future()
 
         def start(channel: RequestChannel) -> None:
@@ -330,6 +333,7 @@ class SharedChannel:
         return future.result()
 
     def wait_until_ready(self, pending: ClientStream) -> None:
+        """Wait until a stream has a response or its end; raise TimedOut at its deadline."""
         deadline_ns = pending.packed_request.options.deadline_ns
         while not pending.ready():
             self.check_may_wait()
@@ -343,10 +347,12 @@ class SharedChannel:
                 raise TimedOut(NO_RESPONSE)
 
     def credit(self, pending: ClientStream, responses: int) -> None:
+        """Permit the model to send this many further responses."""
         with contextlib.suppress(Disconnected):
             self.connection.call(lambda channel: channel.schedulers.credit(pending, responses))
 
     def cancel(self, pending_requests: Iterable[Future[Result] | ClientStream]) -> None:
+        """Cancel requests; safe in any thread and at any time."""
         for pending in pending_requests:
             if isinstance(pending, Future):
                 pending.cancel()
