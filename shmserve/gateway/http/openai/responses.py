@@ -305,7 +305,7 @@ class ResponseObject:
     def encode_failure(self, error: ShmserveError) -> list[bytes]:
         """Return the last events of a stream that fails.
 
-        The open item has no event of its end, at which clients would execute a call.
+        Clients execute a call when its item is done, so the open item has no such event.
         """
         self._complete_item("incomplete")
         fault = orjson.loads(response_error(error))["error"]
