@@ -129,7 +129,9 @@ def test_adapters_of_vllm_are_further_names_of_their_model() -> None:
         assert bodies.find_adapter(gateway, model, name) == adapter
     assert resolve_alias(gateway, "b") == "b"
     (listed,) = asyncio.run(list_models(gateway, MagicMock())).pieces
-    parents = {card["id"]: (card["root"], card["parent"]) for card in json.loads(listed)["data"]}
+    parents = {
+        card["id"]: (card["root"], card["parent"]) for card in json.loads(bytes(listed))["data"]
+    }
     assert parents == {
         "a": ("a", None),
         "french": ("a", "a"),

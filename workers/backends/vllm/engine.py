@@ -307,7 +307,7 @@ class VllmEngine:
         call = VllmCall(request, prompt, sampling, self._tokenizer.decode)
         if echo:
             call.text = source if isinstance(source, str) else self._tokenizer.decode(source)
-        call.options["lora_request"] = self._adapters.get(adapter)
+        call.options["lora_request"] = self._adapters.get(adapter or "")
         if name == "messages" and self._renderer.parser is not None:
             self._add_parser(call)
         return call

@@ -412,7 +412,8 @@ def test_the_closing_tag_follows_the_budget_of_reasoning(is_opened: bool) -> Non
     size = model_tokenizer.get_vocab_size()
     forbidden_after = formats.limit_reasoning(formatted, 2, size)
     assert forbidden_after is not None
-    begin, end, call = map(model_tokenizer.token_to_id, ("<think>", "</think>", "<tool_call>"))
+    token: Any = model_tokenizer.token_to_id
+    begin, end, call = map(token, ("<think>", "</think>", "<tool_call>"))
     opening = [] if is_opened else [begin]
     for tokens in ([], [1], [1, 2, end], [1, 2, end, 3], [call, 1, 2, 3]):
         assert not forbidden_after(opening + tokens).size
