@@ -144,31 +144,6 @@ def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
         assert read_chat_stream(client, body)[:2] == [choice.message.content, "so"]
 
 
-@pytest.mark.parametrize(("budget", "reasoning"), [(-1, "so"), (1, "so"), (0, None)])
-def test_reasoning_ends_with_its_budget(
-    client: openai.OpenAI, budget: int, reasoning: str | None
-) -> None:
-    extra_body = {"thinking_token_budget": budget}
-    request = chat_request("thinks", max_tokens=60, extra_body=extra_body)
-    (choice,) = client.chat.completions.create(**request).choices
-    assert choice.message.to_dict().get("reasoning") == reasoning
-    assert (choice.message.content or "").startswith('{"city": "')
-    for wrong in (chat_request("opened"), chat_request("thinks", extra_body={"bad_words": ["x"]})):
-        wrong["extra_body"] = {**wrong.get("extra_body", {}), "thinking_token_budget": 1}
-        with pytest.raises(openai.BadRequestError, match="thinking_token_budget: "):
-            client.chat.completions.create(**wrong)
-
-
-def test_running_usage_counts_the_tokens_of_reasoning(client: openai.OpenAI) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = chat_request("thinks", max_tokens=60, stream_options=options)
-    chunks = [*client.chat.completions.create(**body, stream=True)]
-    details = [chunk.usage and chunk.usage.completion_tokens_details for chunk in chunks]
-    counts = [detail.reasoning_tokens if detail else None for detail in details]
-    assert counts == sorted(counts, key=lambda count: count or 0) and counts[-1] == counts[-2]
-    assert counts[-1]
-
-
 def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
     unary = client.chat.completions.create(**chat_request("opened"))
     assert unary.choices[0].message.to_dict()["reasoning_content"] == "hm"

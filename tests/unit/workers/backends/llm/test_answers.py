@@ -34,6 +34,7 @@ from shmserve.workers.backends.llm.token_texts import (
 from shmserve.workers.backends.llm.tool_formats import FAMILIES
 from tests.rigs.llm_rig import Scheduler, llm_rig, work
 from tests.support.hf_folders import END, tokenizer_text
+from tests.support.scripted_llm import CALLED, write_scripted
 from tests.support.waiting import until
 from tests.unit.workers.backends.llm.conftest import generate, reference
 
@@ -458,6 +459,21 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         "<|user|>the fox<|end|><|model|>"
     )
     assert prompt[-1] == TOKENIZER.token_to_id("<|model|>")
+
+
+@pytest.mark.parametrize(("budget", "text"), [(-1, "sohi"), (1, "sohi"), (0, "hi")])
+def test_reasoning_ends_with_its_budget(tmp_path: Path, budget: int, text: str) -> None:
+    script, special = ("<think>", "so", "</think>", "hi"), ("<think>", "</think>")
+    path = write_scripted(tmp_path / "m", {CALLED: script}, special=special)
+    messages = json.dumps([{"role": "user", "content": "a"}])
+    with llm_rig(tmp_path / "rig", path, {"reasoning_parser": "qwen3"}) as scheduler:
+        options = {"temperature": 0, "max_tokens": 9, "thinking_token_budget": budget}
+        scheduler.add(1, messages=messages, **options)
+        scheduler.run()
+        assert scheduler.responses[1][-1]["text_output"] == [text]
+        if budget >= 0:
+            scheduler.add(2, text_input="a", **options)
+            assert "thinking_token_budget: only supported by chats" in scheduler.errors[2][1]
 
 
 @pytest.mark.parametrize(
