@@ -18,6 +18,7 @@ from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.transport.frames import Document, Record, from_map
 
+# Names of parameters in the configurations of models.
 STRATEGY_PARAMETER = "batching_strategy"
 TARGET_PARAMETER = "target_p99_ms"
 MAX_STREAMS = "max_streams"
@@ -425,7 +426,7 @@ class ModelSpec(Document):
     def padding(self) -> Padding | None:
         """Return the padding of the inputs; None: inputs are not padded."""
         text = self.parameters.get(PADDING, "")
-        return Padding.of(text, {entry.name: entry.dims for entry in self.input}) if text else None
+        return Padding.of(text, {spec.name: spec.dims for spec in self.input}) if text else None
 
     @property
     def environment(self) -> str:

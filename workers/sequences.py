@@ -76,7 +76,7 @@ class ControlInput(Record):
     name: str
     kind: str
     datatype: str
-    values: tuple[bytes, bytes] = (b"", b"")
+    values: tuple[bytes, bytes] = (b"", b"")  # for false and for true
 
     def encode(self, row: SequenceRow) -> bytes:
         """Return the bytes of the control for a row."""
@@ -315,7 +315,7 @@ class SequenceExecutor(Executor):
         self._controls = read_controls(config)
         self._supports_batching = config.max_batch_size > 0
         # Always copies, because requests of sequences are not retried with copies.
-        self._policy.copies_inputs = True
+        self._input_policy.copies_inputs = True
         states = read_states(config, self._context.model_dir)
         self._states = States(states, self._backend.read_only_inputs)
         # The outputs that are also sent to clients.
@@ -392,10 +392,10 @@ class SequenceExecutor(Executor):
                 for r in row_requests
             ]
         pairs = zip(requests, responses, strict=True)
-        by_request = {id(request): response for request, response in pairs}
+        response_by_id = {id(request): response for request, response in pairs}
         with self._link.lock:
             self._link.pump()
-            replies = [self._respond(r, by_request[id(r.request)]) for r in row_requests]
+            replies = [self._respond(r, response_by_id[id(r.request)]) for r in row_requests]
             self._writer.scatterer.finish_writes()
         return replies
 

@@ -43,13 +43,13 @@ def import_file(path: Path, name: str) -> ModuleType:
     for folder in map(str, (folders[len(packages)], folders[0])):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
         raise ImportError(f"'{path.name}' is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(module_spec)
     # Dataclasses and annotations look their module up by name.
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    module_spec.loader.exec_module(module)
     return module
 
 
@@ -106,17 +106,17 @@ def format_error(error: BaseException, model_dir: Path) -> str:
 def _model_report(error: BaseException, model_dir: Path) -> traceback.TracebackException:
     user_folder = _user_path(model_dir)
     report = traceback.TracebackException.from_exception(error)
-    chained: traceback.TracebackException | None = report
-    while chained is not None:
-        frames = list(itertools.dropwhile(_is_server_frame, chained.stack))
+    exception: traceback.TracebackException | None = report
+    while exception is not None:
+        frames = list(itertools.dropwhile(_is_server_frame, exception.stack))
         model_frames = itertools.dropwhile(lambda f: _LIBRARY_PATHS.match(f.filename), frames)
         frames = list(model_frames) or frames
-        chained.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-        for frame in chained.stack:
+        exception.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+        for frame in exception.stack:
             frame.filename = frame.filename.replace(f"{model_dir}/", f"{user_folder}/")
-        if getattr(chained, "filename", None):  # a SyntaxError has a file name
-            chained.filename = chained.filename.replace(f"{model_dir}/", f"{user_folder}/")
-        chained = chained.__cause__ or chained.__context__
+        if getattr(exception, "filename", None):  # a SyntaxError has a file name
+            exception.filename = exception.filename.replace(f"{model_dir}/", f"{user_folder}/")
+        exception = exception.__cause__ or exception.__context__
     return report
 
 
@@ -195,8 +195,8 @@ class EventLoopThread:
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop, wait, and return its result or raise its exception."""
         errors: list[BaseException] = []
-        guarded = _run_guarded(coroutine, errors.append)
-        future: Future[T] = asyncio.run_coroutine_threadsafe(guarded, self._loop)
+        guarded_coroutine = _run_guarded(coroutine, errors.append)
+        future: Future[T] = asyncio.run_coroutine_threadsafe(guarded_coroutine, self._loop)
         result = future.result()
         if errors:
             raise errors[0]

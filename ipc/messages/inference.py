@@ -10,7 +10,7 @@ from shmserve.ipc.transport.frames import Message, Record
 
 # The code of a reply by which a model reschedules a request (iterative sequences only).
 RESCHEDULED = "RESCHEDULED"
-_CALLER = re.compile(r"^([0-9]{1,19})/([0-9]{1,19})/(.+)$", re.MULTILINE)
+_CALLER_LINE = re.compile(r"^([0-9]{1,19})/([0-9]{1,19})/(.+)$", re.MULTILINE)
 
 
 class Submit(Message):
@@ -73,7 +73,7 @@ class Caller(NamedTuple):
     @classmethod
     def parse(cls, lines: str) -> list[Caller]:
         """Return the callers in `Submit.callers`, the first one first."""
-        return [cls(int(pid), int(key), model) for pid, key, model in _CALLER.findall(lines)]
+        return [cls(int(pid), int(key), model) for pid, key, model in _CALLER_LINE.findall(lines)]
 
 
 class Cancel(Message):

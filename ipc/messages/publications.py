@@ -16,14 +16,15 @@ from typing import Any, ClassVar, get_args
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport.frames import Message
 
+# Topics of events, and prefixes of a topic for requests.
 MODELS = "models"
 PROCESSES = "processes"
 REGIONS = "regions"
 HEALTH = "health"
 COUNTERS = "counters"
-SNAPSHOT = "snapshot/"
-SEQUENCES = "sequences/"
-RECENT = "recent/"
+SNAPSHOT = "snapshot/"  # prefix: the current state
+SEQUENCES = "sequences/"  # prefix: sequence numbers
+RECENT = "recent/"  # prefix: the latest events
 
 
 class Acknowledged(Message):
@@ -332,6 +333,7 @@ class SequenceReached(Message):
 
 
 ModelPublication = ModelPublished | ModelOnDemand
+# Reports that a model version, a scheduler or a process is gone.
 Loss = ModelWithdrawn | SchedulerLost | ProcessExited
 RegionChange = RegionPublished | RegionRetired | RegionWithdrawn | RegionDrained
 ModelEvent = ModelChanged | LoadRefused | InstancesChanged | ModelCounted

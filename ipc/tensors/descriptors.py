@@ -93,7 +93,7 @@ class Memory(Record):
     copied: bool = False
     pinned: bool = False
     cuda: CudaHandle | None = None
-    packed: bytes = field(init=False, compare=False, repr=False)
+    packed: bytes = field(init=False, compare=False, repr=False)  # for messages
     object: int | bytes = field(init=False, compare=False, repr=False)
 
     @classmethod
@@ -103,13 +103,13 @@ class Memory(Record):
 
     def __post_init__(self) -> None:
         if self.cuda is not None:
-            location: tuple[Any, ...] = (self.cuda.device, self.cuda.raw, self.cuda.uuid)
+            source_fields: tuple[Any, ...] = (self.cuda.device, self.cuda.raw, self.cuda.uuid)
         else:
-            location = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
-        packed = msgpack.packb((self.id, self.pid, self.byte_size, *location))
-        identity = self.inode if self.cuda is None else self.cuda.raw
+            source_fields = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
+        packed = msgpack.packb((self.id, self.pid, self.byte_size, *source_fields))
+        object_id = self.inode if self.cuda is None else self.cuda.raw
         object.__setattr__(self, "packed", packed)
-        object.__setattr__(self, "object", identity)
+        object.__setattr__(self, "object", object_id)
 
 
 class Range(Record):

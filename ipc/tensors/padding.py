@@ -78,8 +78,8 @@ class Padding:
         specs = parse_entries(text)
         if not specs:
             return None
-        padded = {name: spec for name, spec in specs.items() if "like" not in spec}
-        pads = [_pad_from_entry(name, dims[name], spec) for name, spec in padded.items()]
+        padded_specs = {name: spec for name, spec in specs.items() if "like" not in spec}
+        pads = [_pad_from_entry(name, dims[name], spec) for name, spec in padded_specs.items()]
         cut_outputs = {name: spec["like"] for name, spec in specs.items() if "like" in spec}
         return cls(pads, cut_outputs)
 

@@ -322,14 +322,14 @@ def _read_fields(tag: str, record_class: type[Any]) -> None:
 def _with_nested_packed(
     get_fields: Callable[[Any], Any], nested_fields: _NestedFields
 ) -> Callable[[Any], Any]:
-    def values(message: Any) -> list[Any]:
+    def get_values(message: Any) -> list[Any]:
         items = list(get_fields(message))
         for index, codec in nested_fields:
             if items[index + 1]:
                 items[index + 1] = codec.encode(items[index + 1])
         return items
 
-    return values
+    return get_values
 
 
 def pack(messages: Iterable[Any]) -> bytes:

@@ -137,6 +137,7 @@ class Router:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.malformed_messages = 0
+        # Messages to send, by the identity of the peer.
         self.pending: defaultdict[bytes, list[Any]] = defaultdict(list)
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
@@ -250,8 +251,8 @@ class Router:
     def _update_only_connection(self) -> None:
         """Update `_only_connection` after a change of the connections."""
         peers = self._peers.values()
-        has_one = len(self._connections) == len(peers) == 1
-        self._only_connection = next(iter(peers)) if has_one else None
+        has_only_peer = len(self._connections) == len(peers) == 1
+        self._only_connection = next(iter(peers)) if has_only_peer else None
 
     def _accept(self) -> Connection | None:
         sock = self._listener.accept()

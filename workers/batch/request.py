@@ -41,8 +41,8 @@ Array = np.ndarray[Any, Any]
 class CopyCounter:
     """A counter of the bytes of inputs and of outputs that a worker has copied."""
 
-    inputs: int = 0
-    outputs: int = 0
+    inputs: int = 0  # bytes
+    outputs: int = 0  # bytes
 
     def take(self) -> tuple[int, int]:
         """Return the bytes (inputs, outputs) that were copied since the last call."""
@@ -87,7 +87,7 @@ class Input:
     is_shared: bool = False
     is_state: bool = False
     is_writable: bool = False
-    batch: Any = None
+    batch: Any = None  # the bytes of the whole batch
     array: Array | None = None
 
     def detach(self) -> int:
@@ -217,8 +217,8 @@ class Request:
         memory_ranges: The ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
-        response_kinds: A cache of the schema and the destinations of outputs, by kind of response
-            (see scatter.py). Requests with equal schemas share this cache.
+        response_templates: A cache of (schema, destinations of the outputs), by the properties of
+            a response (see scatter.py). Requests with equal schemas share this cache.
         is_aliased: Whether an output is written over an input.
         byte_size: The total bytes of the inputs.
         has_shared_inputs: Whether an input may be in shared memory.
@@ -232,7 +232,7 @@ class Request:
     requested_outputs: dict[str, OutputSchema]
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
-    response_kinds: dict[Any, Any] = field(default_factory=dict)
+    response_templates: dict[Any, Any] = field(default_factory=dict)
     is_aliased: bool = False
     byte_size: int = 0
     has_shared_inputs: bool = False
@@ -263,8 +263,8 @@ class _RequestProperties:
         requested_outputs: The requested outputs by name.
         outputs_with_range: The names of the requested outputs that have a range in the data.
         string_inputs: The names of the BYTES inputs.
-        response_kinds: The cache of responses to requests with this schema (see
-            `Request.response_kinds`).
+        response_templates: The cache for requests with this schema (see
+            `Request.response_templates`).
     """
 
     schema: RequestSchema
@@ -273,7 +273,7 @@ class _RequestProperties:
     requested_outputs: dict[str, OutputSchema]
     outputs_with_range: list[str]
     string_inputs: list[str]
-    response_kinds: dict[Any, Any] = field(default_factory=dict)
+    response_templates: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -327,12 +327,12 @@ class Unpacker:
         for (name, datatype, shape, expected), raw in zip(properties.inputs, data, strict=False):
             if type(raw) is bytes:
                 # Copied, so that the model may write into it.
-                copy = memoryview(bytearray(raw))
-                size = copy.nbytes
+                input_bytes = memoryview(bytearray(raw))
+                size = input_bytes.nbytes
                 if expected not in (size, -1):
                     raise self._size_error(name, expected, size)
                 self._copy_counter.inputs += size
-                inputs[name] = Input(name, datatype, shape, copy, None, model)
+                inputs[name] = Input(name, datatype, shape, input_bytes, None, model)
             else:
                 memory_range = unpack_range(raw)
                 size = memory_range.byte_size
@@ -359,7 +359,7 @@ class Unpacker:
             properties.requested_outputs,
             memory_ranges,
             is_cancelled,
-            properties.response_kinds,
+            properties.response_templates,
             is_aliased,
             byte_size,
             bool(shared_ranges),

@@ -256,8 +256,8 @@ class Runner:
 
     def memory_plan(self, config: ModelSpec, model: object) -> MemoryPlan | None:
         """Return the memory plan of `model`, and allocate its buffers; None if shapes vary."""
-        weights = _weights_byte_size(model) if is_module(model) else 0
-        plan = MemoryPlan.of(config, self._signature, weights)
+        weight_bytes = _weights_byte_size(model) if is_module(model) else 0
+        plan = MemoryPlan.of(config, self._signature, weight_bytes)
         if plan is not None and plan.rows > 1 and config.has_scheduler:
             for name, row_bytes in plan.input_row_bytes.items():
                 self._gatherer.reserve(name, row_bytes * plan.rows)
@@ -370,8 +370,8 @@ class Runner:
         if self._device.needs_copies:
             self._device.synchronize()
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
-        names = [name for name in requests[0].states if name in outputs]
-        states = [self._fetch_state(name, outputs, requests) for name in names]
+        state_names = [name for name in requests[0].states if name in outputs]
+        states = [self._fetch_state(name, outputs, requests) for name in state_names]
         if len(requests) == 1:
             first_parts = [self._split(item, requests)[0] for item in batch_outputs]
             return [Response(first_parts, states=states)]
@@ -419,9 +419,9 @@ class Runner:
             and is_tensor(output)
             and (datatype := _protocol_datatype(output))
         ):
-            readers = [request for request in requests if name in request.requested_outputs]
+            output_requests = [request for request in requests if name in request.requested_outputs]
             host_batch: torch.Tensor | None = None
-            if not all(requires_device_memory(request, name) for request in readers):
+            if not all(requires_device_memory(request, name) for request in output_requests):
                 self._copy_counter.outputs += output.nbytes
                 host_batch = self._device.fetch(output)
             return BatchOutput(name, datatype, host_batch, output)
@@ -475,8 +475,8 @@ class Runner:
         shape = output.shape
         shapes = self._ragged_rules and self._ragged_rules.part_shapes(output.name, requests, shape)
         if shapes:
-            elements = _adjacent_slices(map(element_count, shapes))
-            return list(map(output.part, requests, elements, shapes))
+            element_slices = _adjacent_slices(map(element_count, shapes))
+            return list(map(output.part, requests, element_slices, shapes))
         if len(requests) == 1:
             return [output.part(requests[0])]
         return list(map(output.part, requests, self._row_slices(output.name, shape, requests)))
@@ -525,7 +525,7 @@ def _array_datatype(name: str, array: np.ndarray[Any, Any], expected_datatype: s
     dtype = array.dtype.newbyteorder("=")
     if dtype == STORAGE_DTYPES[expected_datatype]:
         return expected_datatype
-    for datatype, candidate in NUMPY_DTYPES.items():
-        if candidate == dtype:
+    for datatype, candidate_dtype in NUMPY_DTYPES.items():
+        if candidate_dtype == dtype:
             return datatype
     raise Internal(f"inference output '{name}' is {dtype}, which no client can receive")

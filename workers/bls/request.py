@@ -72,7 +72,7 @@ class CallRequest:
     deadline_ns: int = 0
     priority: int = 0
     trace: str = ""
-    origins: Sequence[Request] = ()
+    origins: Sequence[Request] = ()  # the requests for which the model makes the call
     callers: str = ""
 
     @property
@@ -120,10 +120,10 @@ def copy_response(
     for ref in response.outputs:
         data = ref.data
         try:
-            copy = bytearray(data if isinstance(data, bytes) else mappings.view(data))
+            data_copy = bytearray(data if isinstance(data, bytes) else mappings.view(data))
         except ShmserveError as error:
             return error
-        outputs.append(Input(ref.name, ref.datatype, ref.shape, memoryview(copy), model=model))
+        outputs.append(Input(ref.name, ref.datatype, ref.shape, memoryview(data_copy), model=model))
     return CallResponse(outputs, response.parameters)
 
 

@@ -206,7 +206,7 @@ class BlsCall(InflightRequest):
     def __init__(self, router: CallRouter, request: CallRequest) -> None:
         self.router = router
         self.request = request
-        self.number = next(router.ids)
+        self.number = next(router.call_numbers)
         self.arrived_ns = time.monotonic_ns()
         self.inputs = StoredInputs((), [])
         self.endpoint = ""
@@ -296,7 +296,7 @@ class CallRouter:
         self._on_spans = on_spans
         self._input_memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
-        self.ids = count(1)
+        self.call_numbers = count(1)
         self.shared_wait = SharedWait(self._handle_received)
         self._lock = self.shared_wait.lock
         identity = f"{os.getpid()}.{secrets.token_hex(8)}"
@@ -550,8 +550,8 @@ class CallRouter:
         The call fails if its last scheduler is still the current one. Call without the lock.
         """
         with self._lock:
-            current = self._targets.get(call.key)
-            if current is not None and current.endpoint == call.endpoint:
+            known_target = self._targets.get(call.key)
+            if known_target is not None and known_target.endpoint == call.endpoint:
                 del self._targets[call.key]
         try:
             with self._locked_target(call) as target:

@@ -21,7 +21,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     **{name: getattr(torch, kind.name) for name, kind in NUMPY_DTYPES.items() if name != "BYTES"},
     "BF16": torch.bfloat16,
 }
-PROTOCOL_DATATYPES: dict[torch.dtype, str] = {kind: name for name, kind in TORCH_DTYPES.items()}
+PROTOCOL_DATATYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def as_torch(datatype: str, shape: tuple[int, ...], raw: Any) -> torch.Tensor:

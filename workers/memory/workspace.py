@@ -145,11 +145,11 @@ class LeasedWorkspace:
         try:
             memory_range = self._workspace.ask(self._byte_size)
         except Exception as error:
-            report = partial(_fail, leased, error)
+            complete = partial(_fail, leased, error)
         else:
-            report = partial(self._complete_lease, leased, memory_range)
+            complete = partial(self._complete_lease, leased, memory_range)
         try:
-            loop.call_soon_threadsafe(report)
+            loop.call_soon_threadsafe(complete)
         except RuntimeError:  # the model has closed the loop, or the process exits
             if memory_range is not None:
                 self._workspace.release(memory_range, was_used=False)

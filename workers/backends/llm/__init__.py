@@ -81,8 +81,8 @@ def complete(config: _Json, inputs: list[_Json], outputs: list[_Json], parameter
     }
     for field, tensors in (("input", inputs), ("output", outputs)):
         written_tensors = {entry["name"]: entry for entry in config.get(field) or ()}
-        by_name = {entry["name"]: entry for entry in tensors}
-        completed[field] = list((by_name | written_tensors).values())
+        default_tensors = {entry["name"]: entry for entry in tensors}
+        completed[field] = list((default_tensors | written_tensors).values())
     return completed
 
 
@@ -195,8 +195,8 @@ class LlmBackend(Backend):
             return propose_ngrams
         draft = Checkpoint.open(self._draft_folder(speculation.draft_model))
         target = self._checkpoint
-        is_same = draft.architecture.vocab_size == target.architecture.vocab_size
-        if not is_same or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        has_same_vocabulary = draft.architecture.vocab_size == target.architecture.vocab_size
+        if not has_same_vocabulary or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise InvalidArgument(
                 f"speculative_decoding.draft_model: '{speculation.draft_model}' has a different "
                 "vocabulary than the model"
@@ -208,8 +208,8 @@ class LlmBackend(Backend):
     ) -> Passes:
         device = self.context.device
         model = Transformer(checkpoint, settings.weights, device)
-        sizes = settings.block_size, settings.kv_cache_blocks, host_blocks
-        passes = Passes(model, KvCache(checkpoint.architecture, *sizes, device))
+        cache_sizes = settings.block_size, settings.kv_cache_blocks, host_blocks
+        passes = Passes(model, KvCache(checkpoint.architecture, *cache_sizes, device))
         passes.capture(settings.max_batch_size, settings.max_model_len)
         return passes
 

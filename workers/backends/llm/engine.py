@@ -145,8 +145,8 @@ class TokenSequence:
         tokens = [*self.tokens, token] if token >= 0 else self.tokens[:]
         matcher = self.matcher.deep_copy() if self.matcher is not None else None
         replayed = self.prompt.replayed_tokens.get(sample, [])
-        state = tokens, self.block_table[:], matcher, self.draft_computed, replayed
-        return TokenSequence(number, self.prompt, sample, *state)
+        copied_fields = tokens, self.block_table[:], matcher, self.draft_computed, replayed
+        return TokenSequence(number, self.prompt, sample, *copied_fields)
 
     def add_blocks(self, row: Row, block_size: int) -> None:
         """Keep the table's first `row.kept_blocks` blocks, and replace the rest by `row.blocks`."""
@@ -198,8 +198,8 @@ def ngram_draft(tokens: Sequence[int], count: int) -> list[int]:
         windows = np.lib.stride_tricks.sliding_window_view(token_array[:-1], length)
         matches = np.flatnonzero((windows == token_array[-length:]).all(1))
         if len(matches):
-            begin = int(matches[-1]) + length
-            return list(map(int, token_array[begin : begin + count]))
+            draft_start = int(matches[-1]) + length
+            return list(map(int, token_array[draft_start : draft_start + count]))
     return []
 
 
@@ -217,8 +217,8 @@ class DraftModel:
         """Return the draft tokens of each sequence, by the number of the sequence."""
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
         # The maximum length of the draft model may be shorter than that of the target model.
-        positions = self._passes.positions
-        rows = [(s, row) for s, row in rows if len(s.tokens) + row.draft_count <= positions]
+        max_length = self._passes.positions
+        rows = [(s, row) for s, row in rows if len(s.tokens) + row.draft_count <= max_length]
         ready_rows = self._catch_up(rows)
         max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
         for draft_index in range(max_drafts):
@@ -320,11 +320,11 @@ class WorkerEngine:
         self.passes.cache.copy(message.swap_out, message.swap_in, message.copies)
         self._begin_sequences(message)
         rows = self._prepare_rows(message)
-        prepared = time.perf_counter_ns()
+        prepared_ns = time.perf_counter_ns()
         plans = self._plan_rows(rows)
-        planned = time.perf_counter_ns()
+        planned_ns = time.perf_counter_ns()
         logits = self._forward(plans)
-        computed = time.perf_counter_ns()
+        computed_ns = time.perf_counter_ns()
         results = self._sample_rows(plans, logits)
         skipped = [row.sequence for row in message.rows if row.sequence not in self._sequences]
         for sequence in message.ended:
@@ -332,19 +332,19 @@ class WorkerEngine:
         return Stepped(
             message.step,
             results,
-            gather_ns=planned - start_ns,
-            forward_ns=computed - planned,
-            sample_ns=time.perf_counter_ns() - computed,
-            draft_ns=planned - prepared,
+            gather_ns=planned_ns - start_ns,
+            forward_ns=computed_ns - planned_ns,
+            sample_ns=time.perf_counter_ns() - computed_ns,
+            draft_ns=planned_ns - prepared_ns,
             skipped=skipped,
         )
 
     def fail_step(self, message: Step, error: Exception) -> Stepped:
         """Fail the requests of a step that has raised an error; return the result of the step."""
         sequences, numbers = self._sequences, [row.sequence for row in message.rows]
-        keys = {sequences[number].prompt.key for number in numbers if number in sequences}
-        not_begun = {new.key for new in message.new_sequences if new.sequence not in sequences}
-        self.fail(keys | not_begun, error)
+        started_keys = {sequences[number].prompt.key for number in numbers if number in sequences}
+        unstarted_keys = {new.key for new in message.new_sequences if new.sequence not in sequences}
+        self.fail(started_keys | unstarted_keys, error)
         for sequence in message.ended:
             sequences.pop(sequence, None)
         return Stepped(message.step, [], 0, 0, 0, skipped=numbers)
@@ -449,16 +449,16 @@ class WorkerEngine:
         raw_logits = _copy_raw_logits(row_logits, sampled)
         process(row_logits, sampled)
         accepted_tokens = verify(row_logits, sampled, checks)
-        parts = [
+        checked_rows = [
             (plan, check, tokens)
             for plan, check, tokens in zip(plans, checks, accepted_tokens, strict=True)
             if self._are_allowed(plan, tokens, row_logits[check.first_row :])
         ]
-        outputs = [self._append_tokens(*part, raw_logits) for part in parts]
+        outputs = [self._append_tokens(*checked_row, raw_logits) for checked_row in checked_rows]
         self.emit(outputs)
         return [
             RowResult(o.sequence.number, o.tokens, o.finish_reason, len(check.proposal.tokens))
-            for o, (_, check, _) in zip(outputs, parts, strict=True)
+            for o, (_, check, _) in zip(outputs, checked_rows, strict=True)
         ]
 
     def _are_allowed(self, plan: RowPlan, tokens: list[int], logits: Tensor) -> bool:

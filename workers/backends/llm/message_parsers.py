@@ -48,7 +48,7 @@ class ToolSyntax(NamedTuple):
 
     parse: Callable[[MessageParser], Reading[Any]]
     call_grammar: Callable[..., Any]
-    markers: tuple[str, ...]
+    markers: tuple[str, ...]  # texts that mark calls
     template_pattern: str
     separators: str = string.whitespace
     id_length: int = 0
@@ -80,7 +80,7 @@ class MessageFormat:
 
     family: ToolSyntax
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    reasoning: tuple[str, ...] = ()
+    reasoning: tuple[str, ...] = ()  # opening and closing tags
     starts_reasoning: bool = False
     allows_parallel_calls: bool = True
     hides_reasoning: bool = False
@@ -243,11 +243,11 @@ class MessageParser:
             return
         if self._call_count and not self.format.allows_parallel_calls and call.index < 0:
             return
-        opening: dict[str, Any] = {}
+        call_header: dict[str, Any] = {}
         if call.index < 0:
             call.index, self._call_count = self._call_count, self._call_count + 1
             call.id = call.id or self.format.family.new_id()
-            opening = {"id": call.id, "name": call.name}
+            call_header = {"id": call.id, "name": call.name}
             self._leading_space = ""
             self.is_reasoning = False  # models may omit the tag that ends the reasoning
         elif call.sent_length == len(call.arguments):
@@ -257,17 +257,17 @@ class MessageParser:
         if calls and calls[-1]["index"] == call.index:
             calls[-1]["arguments"] += new_arguments
         else:
-            calls.append({"index": call.index, **opening, "arguments": new_arguments})
+            calls.append({"index": call.index, **call_header, "arguments": new_arguments})
 
-    def read_call(self, body: Reading[None]) -> Reading[bool]:
-        """Read a call with `body`; return False if it is malformed.
+    def read_call(self, call_body: Reading[None]) -> Reading[bool]:
+        """Read a call with `call_body`; return False if it is malformed.
 
         The text of a malformed call becomes content, unless a part of the call was passed on.
         Inside of reasoning, the text is read again, because it may contain the closing tag.
         """
         call = self._call = _Call()
         try:
-            yield from body
+            yield from call_body
             if not (self.stream and call.index >= 0) and not _is_object(call.arguments):
                 raise MalformedCall
         except MalformedCall:
@@ -317,8 +317,8 @@ class MessageParser:
             MalformedCall: The text differs.
         """
         yield from self.skip()
-        for expected in text:
-            if (yield from self.peek()) != expected:
+        for expected_character in text:
+            if (yield from self.peek()) != expected_character:
                 raise MalformedCall
             self.pull(1)
 
@@ -378,12 +378,12 @@ class MessageParser:
             MalformedCall: The text is not a JSON value. Numbers and literals are not checked.
         """
         yield from self.skip()
-        scan = _JsonScan()
-        while not scan.complete:
+        json_scan = _JsonScan()
+        while not json_scan.is_complete:
             if not (yield from self.peek()):
                 raise MalformedCall
-            size, is_valid = scan.advance(self._buffer)
-            emit(self.pull(size))
+            value_length, is_valid = json_scan.advance(self._buffer)
+            emit(self.pull(value_length))
             if not is_valid:
                 raise MalformedCall
 
@@ -431,7 +431,7 @@ class _JsonScan:
     """An incremental search for the end of a JSON value."""
 
     def __init__(self) -> None:
-        self.complete = False
+        self.is_complete = False
         self._stack: list[str] = []
         self._in_string = self._is_escaped = self._in_scalar = False
 
@@ -443,22 +443,22 @@ class _JsonScan:
                     return index, False
                 self._in_string = self._is_escaped or character != '"'
                 self._is_escaped = character == "\\" and not self._is_escaped
-                self.complete = not self._in_string and not self._stack
+                self.is_complete = not self._in_string and not self._stack
             elif character == '"' and not self._in_scalar:
                 self._in_string = True
             elif character in "{[" and not self._in_scalar:
                 self._stack.append(CLOSING[character])
             elif self._stack and character == self._stack[-1]:
                 self._stack.pop()
-                self.complete = not self._stack
+                self.is_complete = not self._stack
             elif not self._stack and (character in ",}]" or character.isspace()):
-                self.complete = True
+                self.is_complete = True
                 return index, self._in_scalar
             elif character not in _JSON_CHARACTERS:
                 return index, False
             else:
                 self._in_scalar = not self._stack
-            if self.complete:
+            if self.is_complete:
                 return index + 1, True
         return len(text), True
 

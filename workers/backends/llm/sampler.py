@@ -288,16 +288,16 @@ def verify(logits: Tensor, rows: Sequence[SampledRow], checks: list[DraftCheck])
         rows: The rows.
         checks: The proposals to verify, with their rows.
     """
-    drawn, _ = sample(logits, rows)
+    sampled_tokens, _ = sample(logits, rows)
     target = None
     if any(check.proposal.probabilities for check in checks):
         target = distribution(logits, rows)
     continuations: list[list[int]] = []
     for first_row, proposal in checks:
-        part = slice(first_row, first_row + len(proposal.tokens) + 1)
-        sampled = drawn[part]
+        row_slice = slice(first_row, first_row + len(proposal.tokens) + 1)
+        sampled = sampled_tokens[row_slice]
         if target is not None and proposal.probabilities:
-            tokens = _rejection_sample(target[part], rows[part], proposal, sampled[-1])
+            tokens = _rejection_sample(target[row_slice], rows[row_slice], proposal, sampled[-1])
         else:
             pairs = enumerate(zip(proposal.tokens, sampled, strict=False))
             mismatches = (index for index, (draft, token) in pairs if draft != token)

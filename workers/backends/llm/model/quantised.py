@@ -106,10 +106,10 @@ class Quantisation:
             unsupported.append(("quant_method", name, tuple(_METHODS)))
         else:
             for section in _sections(config):
-                permitted = _METHODS[name].settings if config else {}
+                permitted_settings = _METHODS[name].settings if config else {}
                 unsupported += [
                     (field, section[field], allowed_values)
-                    for field, allowed_values in permitted.items()
+                    for field, allowed_values in permitted_settings.items()
                     if section.get(field) is not None
                     and str(section[field]).lower() not in allowed_values
                 ]
@@ -245,8 +245,8 @@ class Quantisation:
 
     def _group_size(self, axis: int, size: int, count: int) -> int:
         """Return the size of each of `count` groups or blocks along an axis of `size`."""
-        sizes = (sizes_of_axes[axis] for sizes_of_axes in self.group_sizes)
-        matching_sizes = (group for group in sizes if -(-size // group) == count)
+        allowed_sizes = (sizes_of_axes[axis] for sizes_of_axes in self.group_sizes)
+        matching_sizes = (group for group in allowed_sizes if -(-size // group) == count)
         group_size = next(matching_sizes, 0 if size % count else size // count)
         if not group_size:
             raise ValueError
@@ -280,9 +280,9 @@ def _required_roles(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _group_sizes(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    for part in [config, *_weight_settings(config)]:
+    for settings in [config, *_weight_settings(config)]:
         for field in ("weight_block_size", "block_structure", "group_size", "q_group_size"):
-            value = part.get(field)
+            value = settings.get(field)
             rows, columns = value if isinstance(value, list) and len(value) == 2 else (value, value)
             if isinstance(rows, int) and isinstance(columns, int) and min(rows, columns) > 0:
                 yield rows, columns
