@@ -217,8 +217,8 @@ def describe(
 ) -> FileDescription:
     """Describe the tensors of a session.
 
-    An output that is not in `output_names` is omitted if its datatype is not supported. A configured
-    input may be an initializer that the file's inputs list, so that requests may replace its value.
+    An output that is not in `output_names` is omitted if its datatype is not supported. An input in
+    `configured_inputs` may be an initializer whose value requests replace.
 
     Raises:
         InvalidArgument: A datatype is not supported.
