@@ -74,7 +74,7 @@ class ControlInput(Record):
     """
 
     name: str
-    kind: str
+    kind: str  # such as CONTROL_SEQUENCE_START
     datatype: str
     values: tuple[bytes, bytes] = (b"", b"")  # for false and for true
 
@@ -144,7 +144,7 @@ class StateSpec(Record):
     datatype: str
     shape: tuple[int, ...]
     initial_value: bytes
-    same_buffer: bool
+    same_buffer: bool  # the model may write to its input state
 
 
 class _StateValue(Record):
@@ -152,7 +152,7 @@ class _StateValue(Record):
 
     datatype: str
     shape: tuple[int, ...]
-    raw: Any
+    raw: Any  # bytes
 
 
 class States:

@@ -78,7 +78,7 @@ class FileTensor:
     name: str
     datatype: str
     dims: tuple[int, ...]
-    symbols: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()  # names of the variable dimensions
 
     @property
     def leading_symbol(self) -> str:
@@ -92,7 +92,7 @@ class FileDescription:
 
     inputs: tuple[FileTensor, ...]
     outputs: tuple[FileTensor, ...]
-    largest_batch: int
+    largest_batch: int  # 0: no batching
 
 
 def complete(

@@ -52,8 +52,8 @@ class Mapping(Protocol):
         view: The bytes; a slice of it is a view of a part.
     """
 
-    pid: int
-    view: Any
+    pid: int  # the process that holds the memory
+    view: Any  # the bytes
 
     def close(self) -> None:
         """Release the mapping; existing views stay valid."""
@@ -137,8 +137,8 @@ class Mappings:
         _pin: Pins a memory with `pinned` set; None if no memory is pinned.
     """
 
-    _open_device: Callable[[Memory], Mapping] | None = None
-    _pin: Pin | None = None
+    _open_device: Callable[[Memory], Mapping] | None = None  # maps device memory
+    _pin: Pin | None = None  # pins host memory for a device
     _mappings_by_id: dict[int, Any] = field(default_factory=dict)
     _unmapped_ids: deque[int] = field(default_factory=partial(deque, maxlen=_MAX_UNMAPPED_IDS))
 

@@ -28,12 +28,12 @@ class SharedObject:
     """An open shared memory object; the caller that opened it owns `fd`. Sizes are in bytes."""
 
     fd: int
-    device: int
+    device: int  # of the file system
     inode: int
     uid: int
     gid: int
     mode: int
-    size: int
+    size: int  # bytes
 
     @property
     def file(self) -> tuple[int, int]:

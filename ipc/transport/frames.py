@@ -288,7 +288,7 @@ class Message(Record):
     The tag is the class's name, or `TAG` if the wire name differs.
     """
 
-    TAG: ClassVar[str]
+    TAG: ClassVar[str]  # the name on the wire
 
     def __init_subclass__(cls) -> None:
         cls.TAG = cls.__dict__.get("TAG", cls.__name__)

@@ -66,10 +66,10 @@ class Decoder:
     max_frame_size: int = _MAX_FRAME_SIZE  # bytes
     properties: dict[str, bytes] | None = None  # of the peer
     violation: str = ""  # of the protocol, by the peer
-    dropped_messages: int = 0
+    dropped_messages: int = 0  # number of multipart messages
     _buffer: bytearray = field(default_factory=bytearray)
     _needed_bytes: int = 0  # minimum size of the buffer that contains a complete frame
-    _is_greeted: bool = False
+    _is_greeted: bool = False  # whether the peer's greeting has arrived
     _is_skipping: bool = False  # whether the current frame belongs to a multipart message
 
     @property
@@ -193,12 +193,12 @@ class Connection:
 
     sock: socket.socket
     poll: select.epoll
-    unsent: bytearray
+    unsent: bytearray  # bytes to send
     decoder: Decoder = field(default_factory=Decoder)
-    identity: bytes | None = None
-    malformed_messages: int = 0
+    identity: bytes | None = None  # of the peer
+    malformed_messages: int = 0  # number received
     max_unsent: int = sys.maxsize  # while `unsent` is longer, no messages are read from the peer
-    events: int = select.EPOLLIN
+    events: int = select.EPOLLIN  # for which `poll` wakes
 
     def __post_init__(self) -> None:
         self.sock.setblocking(False)
@@ -406,11 +406,11 @@ class LinkTable:
         unsent: The number of queued messages, without those that may be delayed.
     """
 
-    _identity: str
+    _identity: str  # of this end of every link
     _watch: Callable[[int], None]  # called with a descriptor
-    _unwatch: Callable[[int], None]
+    _unwatch: Callable[[int], None]  # called before a descriptor is closed
     _on_queued: Callable[[], None] = lambda: None  # default: the owner calls `flush`
-    _on_deferred: Callable[[], None] = lambda: None
+    _on_deferred: Callable[[], None] = lambda: None  # called if a message may be delayed
     _links_by_endpoint: dict[str, Dealer] = field(default_factory=dict)
     _links_by_fd: dict[int, Dealer] = field(default_factory=dict)
     pending: list[Dealer] = field(default_factory=list)  # links with queued messages

@@ -38,8 +38,8 @@ class _GeneratedTensor(NamedTuple):
     """A rule for a tensor that is generated for each batch."""
 
     name: str
-    source: str
-    compute: Callable[[Sequence[Shape], bool], Array]
+    source: str  # name of an input
+    compute: Callable[[Sequence[Shape], bool], Array]  # from the shapes of `source`
     dtype: np.dtype[Any]
 
 
@@ -49,7 +49,7 @@ class _OutputSplit(NamedTuple):
     `dims` is the shape of the output for a row; a size of -1 is the input's size.
     """
 
-    source: str
+    source: str  # name of an input
     dims: Shape
 
 
@@ -224,8 +224,8 @@ class _CutRule(NamedTuple):
         axes: Pairs of the output's and the input's dimension, without the batch dimension.
     """
 
-    source: str
-    rank: int
+    source: str  # name of an input
+    rank: int  # number of dimensions
     axes: list[tuple[int, int]]  # (axis of the output, axis of `source`)
 
     def true_slices(
@@ -252,8 +252,8 @@ class PaddedInputs:
         padded_shapes: The shape after padding.
     """
 
-    true_shapes: dict[str, list[Shape]] = field(default_factory=dict)
-    padded_shapes: dict[str, Shape] = field(default_factory=dict)
+    true_shapes: dict[str, list[Shape]] = field(default_factory=dict)  # before padding, by input
+    padded_shapes: dict[str, Shape] = field(default_factory=dict)  # by input
 
 
 def _replace_inputs(

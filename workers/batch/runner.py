@@ -59,9 +59,9 @@ class Gatherer:
 
     _signature: Signature
     _mappings: Mappings
-    _allocate: Callable[[int], memoryview]
+    _allocate: Callable[[int], memoryview]  # returns host memory
     _copy_counter: CopyCounter = field(default_factory=CopyCounter)
-    _buffers: dict[str, memoryview] = field(default_factory=dict)
+    _buffers: dict[str, memoryview] = field(default_factory=dict)  # by input
     _device_buffers: Any = None  # a DeviceBuffers object, from the first batch in device memory on
 
     def __post_init__(self) -> None:
@@ -182,8 +182,8 @@ class BatchOutput(NamedTuple):
 
     name: str
     datatype: str
-    host_batch: Any
-    device_batch: torch.Tensor | None
+    host_batch: Any  # in host memory
+    device_batch: torch.Tensor | None  # on the device
 
     @property
     def shape(self) -> Shape:
@@ -237,7 +237,7 @@ class Runner:
     _context: ModelContext
     _signature: Signature
     _device: Device
-    _numpy_inputs: frozenset[str] = frozenset()
+    _numpy_inputs: frozenset[str] = frozenset()  # names
     _ragged_rules: RaggedRules | None = None
     _passes_views: bool = False  # whether the model receives views of its inputs
     _is_learning: bool = True  # whether it is unknown yet if the model writes to its inputs

@@ -53,7 +53,7 @@ class ReadyOutput(NamedTuple):
     shape: tuple[int, ...]
     data: Any
     byte_size: int
-    returned_range: Range | None = None
+    returned_range: Range | None = None  # of the input that is this output
 
 
 # The destination of an output in responses of one template: None for the message, "" for the range
@@ -101,9 +101,9 @@ class Scatterer:
 
     _signature: Signature
     _context: ModelContext
-    _must_match_config: bool
-    _strict_shapes: bool
-    _expects_all: bool
+    _must_match_config: bool  # outputs must match it
+    _strict_shapes: bool  # shapes must match, too
+    _expects_all: bool  # requested outputs must not be missing
 
     def __post_init__(self) -> None:
         self._supports_batching = self._signature.max_batch_size > 0

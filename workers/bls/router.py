@@ -257,9 +257,9 @@ class _Target:
         decoupled: Whether the model may send any number of responses to a request.
     """
 
-    endpoint: str
+    endpoint: str  # of the scheduler
     signature: Signature
-    decoupled: bool
+    decoupled: bool  # may send any number of responses
 
 
 class CallRouter:

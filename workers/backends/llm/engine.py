@@ -64,20 +64,20 @@ class Prompt:
         eos: The end token that is not reported as stop reason; -1: none.
     """
 
-    key: int
+    key: int  # of the request
     tokens: list[int]
     parameters: GenerationParameters
     end_tokens: tuple[int, ...]
-    grammar: Any = None
+    grammar: Any = None  # a matcher, copied for each sequence
     resumed_tokens: dict[int, list[int]] = field(default_factory=dict)
     replayed_tokens: dict[int, list[int]] = field(default_factory=dict)
-    top_logprobs: int = -1
-    offsets: Sequence[int] = ()
+    top_logprobs: int = -1  # number per token; -1: none
+    offsets: Sequence[int] = ()  # of the tokens in the text
     logprobs_by_position: dict[int, TokenLogprobs] = field(default_factory=dict)
-    cached_tokens: int = -1
+    cached_tokens: int = -1  # number in the KV cache; -1: unknown
     message_format: MessageFormat | None = None
-    message_grammar: str = ""
-    eos: int = -1
+    message_grammar: str = ""  # "": none
+    eos: int = -1  # end token without stop reason; -1: none
 
     @property
     def needs_compilation(self) -> bool:
@@ -131,13 +131,13 @@ class TokenSequence:
         replayed_tokens: Generated tokens that `append` uses instead of the sampled ones.
     """
 
-    number: int
+    number: int  # at the scheduler
     prompt: Prompt
-    sample: int
+    sample: int  # index in the request
     tokens: list[int]
     block_table: list[int]
-    matcher: Any = None
-    draft_computed: int = 0
+    matcher: Any = None  # of the grammar
+    draft_computed: int = 0  # tokens in the draft model's KV cache
     replayed_tokens: list[int] = field(default_factory=list)
 
     def fork(self, number: int, sample: int, token: int) -> TokenSequence:
@@ -292,8 +292,8 @@ class RowPlan:
     sequence: TokenSequence
     row: Row
     proposal: Proposal
-    masks: list[Tensor]
-    logit_row: int = 0
+    masks: list[Tensor]  # allowed tokens as bitmasks
+    logit_row: int = 0  # index of the first row of logits
 
 
 @dataclass(eq=False)
@@ -306,13 +306,13 @@ class WorkerEngine:
         fail: Fails the requests with these keys with an error.
     """
 
-    passes: Passes
-    propose: Propose | None
-    prompts: Mapping[int, Prompt]
-    emit: Callable[[list[SequenceOutput]], None]
-    fail: Callable[[set[int], Exception], None]
-    _sequences: dict[int, TokenSequence] = field(default_factory=dict)
-    _last_step: int = 0
+    passes: Passes  # runs the model
+    propose: Propose | None  # returns draft tokens
+    prompts: Mapping[int, Prompt]  # by key of the request
+    emit: Callable[[list[SequenceOutput]], None]  # receives the outputs
+    fail: Callable[[set[int], Exception], None]  # fails requests by key
+    _sequences: dict[int, TokenSequence] = field(default_factory=dict)  # by number
+    _last_step: int = 0  # number of the step
 
     def step(self, message: Step) -> Stepped:
         """Execute a step; sequences whose requests have ended are reported as skipped."""

@@ -57,7 +57,7 @@ class ScoredToken(NamedTuple):
     """The log probabilities of a token, and the index of its first character in the text."""
 
     logprobs: TokenLogprobs
-    offset: int
+    offset: int  # in the text
 
 
 class SampleText:

@@ -40,8 +40,8 @@ class Tool(NamedTuple):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: str
-    parameters: Mapping[str, Any]
-    strict: bool
+    parameters: Mapping[str, Any]  # JSON schema
+    strict: bool  # whether arguments must match the schema
 
 
 class CallGrammar(NamedTuple):
@@ -55,10 +55,10 @@ class CallGrammar(NamedTuple):
         end: The expression after the last call.
     """
 
-    first_calls: list[tuple[str, str]]
-    separator: str
-    call: str
-    end: str = ""
+    first_calls: list[tuple[str, str]]  # (opening text, rest) of each alternative
+    separator: str  # between calls
+    call: str  # each call after the first
+    end: str = ""  # after the last call
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Lark:
         rules: The rules that were added.
     """
 
-    special_tokens: Mapping[str, int]
+    special_tokens: Mapping[str, int]  # by text
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str, is_lazy: bool = False) -> str:

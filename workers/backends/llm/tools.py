@@ -41,7 +41,7 @@ class ToolRequest:
     """
 
     tools: tuple[Tool, ...]
-    required: bool = False
+    required: bool = False  # whether the message must be calls
     allows_parallel_calls: bool = True
 
     @property

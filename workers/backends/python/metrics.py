@@ -52,8 +52,8 @@ class _Family:
     name: str
     description: str
     kind: MetricKind
-    values: dict[Labels, _MetricValue] = field(default_factory=dict)
-    owners: int = 0
+    values: dict[Labels, _MetricValue] = field(default_factory=dict)  # by labels
+    owners: int = 0  # number of live `MetricFamily` objects
 
 
 _CREATE_FAILED = "Error when creating Metric: "

@@ -588,7 +588,7 @@ class ReceivedRequest(InferenceRequest):
     is_rescheduled = False  # whether the model reschedules the request
     _trace = _NO_TRACE
     _sender: weakref.ref[InferenceResponseSender] | None = None
-    outbox: SingleResponse | None = None
+    outbox: SingleResponse | None = None  # of a response sent by a sender
 
     def __init__(self, batch_request: Request, lender: Lender | None) -> None:
         work = batch_request.work

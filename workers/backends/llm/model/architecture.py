@@ -65,8 +65,8 @@ _YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_al
 class Rope:
     """The rotary position embedding: base `theta`, and the type of scaling with its parameters."""
 
-    theta: float
-    kind: str
+    theta: float  # the base
+    kind: str  # of scaling
     parameters: Mapping[str, float]
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
@@ -150,17 +150,17 @@ class Architecture:
     """
 
     family: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
+    hidden: int  # size of the hidden states
+    intermediate: int  # size of the feed-forward part
+    layers: int  # number
+    heads: int  # number
+    kv_heads: int  # number
     head_dim: int
     vocab_size: int
-    epsilon: float
-    positions: int
-    window: int
-    tied_embeddings: bool
+    epsilon: float  # of the norms
+    positions: int  # maximum length of a sequence
+    window: int  # size of the sliding window; 0: none
+    tied_embeddings: bool  # the head is the embedding
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool

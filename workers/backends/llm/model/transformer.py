@@ -183,10 +183,10 @@ class Layer:
     input_norm: Tensor | None
     qkv: Linear
     head_norms: Tensor | None
-    output: Linear
+    output: Linear  # projection of the attention
     post_attention_norm: Tensor | None
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear  # both projections as one layer
+    down: Linear  # projection of the feed-forward part
 
 
 class SelectedRows(NamedTuple):
@@ -402,7 +402,7 @@ class CapturedGraph(NamedTuple):
     """A captured CUDA graph with its input and output memory."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor
+    inputs: Tensor  # its memory
     logits: Tensor
 
 
