@@ -160,7 +160,7 @@ class TensorSpec(Record):
 
 
 class BatchTensor(Record):
-    """An entry of `batch_input` or `batch_output`.
+    """A tensor of `batch_input` or `batch_output` in a model's configuration.
 
     A batch input is computed from the shapes of `source_input` in a ragged batch. A batch output is
     split by these shapes.

@@ -82,14 +82,14 @@ def model_traceback(error: BaseException, model_dir: Path) -> str:
 
     The traceback of a SyntaxError shows the line with the error.
     """
-    report = _model_report(error, model_dir)
+    traceback_report = _model_report(error, model_dir)
     if isinstance(error, SyntaxError):  # the lines before the last one show its position
         message_lines = 1
-    elif report.stack:
-        message_lines = len("".join(report.format_exception_only()).splitlines())
+    elif traceback_report.stack:
+        message_lines = len("".join(traceback_report.format_exception_only()).splitlines())
     else:
         return ""
-    return "\n".join("".join(report.format()).splitlines()[:-message_lines])
+    return "\n".join("".join(traceback_report.format()).splitlines()[:-message_lines])
 
 
 def format_error(error: BaseException, model_dir: Path) -> str:
@@ -99,14 +99,14 @@ def format_error(error: BaseException, model_dir: Path) -> str:
     first frame, and frames of the import system, are left out. If the model was given by its file,
     the traceback shows the user's path of this file, not the link in the run directory.
     """
-    report = _model_report(error, model_dir)
-    return "".join(report.format()).rstrip("\n") if report.stack else ""
+    traceback_report = _model_report(error, model_dir)
+    return "".join(traceback_report.format()).rstrip("\n") if traceback_report.stack else ""
 
 
 def _model_report(error: BaseException, model_dir: Path) -> traceback.TracebackException:
     user_folder = _user_path(model_dir)
-    report = traceback.TracebackException.from_exception(error)
-    exception: traceback.TracebackException | None = report
+    traceback_report = traceback.TracebackException.from_exception(error)
+    exception: traceback.TracebackException | None = traceback_report
     while exception is not None:
         frames = list(itertools.dropwhile(_is_server_frame, exception.stack))
         model_frames = itertools.dropwhile(lambda f: _LIBRARY_PATHS.match(f.filename), frames)
@@ -117,7 +117,7 @@ def _model_report(error: BaseException, model_dir: Path) -> traceback.TracebackE
         if getattr(exception, "filename", None):  # a SyntaxError has a file name
             exception.filename = exception.filename.replace(f"{model_dir}/", f"{user_folder}/")
         exception = exception.__cause__ or exception.__context__
-    return report
+    return traceback_report
 
 
 def traceback_line(text: str, model: str, model_dir: Path) -> str:

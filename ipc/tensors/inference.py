@@ -363,7 +363,7 @@ class BoundedCache(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def is_repeated(self, key: K) -> bool:
+    def mark_seen(self, key: K) -> bool:
         """Record a key, and return whether it was seen before.
 
         A caller that derives values only for repeated keys saves the work for keys used once.

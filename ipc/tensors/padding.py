@@ -126,7 +126,7 @@ class PaddedBatch:
         self._true_elements = [0] * len(self._pads)
         self._elements_if_alone = [0] * len(self._pads)
 
-    def may_join(self, key: bytes, rows: int) -> bool:
+    def try_join(self, key: bytes, rows: int) -> bool:
         """Add a request to the batch if it may join.
 
         The first request always joins. A later request joins if the constant part of its key is

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import msgpack
 
-VERSION = 3
+VERSION = 3  # of the protocol; each frame begins with it
 _LARGE_FRAME_SIZE = 64 * 1024
 _PACKER = msgpack.Packer()  # reused, because creating one takes as long as packing a message
 
@@ -179,6 +179,7 @@ class VersionMismatch(MalformedMessage):
         super().__init__(f"the peer has protocol version {version!r:.20}, {text}")
 
 
+# Pairs of the index of a message's field, and a check or the codec of its value.
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
 _NestedFields = tuple[tuple[int, "_Records | _Document"], ...]
 # The class, the types of its fields, the number of required fields, the checks of list elements,

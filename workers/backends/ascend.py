@@ -52,10 +52,10 @@ _ALIGNMENT = 512  # the alignment that the device's memory requires
 _MIB = 1024 * 1024
 
 
-def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+def aligned_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the aligned offsets of parts with `sizes` in one allocation, and its size in bytes.
 
-    >>> layout([100, 1000, 8])
+    >>> aligned_layout([100, 1000, 8])
     ([0, 512, 1536], 2048)
     """
     aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
@@ -63,10 +63,10 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, total
 
 
-def summary(sizes_by_part: Mapping[str, int]) -> str:
+def memory_summary(sizes_by_part: Mapping[str, int]) -> str:
     """Return the memory plan as text for the log.
 
-    >>> summary({"weights": 3 << 20, "workspace": 1 << 19})
+    >>> memory_summary({"weights": 3 << 20, "workspace": 1 << 19})
     'weights 3.0 MiB, workspace 0.5 MiB, 3.5 MiB in all'
     """
     part_texts = [f"{name} {size / _MIB:.1f} MiB" for name, size in sizes_by_part.items()]
@@ -151,7 +151,7 @@ class OfflineModel:
 
         workspace, weights, error = acl.mdl.query_size(path)
         self._check("acl.mdl.query_size", error)
-        (weights_offset, workspace_offset), size = layout([weights, workspace])
+        (weights_offset, workspace_offset), size = aligned_layout([weights, workspace])
         base = self._allocate(stack, size)
         memory_arguments = (base + workspace_offset, workspace, base + weights_offset, weights)
         load_result = acl.mdl.load_from_file_with_mem(path, *memory_arguments)
@@ -164,7 +164,7 @@ class OfflineModel:
         self.inputs = self._read_tensors(description, "input")
         self.outputs = self._read_tensors(description, "output")
         sizes = [tensor.byte_size for tensor in (*self.inputs, *self.outputs)]
-        offsets, size = layout(sizes)
+        offsets, size = aligned_layout(sizes)
         base = self._allocate(stack, size)
         count = len(self.inputs)
         self._input_addresses = [base + offset for offset in offsets[:count]]
@@ -173,7 +173,7 @@ class OfflineModel:
         self._output_dataset = self._create_dataset(stack, self.outputs, self._output_addresses)
         parts = {"weights": weights, "workspace": workspace}
         parts |= {"inputs": sum(sizes[:count]), "outputs": sum(sizes[count:])}
-        logger.info("device memory of the model: %s", summary(parts))
+        logger.info("device memory of the model: %s", memory_summary(parts))
 
     def _allocate(self, stack: contextlib.ExitStack, byte_size: int) -> int:
         result = self._acl.rt.malloc(byte_size, _HUGE_PAGES_FIRST)

@@ -74,7 +74,7 @@ class ChatTemplate:
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        self.sources = sources
+        self.sources = sources  # texts of templates by name
         self.special_tokens = special_tokens
         extensions = [GenerationTag, "jinja2.ext.loopcontrols"]
         self._environment = ImmutableSandboxedEnvironment(

@@ -176,7 +176,7 @@ class TokenSequence:
         return tokens, ""
 
 
-_SequenceRow = tuple[TokenSequence, Row]
+_SequenceRow = tuple[TokenSequence, Row]  # a sequence and its row of a step
 # Returns up to `row.draft_count` proposed tokens for each sequence, by sequence number.
 Propose = Callable[[Sequence[_SequenceRow]], dict[int, Proposal]]
 
@@ -452,7 +452,7 @@ class WorkerEngine:
         checked_rows = [
             (plan, check, tokens)
             for plan, check, tokens in zip(plans, checks, accepted_tokens, strict=True)
-            if self._are_allowed(plan, tokens, row_logits[check.first_row :])
+            if self._check_allowed(plan, tokens, row_logits[check.first_row :])
         ]
         outputs = [self._append_tokens(*checked_row, raw_logits) for checked_row in checked_rows]
         self.emit(outputs)
@@ -461,7 +461,7 @@ class WorkerEngine:
             for o, (_, check, _) in zip(outputs, checked_rows, strict=True)
         ]
 
-    def _are_allowed(self, plan: RowPlan, tokens: list[int], logits: Tensor) -> bool:
+    def _check_allowed(self, plan: RowPlan, tokens: list[int], logits: Tensor) -> bool:
         """Return whether sampled tokens are allowed; fail the request if no token is allowed."""
         prompt, parameters = plan.sequence.prompt, plan.sequence.prompt.parameters
         is_restricted = parameters.is_restricted or plan.masks

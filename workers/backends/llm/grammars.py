@@ -31,6 +31,7 @@ class Grammars:
     def __init__(self, texts: TokenTexts, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
         import llguidance
 
+        # The default message is the grammar of messages for requests that have none.
         self._end_tokens, self._tokenizer, self._default_message = end_tokens, None, ""
         self._has_quotes = True  # whether the vocabulary has a token that begins with a quote
         # The library's type hints lack the list of end tokens.

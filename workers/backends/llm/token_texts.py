@@ -297,6 +297,7 @@ class Detokenizer:
         self._tokens = context  # the context's tokens, then the tokens held back
         self._context_count = texts.count_complete(self._tokens)  # number of tokens
         self._context_text = self._decode(self._tokens[: self._context_count])
+        # numbers of characters
         self._emitted_length = self._held_length = self._replaced_length = 0
 
     def position_of(self, token: int) -> int:

@@ -304,6 +304,7 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
 
 _CANCELLED = Cancelled("request cancelled")
 
+# Converts a value that `predict` has yielded to a response.
 Respond = Callable[[Request, Any], Response]
 
 

@@ -209,7 +209,7 @@ def _provider_options(parameters: Mapping[str, str]) -> dict[str, str]:
 # onnxruntime's names of the datatypes where they differ from numpy's.
 _ONNX_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
 _DATATYPES = {f"tensor({_ONNX_NAMES.get(n, kind.name)})": n for n, kind in STORAGE_DTYPES.items()}
-_UNBOUNDED = 2**31
+_UNBOUNDED = 2**31  # the batch size of a file without a limit
 
 
 def describe(

@@ -496,7 +496,7 @@ def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:
     return None if options.get("disable") in (True, "True", "true") else options
 
 
-_UNBOUNDED = 2**31
+_UNBOUNDED = 2**31  # the batch size of a program without a limit
 
 
 def describe(exported: torch.export.ExportedProgram) -> FileDescription:

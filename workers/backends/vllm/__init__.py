@@ -31,7 +31,7 @@ from shmserve.workers.backends import (
     Request,
     Response,
 )
-from shmserve.workers.backends.llm import INPUTS, OUTPUTS, complete, refuse_batches, tensor
+from shmserve.workers.backends.llm import INPUTS, OUTPUTS, complete, refuse_batches, tensor_config
 from shmserve.workers.backends.llm.prompts import merged_parameters, read_inputs
 from shmserve.workers.backends.vllm.answers import FLAGS, VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
@@ -45,15 +45,15 @@ _CHECK_PERIOD_S = 0.5  # seconds between checks of the engine and reports of its
 # The inputs and outputs of Triton's vllm_backend and of the OpenAI API.
 _INPUTS = [
     *INPUTS,
-    tensor("image", "STRING", -1, optional=True),
-    tensor("embedding_request", "STRING", 1, optional=True),
-    *(tensor(f"return_{name}", "BOOL", 1, optional=True) for name in FLAGS),
+    tensor_config("image", "STRING", -1, optional=True),
+    tensor_config("embedding_request", "STRING", 1, optional=True),
+    *(tensor_config(f"return_{name}", "BOOL", 1, optional=True) for name in FLAGS),
 ]
 _OUTPUTS = [
     *OUTPUTS,
-    tensor("cumulative_logprob", "FP32", -1),
-    tensor("num_input_tokens", "UINT32", 1),
-    tensor("num_output_tokens", "UINT32", -1),
+    tensor_config("cumulative_logprob", "FP32", -1),
+    tensor_config("num_input_tokens", "UINT32", 1),
+    tensor_config("num_output_tokens", "UINT32", -1),
 ]
 
 

@@ -316,7 +316,7 @@ def _visible_slots(rows: list[DecodeRow], width: int, size: int) -> tuple[np.nda
 # [rows, heads of queries, keys and values, head size] and the number of the layer. Keys and values
 # are already in the cache.
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
-CHUNK = 16
+CHUNK = 16  # number of rows
 _MAX_RUN_ROWS = 4 * CHUNK  # maximum rows of a run on CPUs
 
 

@@ -103,6 +103,7 @@ _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The special tokens, in the order in which transformers adds them to a tokenizer.
 _SPECIAL_TOKEN_NAMES = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
+# Types that a field of a JSON file may have, and their description for errors.
 _BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
 _INTEGER, _TEXT = ((int,), "an integer"), ((str,), "a string")
 _TOKENS_FIELD = ((list, dict), "a list or an object")

@@ -49,6 +49,7 @@ class Method(NamedTuple):
     settings: Mapping[str, tuple[Any, ...]] = {}  # supported values
 
 
+# Formats of compressed-tensors, then data types and names of the tensors in GPTQ and AWQ files.
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _PACKED_VALUES = {"qweight": ("I32",)}
 _QUANTISED_ROLES = {"scales": ("scales",), "zeros": ("qzeros",)}
