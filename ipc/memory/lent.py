@@ -86,6 +86,7 @@ class LentTokens(Generic[R]):
     """
 
     def __init__(self) -> None:
+        # By reader, then by offset of the block.
         self._tokens: dict[R, dict[int, Token | _TokenStack]] = {}
 
     def __len__(self) -> int:

@@ -143,7 +143,7 @@ class Router:
         self.fd: int = self._poll.fileno()
         self._connections: dict[int, Connection] = {}
         self._peers: dict[bytes, Connection] = {}
-        self._anonymous_numbers = itertools.count(1)
+        self._anonymous_numbers = itertools.count(1)  # identities of peers that send none
         self._only_connection: Connection | None = None  # the connection of an only peer
         self._unpolled_reads = 0  # reads of the only connection since the last poll
         self._path = endpoint.removeprefix(ENDPOINT_PREFIX)

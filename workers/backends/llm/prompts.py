@@ -251,12 +251,12 @@ class PromptReader:
             tools, hides_reasoning, continues_message, rendered = self._render(inputs["messages"])
             inputs = {**inputs, "messages": rendered}
             ending, _ = read_ending("messages", rendered, LONG)
-            has_body = bool(parameters.grammar[0])
+            has_grammar = bool(parameters.grammar[0])
             message_format = self._message_formats.make_format(
-                tools, ending, hides_reasoning, has_body, continues_message
+                tools, ending, hides_reasoning, has_grammar, continues_message
             )
             if message_format is not None:
-                message_grammar = self._message_formats.grammar(tools, message_format, has_body)
+                message_grammar = self._message_formats.grammar(tools, message_format, has_grammar)
         tokens, text, offsets = self._prompt_text(inputs, parameters, scores_prompt)
         max_tokens = parameters.max_tokens
         if max_tokens == UNLIMITED:

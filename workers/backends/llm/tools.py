@@ -250,7 +250,7 @@ class MessageFormats:
         request: ToolRequest | None,
         prompt: str,
         hides_reasoning: bool = False,
-        has_body: bool = False,
+        has_grammar: bool = False,
         continues_message: bool = False,
     ) -> MessageFormat | None:
         """Return the format of the message after a prompt; None if all of its text is content.
@@ -259,7 +259,7 @@ class MessageFormats:
             request: The tools of the request, if any.
             prompt: The text of the prompt.
             hides_reasoning: Whether reasoning is left out of the message.
-            has_body: Whether the content has a grammar.
+            has_grammar: Whether the content has a grammar.
             continues_message: Whether the prompt ends inside of the last message.
 
         Raises:
@@ -292,23 +292,23 @@ class MessageFormats:
             request.allows_parallel_calls if request else True,
             hides_reasoning,
             frozenset(self._added_tokens[marker] for marker in markers),
-            request is not None and (request.constrained or has_body),
-            request is not None and not (request.required or has_body),
+            request is not None and (request.constrained or has_grammar),
+            request is not None and not (request.required or has_grammar),
             request is not None and request.required,
         )
 
     def grammar(
-        self, request: ToolRequest | None, output_format: MessageFormat, has_body_grammar: bool
+        self, request: ToolRequest | None, output_format: MessageFormat, has_grammar: bool
     ) -> str:
         """Return a grammar of the message; "" if the message is not restricted.
 
         Args:
             request: The tools of the request, if any.
             output_format: The format of the message.
-            has_body_grammar: Whether the content has a grammar, which the rule `body` refers to.
+            has_grammar: Whether the content has a grammar, which the rule `body` refers to.
         """
         has_calls = output_format.has_call_grammar
-        if not has_calls and not (has_body_grammar and output_format.reasoning):
+        if not has_calls and not (has_grammar and output_format.reasoning):
             return ""
         markers = {*output_format.family.markers, *output_format.reasoning}
         lark = Lark({name: token for name, token in self._added_tokens.items() if name in markers})
@@ -316,7 +316,7 @@ class MessageFormats:
         may_omit_end = False
         if request is not None and has_calls:
             calls = output_format.family.call_grammar(lark, request.tools)
-            required = request.required or has_body_grammar
+            required = request.required or has_grammar
             heads = (
                 f"{lark.text(begin) if required else lark.any_text(begin)} {call_rule}"
                 for begin, call_rule in calls.first_calls
@@ -325,7 +325,7 @@ class MessageFormats:
             may_omit_end = output_format.calls_end_reasoning and tags <= markers
             start = lark.sequence(calls, lark.alternatives(heads), request.allows_parallel_calls)
             if not request.required:
-                if has_body_grammar:
+                if has_grammar:
                     start = f"{start} | @body"
                 else:
                     start = f"{start}{'*' if request.allows_parallel_calls else '?'} TEXT"

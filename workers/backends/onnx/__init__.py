@@ -379,7 +379,7 @@ class OnnxBackend(Backend):
         self._signature = signature
         specs = signature.inputs
         self._scalar_inputs = {t.name for t in description.inputs if t.name in specs and not t.dims}
-        self._names = [tensor.name for tensor in description.outputs]
+        self._names = [tensor.name for tensor in description.outputs]  # of outputs
         run_options = import_onnxruntime().RunOptions()
         if _SHRINKAGE_KEY in config.parameters:
             run_options.add_run_config_entry(_SHRINKAGE_KEY, config.parameters[_SHRINKAGE_KEY])

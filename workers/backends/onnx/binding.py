@@ -213,7 +213,7 @@ class _OrtMemory:
     def __init__(
         self, ort_value: Any, binding: Any, dtype: np.dtype[Any], byte_size: int | None = None
     ) -> None:
-        self._owners = ort_value, binding
+        self._owners = ort_value, binding  # keep the memory alive
         shape = tuple(ort_value.shape()) if byte_size is None else (byte_size,)
         self.__array_interface__ = array_interface(ort_value.data_ptr(), shape, dtype.str)
         if ort_value.device_name().lower() == "cuda":
