@@ -133,7 +133,7 @@ class Row(Record):
 
 
 class Step(Message):
-    """Sent by the scheduler to a worker to execute one pass.
+    """Sent by the scheduler to a worker to execute one forward pass of the model.
 
     The worker copies blocks, begins sequences, computes the rows, and releases the sequences
     `ended`, in this order. Blocks are first copied to the host pool (`swap_out`), then from it
