@@ -195,7 +195,7 @@ def _extract(archive: Path, root: Path) -> None:
     written through one.
     """
     root.mkdir()
-    links: list[tuple[Path, str]] = []
+    links: list[tuple[Path, str]] = []  # (path, target)
     if not tarfile.is_tarfile(archive):
         raise tarfile.TarError("expected a tar archive, possibly compressed with gzip, bzip2 or xz")
     with tarfile.open(archive) as tar:

@@ -294,8 +294,8 @@ class WorkerRequest:
     def __init__(self, work: Work) -> None:
         self.key = work.key
         self.work = work
-        self.cancelled = False
-        self.reader_gone = False
+        self.cancelled = False  # the model should end the request
+        self.reader_gone = False  # the client reads no further responses
         self.on_cancel: Callable[[], object] | None = None
         self.on_credit: Callable[[], object] | None = None
         self._window: SendWindow | None = None

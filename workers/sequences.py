@@ -323,7 +323,7 @@ class SequenceExecutor(Executor):
         sequences = config.sequence_batching
         self._has_fixed_rows = sequences is not None and sequences.oldest is None
         self._max_part_bytes = 1 << 63  # unlimited, because the rows of a batch run together
-        self._rows: list[SequenceRow] = []
+        self._rows: list[SequenceRow] = []  # of the running batch
 
     def handlers(self) -> HandlerTable:
         return {**super().handlers(), EndSequences: self._end_sequences}

@@ -207,7 +207,7 @@ def release_messages(ranges: Iterable[Range], own_memory_ids: Container[int] = (
         ranges: The ranges of the outputs. Ranges in a client's memory need no message.
         own_memory_ids: The ids of the caller's own memories, for which there is no message.
     """
-    offsets: dict[tuple[int, int], list[int]] = {}
+    offsets: dict[tuple[int, int], list[int]] = {}  # by (pid, memory id)
     for memory_range in ranges:
         memory = memory_range.memory
         if memory.sealed and memory.pid and memory.id not in own_memory_ids:

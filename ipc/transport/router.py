@@ -141,8 +141,8 @@ class Router:
         self.pending: defaultdict[bytes, list[Any]] = defaultdict(list)
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
-        self._connections: dict[int, Connection] = {}
-        self._peers: dict[bytes, Connection] = {}
+        self._connections: dict[int, Connection] = {}  # by descriptor
+        self._peers: dict[bytes, Connection] = {}  # by identity
         self._anonymous_numbers = itertools.count(1)  # identities of peers that send none
         self._only_connection: Connection | None = None  # the connection of an only peer
         self._unpolled_reads = 0  # reads of the only connection since the last poll
@@ -185,7 +185,7 @@ class Router:
         A worker is usually the only peer. Its connection is read without a preceding poll.
         """
         connections = self._connections
-        received_messages: list[tuple[bytes, Any]] = []
+        received_messages: list[tuple[bytes, Any]] = []  # (peer, message)
         only_connection = self._only_connection
         if (
             only_connection is not None

@@ -48,7 +48,7 @@ class InputPolicy:
     """The decision whether a model receives copies of its inputs, based on its failures."""
 
     def __init__(self) -> None:
-        self.copies_inputs = False
+        self.copies_inputs = False  # whether the model receives copies from now on
         self._retry_count = 0
         self._skips_left = 0
 

@@ -91,7 +91,7 @@ class SharedWait:
         self._recheck_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notification_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_notified = False
-        self._future_counts: Counter[asyncio.AbstractEventLoop] = Counter()
+        self._future_counts: Counter[asyncio.AbstractEventLoop] = Counter()  # of waiting futures
         self.add(self._notification_fd)
 
     def add(self, fd: int) -> None:
@@ -306,8 +306,8 @@ class CallRouter:
         )
         self._targets: dict[ModelKey, _Target] = {}
         self._loss_count = 0
-        self._unresolved_calls: list[tuple[BlsCall, ShmserveError]] = []
-        self._cancellations: deque[tuple[BlsCall, bool]] = deque()
+        self._unresolved_calls: list[tuple[BlsCall, ShmserveError]] = []  # with their errors
+        self._cancellations: deque[tuple[BlsCall, bool]] = deque()  # (call, keeps reading)
         self._needs_cancel_check = False
         self._response_schemas = Schemas(ResponseSchema)
         self.add, self.remove = self.shared_wait.add, self.shared_wait.remove

@@ -65,7 +65,7 @@ class DeviceBuffers:
     """Device buffers for the rows of a batch: one per input, kept, and enlarged on demand."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}  # by input
 
     def gather(self, name: str, rows: Sequence[Bytes], capacity: int) -> torch.Tensor:
         """Copy rows into one buffer, on the device of the first row that is in device memory.

@@ -82,7 +82,7 @@ class ChatTemplate:
         )
         self._environment.globals |= {"raise_exception": _reject, "strftime_now": _format_now}
         self._environment.filters["tojson"] = _to_json
-        self._compiled_templates: dict[str, _CompiledTemplate] = {}
+        self._compiled_templates: dict[str, _CompiledTemplate] = {}  # by name
 
     def render(self, chat: Mapping[str, Any]) -> str:
         """Return the text of a conversation.

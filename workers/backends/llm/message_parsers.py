@@ -431,8 +431,8 @@ class _JsonScan:
     """An incremental search for the end of a JSON value."""
 
     def __init__(self) -> None:
-        self.is_complete = False
-        self._stack: list[str] = []
+        self.is_complete = False  # whether the value has ended
+        self._stack: list[str] = []  # the closing brackets that are missing
         self._in_string = self._is_escaped = self._in_scalar = False
 
     def advance(self, text: str) -> tuple[int, bool]:

@@ -303,7 +303,7 @@ class PromptReader:
         if task is None:
             return None
         name = task_input(task, inputs)
-        outputs: dict[str, tuple[str, Any]] = {}
+        outputs: dict[str, tuple[str, Any]] = {}  # (datatype, elements) by name
         requested = {item.name for item in request.schema.outputs} or {"text_output", "token_ids"}
         if name == "input_ids":
             tokens = inputs["input_ids"]

@@ -323,7 +323,7 @@ class RequestSamples:
 
     def _encode_outputs(self, samples: list[SampleText], is_final: bool) -> list[Output]:
         texts, tokens, logprobs = zip(*(sample.take() for sample in samples), strict=True)
-        values: dict[str, tuple[str, Iterable[Any]]] = {
+        values: dict[str, tuple[str, Iterable[Any]]] = {  # (datatype, elements) by output
             "text_output": ("BYTES", map(str.encode, texts)),
             "index": ("INT32", (sample.index for sample in samples)),
             "token_ids": ("INT32", itertools.chain(*tokens)),
@@ -433,7 +433,7 @@ class TextThread:
     def __init__(
         self, checkpoint: Checkpoint, link: InstanceLink, settings: EngineSettings
     ) -> None:
-        self.prompts: dict[int, Prompt] = {}
+        self.prompts: dict[int, Prompt] = {}  # by key of the request
         self._token_texts = TokenTexts(checkpoint.tokenizer)
         self._link = link
         self.reader = PromptReader(checkpoint, settings, self._token_texts)
@@ -442,7 +442,7 @@ class TextThread:
         self._slow_job_executor = ThreadPoolExecutor(1, "long prompts")
         # This thread waits for processes that render long conversations, which takes seconds.
         self._rendering_executor = ThreadPoolExecutor(1, "long conversations")
-        self._requests: dict[int, RequestSamples] = {}
+        self._requests: dict[int, RequestSamples] = {}  # by key
         # By key of a request: since when it waits for credit (monotonic ns), oldest first.
         self._unread_since_ns: dict[int, int] = {}
         self._cpu_ns = self._reported_cpu_ns = 0

@@ -474,7 +474,7 @@ def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[
     if has_other_references:
         definitions = {"$defs": {_ROOT_DEFINITION: _rebase(root)}}
     properties = root.get("properties")
-    parameters: list[tuple[str, dict[str, Any], bool]] = []
+    parameters: list[tuple[str, dict[str, Any], bool]] = []  # (name, schema, required)
     for name in {**(properties if isinstance(properties, dict) else {}), **required_names}:
         if not re.fullmatch(name_pattern, name):
             continue

@@ -170,7 +170,7 @@ _VALUE_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 def _schema_error(root: dict[str, Any]) -> str:
     """Return the first error of a JSON schema, or "". Unknown keywords and nulls are ignored."""
-    schemas: list[tuple[str, Any]] = [("", root)]
+    schemas: list[tuple[str, Any]] = [("", root)]  # (path, schema)
     for path, schema in schemas:
         if not isinstance(schema, dict | bool):
             return f"{path[1:]}: {clip(repr(schema))} is not a schema (an object or a boolean)"

@@ -121,7 +121,7 @@ class _Owner:
 
     def __init__(self, family: _Family) -> None:
         self.family = family
-        self.labels: set[Labels] = set()
+        self.labels: set[Labels] = set()  # of the metrics that the object has created
         self.is_alive = True
 
 

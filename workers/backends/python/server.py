@@ -42,7 +42,7 @@ class ServerApi:
         self.context = context
         byte_size = context.arena.memory.byte_size
         self.calls = CallRouter(context.control, byte_size, context.spans.append)
-        self.can_call = False
+        self.can_call = False  # whether the model may call other models
         self.executing_requests: Sequence[Request] = ()
         self._executing_thread = 0
 

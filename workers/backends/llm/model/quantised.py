@@ -102,7 +102,7 @@ class Quantisation:
         """Return the quantisation that a quantization_config in config.json describes."""
         is_bitsandbytes = config.get("load_in_8bit") or config.get("load_in_4bit")
         name = config.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "")
-        unsupported: list[tuple[str, Any, tuple[Any, ...]]] = []
+        unsupported: list[tuple[str, Any, tuple[Any, ...]]] = []  # (field, value, allowed)
         if config and name not in _METHODS:
             unsupported.append(("quant_method", name, tuple(_METHODS)))
         else:

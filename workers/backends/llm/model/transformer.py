@@ -411,7 +411,7 @@ class DecodeGraphs:
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
         self._model, self._cache = model, cache
-        self._captured_graphs: dict[tuple[int, int], CapturedGraph] = {}
+        self._captured_graphs: dict[tuple[int, int], CapturedGraph] = {}  # by (rows, blocks)
 
     @torch.inference_mode()
     def capture(self, max_rows: int, max_length: int) -> None:
