@@ -165,7 +165,7 @@ class States:
         self._specs = specs
         self._copy_states = copy_states
         self._values_by_slot: dict[int, dict[str, _StateValue]] = {}
-        self.outputs = tuple(spec.output_name for spec in specs)
+        self.output_names = tuple(spec.output_name for spec in specs)
 
     def add_inputs(self, request: Request, row: SequenceRow) -> tuple[tuple[int, ...], ...]:
         """Add the states of a sequence to a request's inputs; return their shapes."""
@@ -180,7 +180,7 @@ class States:
                 raw = memoryview(bytearray(spec.initial_value))
                 value = values[spec.input_name] = _StateValue(spec.datatype, spec.shape, raw)
             request.inputs[spec.input_name] = self._create_input(spec, value)
-        request.states = self.outputs
+        request.states = self.output_names
         return tuple(values[spec.input_name].shape for spec in self._specs)
 
     def _create_input(self, spec: StateSpec, value: _StateValue) -> Input:
@@ -216,7 +216,7 @@ class States:
             output = outputs.get(spec.output_name)
             if output is not None:
                 values[spec.input_name] = _updated_value(values[spec.input_name], output)
-        state_names = self.outputs
+        state_names = self.output_names
         response.outputs = [
             o for o in response.outputs if o.name not in state_names or o.name in client_outputs
         ]
