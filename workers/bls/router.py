@@ -269,7 +269,7 @@ class CallRouter:
 
     Attributes:
         mappings: The mapped memory of other processes.
-        ids: The ids of calls.
+        call_numbers: The ids of calls.
         shared_wait: The shared wait of the callers. Its lock guards the state of the router.
         schedulers: The client of the schedulers, with the calls in flight.
         _targets: The targets that the supervisor has reported.

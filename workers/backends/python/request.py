@@ -167,9 +167,9 @@ class SingleResponse:
     """The single response to a request, sent by a sender instead of returned by `execute`.
 
     Attributes:
-        done: Set when there is a response, or no sender is left.
+        done_event: Set when there is a response, or no sender is left.
         error: The exception of the sending thread, or None if it is unknown.
-        listener: Called when `done` is set.
+        on_change: Called when `done` is set.
         is_closed: Whether the flag for the last response was sent.
     """
 
