@@ -169,7 +169,7 @@ class SingleResponse:
     Attributes:
         done_event: Set when there is a response, or no sender is left.
         error: The exception of the sending thread, or None if it is unknown.
-        on_change: Called when `done` is set.
+        on_change: Called when `done_event` is set.
         is_closed: Whether the flag for the last response was sent.
     """
 
