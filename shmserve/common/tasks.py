@@ -73,6 +73,7 @@ class DaemonThreadPool(ThreadPoolExecutor):
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Call a function in one of the threads, as soon as one is idle or can be started."""
         future: Future[T] = Future()
         with self._lock:
             if self._thread_count < self._max_workers:
