@@ -56,7 +56,10 @@ _ZEROS_NOTE = (
     "samples in `model_warmup`"
 )
 # Parts of the errors about a model's outputs, which are the model's fault for any inputs.
-_INVALID_OUTPUTS = ("inference output '", "configuration expects datatype ")
+_INVALID_OUTPUTS = (
+    *("inference output '", "configuration expects datatype "),
+    *(" returned the output(s) ", " output(s), but not ", ".predict' did not return "),
+)
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
 
