@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import struct
+import time
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # the values of these names in malloc.h
 _MARK_VARIABLE = "SHMSERVE_SERVER"
+_MAX_SCANS, _SCAN_PAUSE_S = 50, 0.01  # of `kill_marked_descendants`
 # A part of the command line of the resource tracker, a process that Python starts for a program
 # with semaphores or shared memory. After all processes of the program have exited, the tracker
 # removes the objects that are left, and exits.
@@ -117,14 +119,35 @@ def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) 
     return {**environ, _MARK_VARIABLE: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
 
 
+def _environment(pid: int) -> bytes:
+    """Return the environment of a process; it is empty in execve(2)."""
+    for file in Path(f"/proc/{pid}/task").glob("*/environ"):
+        # A thread that has exited, as the first one may, has none.
+        with contextlib.suppress(ProcessLookupError):
+            if environment := file.read_bytes():
+                return environment
+    return b""
+
+
 def kill_marked_descendants(supervisor_pid: int, run_dir: object) -> None:
     """Kill all other processes with the mark of `with_mark`, independently of their parents."""
     mark_variable = os.fsencode(f"{_MARK_VARIABLE}={supervisor_pid} {run_dir}")
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        pid = int(environ.parent.name)
-        with contextlib.suppress(OSError):  # the process belongs to another user, or has exited
-            if pid != os.getpid() and mark_variable in environ.read_bytes().split(b"\0"):
-                _kill(pid)
+    known_pids: set[int] = set()
+    for _ in range(_MAX_SCANS):
+        marked_pids, is_decided = set(), True
+        for pid in {int(path.name) for path in Path("/proc").glob("[0-9]*")} - {os.getpid()}:
+            with contextlib.suppress(OSError):  # the process belongs to another user, or has exited
+                environ = _environment(pid)
+                if mark_variable in environ.split(b"\0"):
+                    marked_pids.add(pid)
+                    is_decided &= _kill(pid)
+                elif not environ and os.readlink(f"/proc/{pid}/exe"):  # not a thread of the kernel
+                    is_decided = False
+        # A process may have started another one during the scan.
+        if is_decided and marked_pids <= known_pids:
+            return
+        known_pids |= marked_pids
+        time.sleep(_SCAN_PAUSE_S)
 
 
 def renounce_privileges() -> None:

@@ -40,7 +40,13 @@ class FreeList:
         self.used_bytes = 0
 
     def allocate(self, byte_size: int) -> int | None:
-        """Return the offset of a new block of at least `byte_size` bytes, or None if none fits."""
+        """Return the offset of a new block of at least `byte_size` bytes, or None if none fits.
+
+        Raises:
+            InvalidArgument: The size is negative.
+        """
+        if byte_size < 0:
+            raise InvalidArgument(f"byte_size: a block cannot have {byte_size} bytes (at least 0)")
         size = (byte_size + _ALIGNMENT - 1) & -_ALIGNMENT or _ALIGNMENT
         if size > self.capacity - self.used_bytes:
             return None
