@@ -58,7 +58,7 @@ _COMPLETABLE_FIELDS = (
     *("model_transaction_policy", "batch_input", "batch_output", "instance_group"),
 )
 # The parameters that a model or its backend may add to a configuration.
-_PARAMETERS = (*MODEL_SETTINGS, ENGINE, "max_model_len")
+_PARAMETERS = (*MODEL_SETTINGS, ENGINE, "max_model_len", "adapters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +254,9 @@ def merge_autocomplete(
     These fields of `completed` are used: max_batch_size, input, output, batch_input, batch_output,
     model_transaction_policy, dynamic_batching and sequence_batching (only if `config` has no
     scheduler), instance_group (only of a Python class), and these parameters: `batching_strategy`,
-    `target_p99_ms`, `max_streams`, `min_instances`, `max_instances`, `padding` and `engine`. A
-    field in `source` is not replaced, except for a max_batch_size that the model raises.
+    `target_p99_ms`, `max_streams`, `min_instances`, `max_instances`, `padding`, `engine`,
+    `max_model_len` and `adapters`. A field in `source` is not replaced, except for a max_batch_size
+    that the model raises.
 
     Args:
         config: The configuration.
