@@ -159,18 +159,18 @@ def build_row(report: Report, earlier: Report | None, seconds: float, exits: int
 
 
 def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> Row:
-    names = (name for name in report if type(report[name]) is int)
-    increases = {name: max(0, report[name] - earlier_report.get(name, 0)) for name in names}
+    counter_names = (name for name in report if type(report[name]) is int)
+    increases = {name: max(0, report[name] - earlier_report.get(name, 0)) for name in counter_names}
     batch_sizes, earlier_sizes = report["batch_size"], earlier_report["batch_size"]
     batch_counts = _bucket_increases(batch_sizes, earlier_sizes)
     earlier = earlier_report["batches_closed"]
-    closed = {key: count - earlier.get(key, 0) for key, count in report["batches_closed"].items()}
+    closings = {key: count - earlier.get(key, 0) for key, count in report["batches_closed"].items()}
     batches_by_size = dict(zip([*batch_sizes["buckets"], "more"], batch_counts, strict=True))
     figures: Row = {
         "rate": _four_digits(increases["success"] / seconds),
         "fail_rate": _four_digits(increases["fail"] / seconds),
         "execution_rate": _four_digits(increases["execution_count"] / seconds),
-        "closed": _without_zeros(closed),
+        "closed": _without_zeros(closings),
         "sizes": _without_zeros(batches_by_size),
         "ms": _request_quantiles_ms(report, earlier_report),
         "phases": _mean_phase_ms(increases),
@@ -188,8 +188,8 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
 
 def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     """Return the mean time of each phase of a request in ms."""
-    executed = increases["success"] - increases["cache_hit"]  # number of requests
-    counts = {phase: increases["success"] if phase == "queue" else executed for phase in _PHASES}
+    executions = increases["success"] - increases["cache_hit"]  # number of requests
+    counts = {phase: increases["success"] if phase == "queue" else executions for phase in _PHASES}
     return {
         phase.removeprefix("compute_"): _four_digits(increases[f"{phase}_ns"] / count / 1e6)
         for phase, count in counts.items()
@@ -258,7 +258,7 @@ def _find_problem(figures: Row, report: Report) -> tuple[float, str]:
     phases = recent.get("phases", {})
     delay_ms = report["queue_delay_ns"] / 1e6
     queue_ms = max(0.0, phases.get("queue", 0) - delay_ms)
-    total_ms = queue_ms + sum(ms for phase, ms in phases.items() if phase != "queue")
+    total_ms = queue_ms + sum(mean_ms for phase, mean_ms in phases.items() if phase != "queue")
     if queue_ms >= max(_LONG_QUEUE_MS, delay_ms / 2) and queue_ms > total_ms / 2:
         delay_text = f", besides the configured {delay_ms:.3g} ms" if delay_ms else ""
         queue_text = f"{queue_ms:.3g} of {total_ms:.3g} ms in the queue{delay_text}"

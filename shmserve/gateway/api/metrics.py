@@ -231,8 +231,8 @@ def _padding_families(reports: Reports) -> Iterator[ExpositionFamily]:
 
 def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
-    generative = (pair for pair in reports if "generated" in pair[1])
-    generative_reports = [(labels, {**r, **_derive_values(r)}) for labels, r in generative]
+    pairs = (pair for pair in reports if "generated" in pair[1])
+    generative_reports = [(labels, {**r, **_derive_values(r)}) for labels, r in pairs]
     for family in _FAMILIES["generative"]:
         yield family.to_exposition(generative_reports)
 
@@ -308,11 +308,11 @@ class MetricsExporter:
         yield _create_family("counter", name, "Loads that failed", ({}, failures.count))
 
     def _region_families(self) -> Iterator[ExpositionFamily]:
-        table = self._gateway.regions
+        region_table = self._gateway.regions
         for kind, regions, text in (
-            ("", table.named_regions(), "registered regions of shared memory"),
+            ("", region_table.named_regions(), "registered regions of shared memory"),
             (
-                *("unnamed_", table.unnamed_regions()),
+                *("unnamed_", region_table.unnamed_regions()),
                 "regions that shmserve.client shares, or that are unregistered but still in use",
             ),
         ):
@@ -322,8 +322,8 @@ class MetricsExporter:
 
     def _host_families(self) -> Iterator[ExpositionFamily]:
         if self._gateway.settings.allow_cpu_metrics:
-            rate = self._cpu.read()
-            yield _create_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", rate)
+            usage = self._cpu.read()
+            yield _create_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", usage)
             for part, size in zip(("total", "used"), memory_bytes(), strict=True):
                 help_text = f"CPU {part} memory (RAM), in bytes"
                 yield _create_gauge(f"nv_cpu_memory_{part}_bytes", help_text, size)
@@ -371,8 +371,8 @@ def _process_families(running: list[Process]) -> Iterator[ExpositionFamily]:
         by_title.setdefault(process.title, []).append(process)
     for kind, name, text, attribute in _PROCESS_FAMILIES:
         samples = (
-            ({"process": title}, sum(getattr(process, attribute) for process in named))
-            for title, named in by_title.items()
+            ({"process": title}, sum(getattr(process, attribute) for process in same_title))
+            for title, same_title in by_title.items()
         )
         yield _create_family(kind, name, text, *samples)
 

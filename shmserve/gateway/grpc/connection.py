@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_JOINED_BYTES = 64 * 1024  # larger responses are written without joining their pieces
 _WRITE_HIGH_WATER_BYTES = 256 * 1024  # unsent bytes above which data is queued
-_FREE_DEBT = 32  # useless frames that a client may send per turn without a pause
-_PAUSE_PER_FRAME_S = 0.0005  # the pause for each useless frame above `_FREE_DEBT`
+_FREE_FRAMES = 32  # useless frames that a client may send per turn without a pause
+_PAUSE_PER_FRAME_S = 0.0005  # the pause for each useless frame above `_FREE_FRAMES`
 _VIOLATION_DELAY_S = 0.25
 _CHECKS_PER_TIMEOUT = 4  # time limits are checked this many times within the shortest limit
 _TLS_READ_BYTES = 64 * 1024
@@ -54,7 +54,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._current_buffer = context.read_buffer  # the buffer of the current read
         self._is_handling_data = False
         self._is_closing = False  # whether the server is closing the connection
-        self._counted_debt = self.http2.debt  # the debt at the end of the last turn
+        self._counted_useless_frames = self.http2.useless_frames  # until the last turn
         self._last_activity = self.loop.time()  # the time of the last activity
         self._tls = None if context.tls is None else TlsLayer(context.tls)
         self._opening_timer: asyncio.TimerHandle | None = None
@@ -195,10 +195,10 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if http2.is_closing:
             self._close_after_violation()
         else:
-            debt_of_turn = http2.debt - self._counted_debt
-            self._counted_debt += debt_of_turn
-            if debt_of_turn > _FREE_DEBT or http2.has_pending_frames:
-                pause_s = debt_of_turn * _PAUSE_PER_FRAME_S if debt_of_turn > _FREE_DEBT else 0.0
+            new_frames = http2.useless_frames - self._counted_useless_frames
+            self._counted_useless_frames += new_frames
+            if new_frames > _FREE_FRAMES or http2.has_pending_frames:
+                pause_s = new_frames * _PAUSE_PER_FRAME_S if new_frames > _FREE_FRAMES else 0.0
                 self._pause_reading(pause_s)
 
     def _pause_reading(self, seconds: float) -> None:
@@ -280,9 +280,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     # --- time limits
 
-    def watch(self, call: GrpcCall, arriving: ArrivingMessage) -> None:
-        """Register a call, whose message must arrive within the time limit of `arriving`."""
-        self._arriving_messages[call] = arriving
+    def watch(self, call: GrpcCall, incoming: ArrivingMessage) -> None:
+        """Register a call, whose message must arrive within the time limit of `incoming`."""
+        self._arriving_messages[call] = incoming
         self._schedule_time_limit_check()
 
     def unwatch(self, call: GrpcCall) -> None:
@@ -419,8 +419,8 @@ class ConnectionLifetime:
         settings = self._settings
         self._start_timer("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if settings.max_connection_age_ms:
-            spread = random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
-            age_s = settings.max_connection_age_ms / 1000 * spread
+            random_factor = random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
+            age_s = settings.max_connection_age_ms / 1000 * random_factor
             self._start_timer("age", age_s, self._on_max_age)
 
     def stop(self) -> None:
@@ -429,10 +429,10 @@ class ConnectionLifetime:
             timer.cancel()
         self._timers.clear()
 
-    def _start_timer(self, name: str, after_s: float, action: Callable[[], None]) -> None:
+    def _start_timer(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
         if (previous_timer := self._timers.pop(name, None)) is not None:
             previous_timer.cancel()
-        self._timers[name] = self._loop.call_later(after_s, action)
+        self._timers[name] = self._loop.call_later(delay_s, action)
 
     # --- keepalive
 

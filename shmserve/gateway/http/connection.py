@@ -126,7 +126,7 @@ class HttpConnection(Incoming):
             return False
         self._begun_request = begun_request
         self._is_handling = True
-        self._app.active += 1
+        self._app.active_count += 1
         return True
 
     def _write_response(self, body: bytes | None, headers: bytes = JSON_HEADER) -> None:

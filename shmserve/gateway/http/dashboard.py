@@ -185,7 +185,7 @@ class _SnapshotSource:
     _history: History
     _cpu: CpuUtilization = field(init=False, default_factory=CpuUtilization)
     _models: dict[str, Row] = field(init=False, default_factory=dict)
-    _last_event: int = field(init=False, default=0)
+    _seen_event_count: int = field(init=False, default=0)
     _snapshot_count: int = field(init=False, default=0)
     _process_figures: dict[str, Any] = field(init=False, default_factory=dict)
 
@@ -197,8 +197,9 @@ class _SnapshotSource:
         rows = self._figures.build_rows(reports, now_s)
         self._history.add(time.time(), rows)
         previous_models, self._models = self._models, self._model_rows(rows)
-        newest = list(watch.newest)
-        new_count, self._last_event = min(watch.count - self._last_event, len(newest)), watch.count
+        newest = list(watch.newest_events)
+        new_count = min(watch.event_count - self._seen_event_count, len(newest))
+        self._seen_event_count = watch.event_count
         common_members = {"at": time.time(), "server": await self._server_figures()}
         changed = {key: row for key, row in self._models.items() if previous_models.get(key) != row}
         return (
@@ -258,14 +259,14 @@ class EventWatch:
 
     Attributes:
         states: The state and the reason of each model version, including those that do not serve.
-        newest: The latest events, oldest first.
-        count: The number of events since the start.
+        newest_events: The latest events, oldest first.
+        event_count: The number of events since the start.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.states: dict[tuple[str, str], tuple[str, str]] = {}
-        self.newest: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
-        self.count = 0
+        self.newest_events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self.event_count = 0
         import zmq.asyncio  # imported late, since most gateways have no viewer
 
         self._topic_suffix = secrets.token_hex(8)
@@ -295,8 +296,8 @@ class EventWatch:
                     self._record_model_change(event)
                 if not topic.startswith(m.SNAPSHOT.encode()):
                     event_entry = {"time": header.time_ns / 1e9, "event": type(event).__name__}
-                    self.newest.append(event_entry | asdict(event))
-                    self.count += 1
+                    self.newest_events.append(event_entry | asdict(event))
+                    self.event_count += 1
             if topic.startswith(m.SNAPSHOT.encode()):
                 self._state_received.set()
 

@@ -124,7 +124,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # --- the cached head
         # The last request, if it had a small body: its head, the sizes of the head and of the whole
         # request, the request, and the access rules under which it was authorised.
-        self._cached: tuple[bytes, int, int, HttpRequest, Authorisation] | None = None
+        self._cached_head: tuple[bytes, int, int, HttpRequest, Authorisation] | None = None
         # The body object is reused, since at most one request with a cached head is queued.
         self._cached_body = WholeBody()
         self._pending_head = b""  # a head that equals the cached one and whose body has not arrived
@@ -226,8 +226,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         is_between_requests = not (self._missing_bytes or self._is_handling or self._messages)
         # Without a waiter, the task has not started, has ended, or is handling a request.
         waiter = self._waiter
-        if waiter is not None and is_between_requests and self._cached is not None:
-            head, head_size, cached_size, request, authorisation = self._cached
+        if waiter is not None and is_between_requests and self._cached_head is not None:
+            head, head_size, cached_size, request, authorisation = self._cached_head
             size = len(data)
             if (
                 size <= cached_size
@@ -369,7 +369,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
         The head of a request that offers another protocol is not cached.
         """
-        self._cached, self._missing_bytes, self._offers_upgrade = None, -1, False
+        self._cached_head, self._missing_bytes, self._offers_upgrade = None, -1, False
         if len(self._messages) != 1 or self._state is ReadState.FAILED:
             return
         queued_message = self._messages[0]
@@ -386,7 +386,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if not closes and int(length) <= SMALL_BODY_BYTES and head_size <= _MAX_CACHED_HEAD_BYTES:
             authorisation = self.client.listener.authorisation
             request = HttpRequest(message, content, self)
-            self._cached = (data[:head_size], head_size, size, request, authorisation)
+            self._cached_head = (data[:head_size], head_size, size, request, authorisation)
 
     def _start_timeout(self, timeout_s: float) -> None:
         """Start the read timeout of the missing bytes."""

@@ -280,7 +280,7 @@ class Cors:
 class App(ActiveCount):
     """The application of a listener, which dispatches requests to the handlers of `routes`.
 
-    `active` counts the requests whose response is not sent yet.
+    `active_count` counts the requests whose response is not sent yet.
     """
 
     def __init__(self, gateway: Gateway, routes: RouteTable, cors: Cors | None = None) -> None:
@@ -299,11 +299,11 @@ class App(ActiveCount):
     async def handle(self, request: HttpRequest) -> HttpResponse:
         """Return the response to any request; raise only CancelledError.
 
-        A request that was begun without a task is already counted in `active`.
+        A request that was begun without a task is already counted in `active_count`.
         """
         begun_request, request.begun_request = request.begun_request, None
         if begun_request is None:
-            self.active += 1
+            self.active_count += 1
         routes, cors = self._routes, self._cors
         method = "GET" if request.method == "HEAD" else request.method
         route_match = request.route_match or routes.find(request.target, method)

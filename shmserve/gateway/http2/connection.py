@@ -54,7 +54,7 @@ from shmserve.gateway.http2.outgoing import Outgoing, Stream
 # The maximum number of streams whose reset by the server is recorded, because the client may still
 # send frames for them.
 _MAX_RECORDED_RESETS = 1024
-_RESET_DEBT = 4  # a reset stream counts as this many useless control frames
+_FRAMES_PER_RESET = 4  # a reset stream counts as this many useless control frames
 # The number of control frames that the client may send for each new call and each sent DATA frame.
 _EARNED_PER_FRAME = 4
 # The client may send one more control frame for this many bytes of sent data. A DATA frame may
@@ -122,12 +122,12 @@ class Http2Connection(FrameReader[HeadT]):
         return events
 
     @property
-    def debt(self) -> int:
+    def useless_frames(self) -> int:
         """Return how much useless work the client has caused, in units of control frames.
 
         Only the difference of two results is meaningful.
         """
-        return -self._control_budget.tokens - _RESET_DEBT * self._reset_budget.tokens
+        return -self._control_budget.tokens - _FRAMES_PER_RESET * self._reset_budget.tokens
 
     # --- data
 
@@ -182,7 +182,7 @@ class Http2Connection(FrameReader[HeadT]):
 
     def _handle_frame(self, frame_type: int, flags: int, stream_id: int, payload: bytes) -> None:
         if self._block is not None and (
-            frame_type != CONTINUATION or stream_id != self._block_stream
+            frame_type != CONTINUATION or stream_id != self._block_stream_id
         ):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "another frame within a header block")
         if not self.settings_received and (frame_type != SETTINGS or flags & ACK):
@@ -282,7 +282,7 @@ class Http2Connection(FrameReader[HeadT]):
         earned_by_data = (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
         earned_frames = _EARNED_PER_FRAME * sent_frames + earned_by_data
         saved_frames = min(self._saved_control_frames + earned_frames, _MAX_SAVED_FRAMES)
-        needed_frames = min(saved_frames, self._control_budget.debt)
+        needed_frames = min(saved_frames, self._control_budget.missing_tokens)
         self._saved_control_frames = saved_frames - needed_frames
         self._control_budget.add_tokens(needed_frames)
 

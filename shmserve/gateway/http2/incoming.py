@@ -85,25 +85,25 @@ class Budget:
 
     Args:
         capacity: The number of tokens of a full bucket.
-        per_s: The number of tokens that are added per second.
+        tokens_per_s: The number of tokens that are added per second.
         clock: Returns the time in seconds.
         event_name: The name of the events that cost a token each, for the error.
     """
 
-    __slots__ = ("_capacity", "_clock", "_event_name", "_per_s", "_refilled_at", "tokens")
+    __slots__ = ("_capacity", "_clock", "_event_name", "_refilled_at", "_tokens_per_s", "tokens")
 
     def __init__(
-        self, capacity: int, per_s: float, clock: Callable[[], float], event_name: str
+        self, capacity: int, tokens_per_s: float, clock: Callable[[], float], event_name: str
     ) -> None:
         self._capacity = capacity
         self.tokens = capacity
-        self._per_s = per_s
+        self._tokens_per_s = tokens_per_s
         self._clock = clock
         self._refilled_at = clock()
         self._event_name = event_name
 
     @property
-    def debt(self) -> int:
+    def missing_tokens(self) -> int:
         """Return the number of tokens that are missing from a full bucket."""
         return self._capacity - self.tokens
 
@@ -112,12 +112,12 @@ class Budget:
         self.tokens -= 1
         if self.tokens < 0:
             now = self._clock()
-            refilled_tokens = int((now - self._refilled_at) * self._per_s)
+            refilled_tokens = int((now - self._refilled_at) * self._tokens_per_s)
             if refilled_tokens:
                 self._refilled_at = now
                 self.tokens = min(self.tokens + refilled_tokens, self._capacity)
             if self.tokens < 0:
-                text = f"too many {self._event_name} (allowed: {self._per_s:g} per second)"
+                text = f"too many {self._event_name} (allowed: {self._tokens_per_s:g} per second)"
                 raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text)
 
     def add_tokens(self, count: int) -> None:
@@ -189,7 +189,7 @@ class FrameReader(ABC, Generic[HeadT]):
         self._needed_bytes = 0  # bytes that the buffer needs before parsing continues
         self._has_preface = False  # whether the connection preface has arrived
         self._block: bytearray | None = None  # an incomplete header block
-        self._block_stream = 0
+        self._block_stream_id = 0
         self._block_flags = 0
         self._block_frames = 0
         self.arriving_bytes = 0  # remaining bytes of the current DATA frame, ignored or not
@@ -354,7 +354,7 @@ class FrameReader(ABC, Generic[HeadT]):
             self._handle_headers(stream_id, flags, payload)
         else:
             self._block = bytearray(payload)
-            self._block_stream, self._block_flags, self._block_frames = stream_id, flags, 0
+            self._block_stream_id, self._block_flags, self._block_frames = stream_id, flags, 0
 
     def _continue_block(self, flags: int, payload: bytes) -> None:
         if self._block is None:
@@ -369,7 +369,7 @@ class FrameReader(ABC, Generic[HeadT]):
         self._check_block_size(len(self._block))
         if flags & END_HEADERS:
             block, self._block = bytes(self._block), None
-            self._handle_headers(self._block_stream, self._block_flags, block)
+            self._handle_headers(self._block_stream_id, self._block_flags, block)
 
     # --- implemented by the subclass
 

@@ -153,7 +153,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     if trace.has_explanation:
         # A template would repeat the durations of the first response in later responses.
         built.response_templates = None
-    return trace.scheduler.message
+    return trace.scheduler_context.message
 
 
 async def reload_model(gateway: Gateway, built_request: BuiltRequest) -> None:
@@ -437,7 +437,7 @@ def classify_outputs(
     Raises:
         InvalidArgument: An output cannot be sorted, or is too large.
     """
-    classes = request.classes
+    classes = request.class_counts
     if not classes:
         return inferred
     is_batched = bool(model.signature.max_batch_size)

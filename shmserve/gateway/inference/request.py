@@ -114,7 +114,7 @@ class InferRequest:
         return {output.name for output in self.outputs if output.memory_range is not None}
 
     @property
-    def classes(self) -> dict[str, int]:
+    def class_counts(self) -> dict[str, int]:
         """Return the number of classes of each classified output, by name."""
         return {output.name: output.class_count for output in self.outputs if output.class_count}
 

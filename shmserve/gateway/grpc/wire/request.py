@@ -313,23 +313,23 @@ class RequestSink:
         Returns:
             The number of surplus bytes at the end.
         """
-        head = self._head
-        while self._position < len(head):
-            tag = head[self._position]
-            size, end = _decode_length(head, self._position + 1)
-            if end < 0:
-                if end == _MALFORMED:
+        collected_head = self._head
+        while self._position < len(collected_head):
+            tag = collected_head[self._position]
+            size, length_end = _decode_length(collected_head, self._position + 1)
+            if length_end < 0:
+                if length_end == _MALFORMED:
                     self._collect_whole()
                 return 0
             if tag == RAW_INPUT_TAG:
-                surplus = len(head) - end
-                del head[end:]
+                surplus_bytes = len(collected_head) - length_end
+                del collected_head[length_end:]
                 self._start_tensor(size)
-                return surplus
-            if tag not in HEAD_TAGS or self._prefixes or end + size > _MAX_HEAD_BYTES:
+                return surplus_bytes
+            if tag not in HEAD_TAGS or self._prefixes or length_end + size > _MAX_HEAD_BYTES:
                 self._collect_whole()
                 return 0
-            self._position = end + size
+            self._position = length_end + size
         return 0
 
     def _start_tensor(self, size: int) -> None:

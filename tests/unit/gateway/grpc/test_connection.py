@@ -74,7 +74,7 @@ async def test_a_large_message_is_received_in_place() -> None:
     async with open_scene() as scene:
         data = random.Random(0).randbytes(600_000)
         sink: Any = TensorSink(len(data))
-        scene.sinks = lambda *_: sink
+        scene.make_sink = lambda *_: sink
         framed = message(data)
         scene.send(scene.head(1) + frame(DATA, PADDED_FLAG, 1, b"\7" + framed[:200_000] + bytes(7)))
         scene.send(frame(DATA, 0, 1, framed[200_000:200_100]) + frame(DATA, 0, 1, framed[200_100:]))
@@ -179,7 +179,7 @@ async def test_a_broken_second_message_cancels_the_requests_of_its_call(
 async def test_a_collected_message_counts_in_the_memory_limit() -> None:
     """A large request whose tensors have no place in the arena, for example of an unknown model."""
     async with open_scene() as scene:
-        scene.sinks = lambda *_: RequestSink(lambda head, size: None)
+        scene.make_sink = lambda *_: RequestSink(lambda head, size: None)
         request = ModelInferRequest(model_name="m", raw_input_contents=[bytes(2 << 20)])
         framed = message(request.SerializeToString())
         for stream in (1, 3):

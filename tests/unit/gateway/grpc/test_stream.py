@@ -106,7 +106,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     with pytest.raises(Unavailable):
         asyncio.run(start_stream(inferences, DeafCall(requests()), 0.05))
     assert cancelled_ids == ["behind", "further behind"]
-    assert not inferences.active
+    assert not inferences.active_count
 
     async def cancel_twice() -> None:
         call = asyncio.create_task(start_stream(inferences, DeafCall(requests()), 60.0))
