@@ -229,7 +229,7 @@ class ServerConnection(ServerState):
                 case m.ModelPublished():
                     self.models.publish(message)
                 case m.ModelOnDemand(name):
-                    self.models.on_demand.add(name)
+                    self.models.on_demand_names.add(name)
                 case m.ModelWithdrawn(name, version):
                     self.models.withdraw(name, version)
                 case m.SchedulerLost(endpoint, successor):

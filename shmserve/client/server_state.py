@@ -77,7 +77,7 @@ class ClientModels:
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str], ClientModel] = {}
-        self.on_demand: set[str] = set()
+        self.on_demand_names: set[str] = set()
         self.ready = True
         self.started = True
 
@@ -93,9 +93,9 @@ class ClientModels:
             self._models[message.name, ""] = model
 
     def withdraw(self, name: str, version: str) -> None:
-        """Remove a version, or with version "" the model's entry in `on_demand`."""
+        """Remove a version, or with version "" the model's entry in `on_demand_names`."""
         if not version:
-            self.on_demand.discard(name)
+            self.on_demand_names.discard(name)
             return
         model = self._models.pop((name, version), None)
         if model is not None:
@@ -116,7 +116,7 @@ class ClientModels:
 
     def needs_load(self, name: str, version: str) -> bool:
         """Check whether a version is not available but its model can be loaded on demand."""
-        return name in self.on_demand and self.find(name, version) is None
+        return name in self.on_demand_names and self.find(name, version) is None
 
     def resolve(self, name: str, version: str) -> ClientModel:
         """Return a model.
@@ -148,14 +148,14 @@ class ClientModels:
         """
         loaded_keys = [key for key in list(self._models) if key[1]]
         loaded_names = {name for name, _ in loaded_keys}
-        return sorted([*loaded_keys, *((name, "") for name in self.on_demand - loaded_names)])
+        return sorted([*loaded_keys, *((name, "") for name in self.on_demand_names - loaded_names)])
 
     def close(self) -> None:
         """Remove all models."""
         for model in list(self._models.values()):
             model.close()
         self._models.clear()
-        self.on_demand.clear()
+        self.on_demand_names.clear()
 
 
 class Wakeable(Protocol):

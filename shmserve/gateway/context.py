@@ -103,7 +103,7 @@ class ModelTable:
     """The models by name and version.
 
     Attributes:
-        on_demand: The names of models that are loaded on demand, loaded or not.
+        on_demand_names: The names of models that are loaded on demand, loaded or not.
         revision: A number that changes when a version is published or withdrawn.
         is_server_live: False if the start of the server failed.
     """
@@ -115,7 +115,7 @@ class ModelTable:
         self._withdrawn_versions: dict[str, set[str]] = {}
         self.revision = 0
         self.is_server_live = True
-        self.on_demand: set[str] = set()
+        self.on_demand_names: set[str] = set()
         self._aliases: dict[str, str] = {}
 
     def publish(self, message: ModelPublished) -> None:
@@ -150,7 +150,7 @@ class ModelTable:
         """
         self.revision += 1
         if not version:
-            self.on_demand.discard(name)
+            self.on_demand_names.discard(name)
         versions = self._models.get(name, {})
         model = versions.pop(version, None)
         if not versions:
@@ -177,7 +177,7 @@ class ModelTable:
 
     def __contains__(self, name: str) -> bool:
         """Return whether a model has this name, loaded or on demand."""
-        return name in self._models or name in self.on_demand
+        return name in self._models or name in self.on_demand_names
 
     def resolve(self, name: str, version: str) -> GatewayModel:
         """Return the model for a request; version "" means the latest.
@@ -318,7 +318,7 @@ class Gateway:
 def needs_load(gateway: Gateway, name: str, version: str) -> bool:
     """Return whether a model is loaded on demand, and not loaded yet."""
     models = gateway.models
-    return name in models.on_demand and models.find(name, version) is None
+    return name in models.on_demand_names and models.find(name, version) is None
 
 
 # A limit in microseconds from a request's arrival (0: none), and the origin of the limit.

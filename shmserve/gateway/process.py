@@ -203,7 +203,7 @@ class _Process:
             case ModelPublished():
                 gateway.models.publish(message)
             case ModelOnDemand(name):
-                gateway.models.on_demand.add(name)
+                gateway.models.on_demand_names.add(name)
             case ReadinessChanged(name, version, ready):
                 gateway.models.set_ready(name, version, ready)
             case ModelWithdrawn(name, version):

@@ -72,7 +72,7 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
     Raises:
         InvalidArgument: `version` is not a version.
     """
-    if name in gateway.models.on_demand and not gateway.models.versions(name):
+    if name in gateway.models.on_demand_names and not gateway.models.versions(name):
         return True
     try:
         model = gateway.models.resolve(name, version)
@@ -109,7 +109,7 @@ def request_examples(gateway: Gateway) -> list[dict[str, Any]]:
     loaded, the request is one that loads it, without a body.
     """
     models = gateway.models
-    names = sorted({*models.on_demand, *(model.name for model in models.all_versions())})
+    names = sorted({*models.on_demand_names, *(model.name for model in models.all_versions())})
     return [example for name in names for example in _model_examples(name, models.find(name, ""))]
 
 

@@ -503,9 +503,9 @@ class ConnectionLifetime:
             self.record_call_end()
             return
         self.is_shutting_down = self.counts_received = True
-        self._connection.http2.send_goaway(final=False)
+        self._connection.http2.send_goaway(is_final=False)
         if refuses_requests:
-            self._connection.http2.send_goaway(final=True)
+            self._connection.http2.send_goaway(is_final=True)
         self._connection.http2.ping(_DRAIN_PAYLOAD)
         self._start_timer("ping", _PING_LIMIT_S, self._refuse_streams)
         self._connection.flush()
@@ -515,7 +515,7 @@ class ConnectionLifetime:
         timer = self._timers.pop("ping", None)
         if timer is not None:
             timer.cancel()
-            self._connection.http2.send_goaway(final=True)
+            self._connection.http2.send_goaway(is_final=True)
             self._connection.flush()
         # The report is deferred, so that the last frames of the call are written first.
         self._loop.call_soon(self._report_if_drained)

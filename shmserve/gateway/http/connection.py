@@ -234,8 +234,8 @@ class HttpConnection(Incoming):
             return False
         return True
 
-    def _refuse(self, problem: ShmserveError, head: bytes) -> None:
-        response = self._app.malformed_response(problem, head)
+    def _refuse(self, error: ShmserveError, head: bytes) -> None:
+        response = self._app.malformed_response(error, head)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
             self.transport.write(response.head(None, len(body)) + body)

@@ -116,18 +116,18 @@ class LiveFigures:
             self._recorder.cancel()
 
     async def _stream_events(self) -> AsyncGenerator[Sequence[bytes], None]:
-        seen_number = 0
+        seen_snapshot_number = 0
         task = self._add_viewer()
         try:
             while not (self._is_ended or task.done()):
-                if self._snapshot_number == seen_number:
+                if self._snapshot_number == seen_snapshot_number:
                     await self._snapshot_taken.wait()
                     continue
-                is_next = seen_number == self._snapshot_number - 1
-                frame = self._change_event if is_next else self._full_event
-                frame = frame if seen_number else self._first_event()
-                seen_number = self._snapshot_number
-                yield (frame,)
+                is_next = seen_snapshot_number == self._snapshot_number - 1
+                event = self._change_event if is_next else self._full_event
+                event = event if seen_snapshot_number else self._first_event()
+                seen_snapshot_number = self._snapshot_number
+                yield (event,)
         finally:
             self._remove_viewer()
 
@@ -152,10 +152,10 @@ class LiveFigures:
         try:
             with contextlib.closing(EventWatch(self._run_dir)) as watch:
                 await watch.wait_for_state(_STATE_TIMEOUT_S)
-                source = _SnapshotSource(self._gateway, watch, self._figures, self._history)
+                snapshots = _SnapshotSource(self._gateway, watch, self._figures, self._history)
                 while True:
                     started_s = time.monotonic()
-                    self._publish(*await source.take(started_s))
+                    self._publish(*await snapshots.take(started_s))
                     cost_s = time.monotonic() - started_s
                     pause_s = max(_SNAPSHOT_INTERVAL_S - cost_s, _INTERVAL_PER_COST * cost_s)
                     await asyncio.sleep(min(pause_s, _MAX_INTERVAL_S))
@@ -197,18 +197,18 @@ class _SnapshotSource:
         rows = self._figures.build_rows(reports, now_s)
         self._history.add(time.time(), rows)
         previous_models, self._models = self._models, self._model_rows(rows)
-        newest = list(watch.newest_events)
-        new_count = min(watch.event_count - self._seen_event_count, len(newest))
+        newest_events = list(watch.newest_events)
+        new_event_count = min(watch.event_count - self._seen_event_count, len(newest_events))
         self._seen_event_count = watch.event_count
         common_members = {"at": time.time(), "server": await self._server_figures()}
         changed = {key: row for key, row in self._models.items() if previous_models.get(key) != row}
         return (
-            {**common_members, "whole": True, "models": self._models, "events": newest},
+            {**common_members, "whole": True, "models": self._models, "events": newest_events},
             {
                 **common_members,
                 "models": changed,
                 "gone": sorted(previous_models.keys() - self._models.keys()),
-                "events": newest[len(newest) - new_count :],
+                "events": newest_events[len(newest_events) - new_event_count :],
             },
         )
 
@@ -231,8 +231,8 @@ class _SnapshotSource:
     async def _server_figures(self) -> dict[str, Any]:
         gateway = self._gateway
         if self._snapshot_count % _SNAPSHOTS_PER_PROCESS_READ == 0:
-            sizes = await collect(proportional_sizes(os.getppid()))
-            self._process_figures = {"processes": len(sizes), "pss_bytes": sum(sizes)}
+            pss_bytes = await collect(proportional_sizes(os.getppid()))
+            self._process_figures = {"processes": len(pss_bytes), "pss_bytes": sum(pss_bytes)}
         self._snapshot_count += 1
         total, used = memory_bytes()
         regions = [*gateway.regions.named_regions(), *gateway.regions.unnamed_regions()]

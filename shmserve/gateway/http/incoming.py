@@ -356,13 +356,13 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     def _parse_complete(self, data: bytes) -> list[ParsedMessage]:
         """Return the complete requests before the first malformed one, with a new parser."""
-        messages: list[ParsedMessage] = []
+        complete_messages: list[ParsedMessage] = []
         self._parser = self._new_parser()
         with contextlib.suppress(HttpProcessingError):
             # Each head ends with an empty line, and is parsed apart from the bytes after it.
-            for part in data.split(b"\r\n\r\n", _MAX_QUEUED_REQUESTS):
-                messages += self._parser.feed_data(part + b"\r\n\r\n")[0]
-        return [message for message in messages if message[1].is_eof()]
+            for head in data.split(b"\r\n\r\n", _MAX_QUEUED_REQUESTS):
+                complete_messages += self._parser.feed_data(head + b"\r\n\r\n")[0]
+        return [message for message in complete_messages if message[1].is_eof()]
 
     def _cache_head(self, data: bytes) -> None:
         """Cache the head if `data` is exactly one request, or the start of one.
@@ -494,10 +494,10 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._set_reading()
 
     def _set_reading(self) -> None:
-        paused = self._is_stream_full or self._is_queue_full
-        if paused is not self._is_reading_paused and self.transport is not None:
-            self._is_reading_paused = paused
-            if paused:
+        is_paused = self._is_stream_full or self._is_queue_full
+        if is_paused is not self._is_reading_paused and self.transport is not None:
+            self._is_reading_paused = is_paused
+            if is_paused:
                 self.transport.pause_reading()
             else:
                 self.transport.resume_reading()
@@ -517,8 +517,8 @@ class TensorReceiver(asyncio.BufferedProtocol):
         self._arrival: Arrival
         self._missing_bytes = 0
         self._all_received: asyncio.Future[None]
-        for event in ("connection_lost", "eof_received", "pause_writing", "resume_writing"):
-            setattr(self, event, getattr(connection, event))
+        for callback_name in ("connection_lost", "eof_received", "pause_writing", "resume_writing"):
+            setattr(self, callback_name, getattr(connection, callback_name))
 
     def begin(
         self, arriving: ArrivingRequest, arrival: Arrival, missing_bytes: int
@@ -546,13 +546,13 @@ class TensorReceiver(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Handle the received bytes. Reading stops after the last byte of a tensor."""
-        received = self._buffer[:nbytes]
+        received_data = self._buffer[:nbytes]
         if self._arriving is None:
-            self._connection.data_received(bytes(received))
+            self._connection.data_received(bytes(received_data))
             return
         self._missing_bytes -= nbytes
         self._arrival.received_bytes += nbytes
-        self._arriving.feed_across_tensors(received)
+        self._arriving.feed_across_tensors(received_data)
         if not self._missing_bytes:
             if self._connection.transport is not None:
                 self._connection.transport.pause_reading()

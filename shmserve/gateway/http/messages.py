@@ -198,8 +198,8 @@ class HttpResponse:
             connection = b"Connection: close\r\n"
         elif request is not None and request.is_http10:
             connection = b"Connection: keep-alive\r\n"
-        values = (STATUS_LINES[self.status], size, connection, self.headers)
-        return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
+        head_values = (STATUS_LINES[self.status], size, connection, self.headers)
+        return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % head_values
 
     async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
         """Write the response, and disconnect a client that reads it too slowly.
@@ -348,8 +348,8 @@ def error_response(
         headers: Further header lines.
         closes_connection: Whether the connection ends with this response.
     """
-    fields = (error.status, (encode_error(error),), JSON_HEADER + headers)
-    return HttpResponse(*fields, closes_connection=closes_connection)
+    response_fields = (error.status, (encode_error(error),), JSON_HEADER + headers)
+    return HttpResponse(*response_fields, closes_connection=closes_connection)
 
 
 class Framing(NamedTuple):

@@ -313,9 +313,9 @@ class Http2Connection(FrameReader[HeadT]):
             self.settings_acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
-        sending, window = self.sending, settings.get(frames.INITIAL_WINDOW_SIZE)
-        if window is not None:
-            sending.change_initial_window(window, self.streams.values())
+        sending, initial_window = self.sending, settings.get(frames.INITIAL_WINDOW_SIZE)
+        if initial_window is not None:
+            sending.change_initial_window(initial_window, self.streams.values())
         sending.max_frame_size = settings.get(frames.MAX_FRAME_SIZE, sending.max_frame_size)
         self.settings_received = True
         sending.output.append(_SETTINGS_ACK)
@@ -394,13 +394,13 @@ class Http2Connection(FrameReader[HeadT]):
             last_stream = min(self.last_stream_id, self._goaway_stream_id)
             self.sending.output.append(frames.encode_goaway(last_stream, code, reason))
 
-    def send_goaway(self, *, final: bool) -> None:
+    def send_goaway(self, *, is_final: bool) -> None:
         """Send GOAWAY, which announces the end of the connection.
 
-        The first GOAWAY permits new streams, which may be in flight. A `final` GOAWAY permits no
+        The first GOAWAY permits new streams, which may be in flight. A final GOAWAY permits no
         stream above the last one that was received.
         """
-        if final and not self._is_refusing:
+        if is_final and not self._is_refusing:
             self._is_refusing = True
             self._goaway_stream_id = self.last_stream_id
         self.sending.output.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))

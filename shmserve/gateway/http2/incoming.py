@@ -242,7 +242,7 @@ class FrameReader(ABC, Generic[HeadT]):
                 return position
         view = memoryview(data)
         remaining_work = self._limits.frames_per_call
-        unpack = FRAME_HEADER.unpack_from
+        unpack_header = FRAME_HEADER.unpack_from
         while True:
             if self.arriving_bytes or self._padding_left:
                 if position == data_size:
@@ -255,8 +255,8 @@ class FrameReader(ABC, Generic[HeadT]):
             if data_size - position < FRAME_HEADER_SIZE:
                 self._needed_bytes = FRAME_HEADER_SIZE
                 break
-            high, low, frame_type, flags, stream_id = unpack(data, position)
-            size = high << 8 | low
+            size_high, size_low, frame_type, flags, stream_id = unpack_header(data, position)
+            size = size_high << 8 | size_low
             stream_id &= STREAM_BITS
             remaining_work -= 1
             if frame_type == DATA and self._block is None and self.settings_received:
@@ -274,8 +274,8 @@ class FrameReader(ABC, Generic[HeadT]):
                 break
             position += FRAME_HEADER_SIZE
             self.received_frames += 1
-            cost = self._limits.stream_cost_frames if frame_type == HEADERS else _CONTROL_FRAME_COST
-            remaining_work -= cost
+            work = self._limits.stream_cost_frames if frame_type == HEADERS else _CONTROL_FRAME_COST
+            remaining_work -= work
             remaining_work -= size >> _SIZE_SHIFT
             payload = bytes(view[position : position + size])
             try:
@@ -298,8 +298,8 @@ class FrameReader(ABC, Generic[HeadT]):
         return len(PREFACE)
 
     def _check_size(self, frame_type: int, size: int) -> None:
-        is_block = frame_type in (HEADERS, CONTINUATION)
-        limit = self._limits.frame_bytes if is_block else _MAX_CONTROL_BYTES
+        is_header_block = frame_type in (HEADERS, CONTINUATION)
+        limit = self._limits.frame_bytes if is_header_block else _MAX_CONTROL_BYTES
         if size > limit:
             raise length_fault(f"frame of type {frame_type}", size, f"at most {limit}")
         self._check_block_size(size)
