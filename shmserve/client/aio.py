@@ -77,9 +77,9 @@ class _LoopChannel:
         self._is_flushing = False
         self.requests.flush()  # a closed channel has no links, so that nothing is sent
 
-    def cancel(self, pending: ClientRequest) -> None:
+    def cancel(self, request: ClientRequest) -> None:
         """Cancel a request at the end of this iteration of the loop."""
-        self.requests.cancel(pending)
+        self.requests.cancel(request)
         self.flush_soon()
 
     def close(self) -> None:
@@ -218,8 +218,8 @@ class Server:
         except TimedOut:
             raise
         except ShmserveError:
-            attempt = (channel.connection, call[4], packed)
-            if not await asyncio.to_thread(self._session.should_retry, *attempt):
+            attempt_state = (channel.connection, call[4], packed)
+            if not await asyncio.to_thread(self._session.should_retry, *attempt_state):
                 raise
         channel = await self._get_channel()
         await self._load_on_demand(channel, *call)

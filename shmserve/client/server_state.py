@@ -70,7 +70,7 @@ class ClientModels:
     One thread changes this table, and all threads may read it.
 
     Attributes:
-        on_demand: The names of models that can be loaded on demand, including loaded ones.
+        on_demand_names: The names of models that can be loaded on demand, including loaded ones.
         ready: Whether the server is ready. The failure of a model changes this to False.
         started: Whether the loads at the server's start have ended, successfully or not.
     """
@@ -131,15 +131,15 @@ class ClientModels:
     def _raise_not_found(self, name: str, version: str) -> Never:
         if not isinstance(version, str):
             raise InvalidArgument(f"version must be a string, got {version!r:.80}")
-        unknown = f"Request for unknown model: '{name}'"
-        versions = [key for key in list(self._models) if key[0] == name]
-        if not versions and not self.started:
-            raise Unavailable(f"{unknown} is not found, and the server is not ready yet")
-        if not versions:
-            raise NotFound(f"{unknown} is not found")
+        unknown_text = f"Request for unknown model: '{name}'"
+        version_keys = [key for key in list(self._models) if key[0] == name]
+        if not version_keys and not self.started:
+            raise Unavailable(f"{unknown_text} is not found, and the server is not ready yet")
+        if not version_keys:
+            raise NotFound(f"{unknown_text} is not found")
         if not version:
-            raise Unavailable(f"{unknown} has no available versions")
-        raise NotFound(f"{unknown} version {version} is not found")
+            raise Unavailable(f"{unknown_text} has no available versions")
+        raise NotFound(f"{unknown_text} version {version} is not found")
 
     def names(self) -> list[tuple[str, str]]:
         """Return name and version of each model, sorted.

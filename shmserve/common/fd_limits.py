@@ -32,9 +32,9 @@ def raise_limit() -> None:
     Regions, connections and models need descriptors. The usual soft limit of 1024 exists for
     programs that use select().
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def limit() -> int:

@@ -152,8 +152,8 @@ def credentials(sock: Any) -> tuple[int, int, int]:
 
     The pid is 0 for a process of another pid namespace.
     """
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    packed_credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(packed_credentials)
     return pid, uid, gid
 
 
@@ -170,8 +170,8 @@ def unix_pid(transport: asyncio.BaseTransport | None) -> int:
     if sock is None or sock.family != socket.AF_UNIX:
         return 0
     # Event loops return a wrapper, not a socket.
-    with socket.socket(fileno=os.dup(sock.fileno())) as duplicate:
-        return credentials(duplicate)[0]
+    with socket.socket(fileno=os.dup(sock.fileno())) as duplicate_socket:
+        return credentials(duplicate_socket)[0]
 
 
 def loopback_peer(local: Address, remote: Address) -> Peer | None:
@@ -180,13 +180,13 @@ def loopback_peer(local: Address, remote: Address) -> Peer | None:
     The result is None if the kernel reports no user, for instance because that end is closed.
     """
     try:
-        owner = tcp_owner(remote, local)
+        owner_ids = tcp_owner(remote, local)
     except OSError:
-        owner = _find_in_proc(local, remote)
+        owner_ids = _find_in_proc(local, remote)
     # A socket that no process owns any more (inode 0) is reported as root's.
-    if owner is None or not owner[1]:
+    if owner_ids is None or not owner_ids[1]:
         return None
-    return Peer(owner[0], groups_of(owner[0]))
+    return Peer(owner_ids[0], groups_of(owner_ids[0]))
 
 
 def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
@@ -203,13 +203,13 @@ def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
 
 def _proc_net_tables(local: Address, remote: Address) -> list[tuple[Path, list[str]]]:
     folder, ports = Path("/proc/net"), (remote[1], local[1])
-    ips = [_parse_ip(remote[0]).packed, _parse_ip(local[0]).packed]
+    packed_addresses = [_parse_ip(remote[0]).packed, _parse_ip(local[0]).packed]
     tables = []
-    if all(len(ip) == 4 for ip in ips):
-        tables.append((folder / "tcp", list(map(_proc_address, ips, ports))))
+    if all(len(ip) == 4 for ip in packed_addresses):
+        tables.append((folder / "tcp", list(map(_proc_address, packed_addresses, ports))))
         # A client may use an IPv6 socket for IPv4.
-        ips = [bytes(10) + b"\xff\xff" + ip for ip in ips]
-    tables.append((folder / "tcp6", list(map(_proc_address, ips, ports))))
+        packed_addresses = [bytes(10) + b"\xff\xff" + ip for ip in packed_addresses]
+    tables.append((folder / "tcp6", list(map(_proc_address, packed_addresses, ports))))
     return tables
 
 
@@ -253,8 +253,8 @@ def network(address: str) -> str:
     return str(parsed_address)
 
 
-def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
-    """Return uid and inode of the socket at `end` of a local connection with `other`.
+def tcp_owner(owned_end: Address, other_end: Address) -> tuple[int, int] | None:
+    """Return uid and inode of the socket at `owned_end` of a local connection with `other_end`.
 
     Returns:
         None if there is no such socket. The inode is 0 if no process owns the socket any more.
@@ -262,13 +262,13 @@ def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
     Raises:
         OSError: The kernel does not support sock_diag queries.
     """
-    response = _query_sock_diag(end, other)
+    response = _query_sock_diag(owned_end, other_end)
     if response is None:
         if not _supports_sock_diag():
             raise OSError(errno.ENOENT, "sock_diag")
         return None
     # If the connection does not exist, the kernel returns the listener at that port.
-    if _PORTS.unpack_from(response, _PORTS_OFFSET) != (end[1], other[1]):
+    if _PORTS.unpack_from(response, _PORTS_OFFSET) != (owned_end[1], other_end[1]):
         return None
     uid, inode = _OWNER.unpack_from(response, _OWNER_OFFSET)
     return uid, inode
@@ -280,22 +280,22 @@ def _query_sock_diag(end: Address, other: Address) -> bytes | None:
     Raises:
         OSError: The kernel rejects the query, or does not respond at once.
     """
-    source, target = _parse_ip(end[0]), _parse_ip(other[0])
-    family = socket.AF_INET if source.version == target.version == 4 else socket.AF_INET6
+    source_ip, target_ip = _parse_ip(end[0]), _parse_ip(other[0])
+    family = socket.AF_INET if source_ip.version == target_ip.version == 4 else socket.AF_INET6
     body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
-    body += _SOCKET_ID.pack(end[1], other[1], source.packed, target.packed, _ANY_COOKIE)
-    size = _HEADER.size + len(body)
+    body += _SOCKET_ID.pack(end[1], other[1], source_ip.packed, target_ip.packed, _ANY_COOKIE)
+    message_size = _HEADER.size + len(body)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
-        header = _HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
+        header = _HEADER.pack(message_size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
         netlink.sendto(header + body, (0, 0))
         response = netlink.recv(_MAX_RESPONSE_BYTES, socket.MSG_DONTWAIT)
-    _, kind, *_ = _HEADER.unpack_from(response)
-    if kind != _NLMSG_ERROR:
+    _, message_type, *_ = _HEADER.unpack_from(response)
+    if message_type != _NLMSG_ERROR:
         return response
-    number = -struct.unpack_from("=i", response, _HEADER.size)[0]
-    if number == errno.ENOENT:
+    error_number = -struct.unpack_from("=i", response, _HEADER.size)[0]
+    if error_number == errno.ENOENT:
         return None
-    raise OSError(number, "sock_diag")
+    raise OSError(error_number, "sock_diag")
 
 
 @functools.cache

@@ -94,8 +94,8 @@ class TraceSettings:
 
     def with_changes(self, changes: Mapping[str, Any]) -> TraceSettings:
         """Return these settings with the changes returned by `read_changes`."""
-        set_values = {key: value for key, value in changes.items() if value is not None}
-        return replace(self, **set_values) if set_values else self
+        changed_values = {key: value for key, value in changes.items() if value is not None}
+        return replace(self, **changed_values) if changed_values else self
 
     def as_string_lists(self) -> dict[str, list[str]]:
         """Return the settings as lists of strings, the protocol's format."""
@@ -149,8 +149,8 @@ def _parse_number(name: str, text: str) -> int:
     if name == "trace_count" and number < -1:
         raise InvalidArgument(f"Unable to parse 'trace_count'. Expecting value >= -1, got:{text}")
     if number not in allowed_range:
-        bounds = f"[ {allowed_range.start}, {allowed_range.stop - 1} ]"
-        message = f"Unable to parse '{name}', value is out of range {bounds}, got: {text}"
+        bounds_text = f"[ {allowed_range.start}, {allowed_range.stop - 1} ]"
+        message = f"Unable to parse '{name}', value is out of range {bounds_text}, got: {text}"
         raise InvalidArgument(message)
     return number
 
@@ -204,8 +204,8 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
             expected_texts = {"url": "an http or https URL", "resource": "KEY=VALUE"}
             expected_text = expected_texts.get(name, "a number")
             raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {expected_text}")
-    file = latest_values.get("triton,file", [""])[0]
-    return replace(settings, trace_file=file, trace_mode=mode, exporter=exporter)
+    trace_file = latest_values.get("triton,file", [""])[0]
+    return replace(settings, trace_file=trace_file, trace_mode=mode, exporter=exporter)
 
 
 @dataclass(slots=True, eq=False)

@@ -75,13 +75,13 @@ class Flag:
                 return text.lower() in _TRUE
             raise InvalidArgument(f"--{self.name}: '{text}' is not a boolean (true or false)")
         if self.kind is str:
-            by_text = {choice.lower(): choice for choice in self.choices}
-            if by_text and text.lower() not in by_text:
+            choices_by_text = {choice.lower(): choice for choice in self.choices}
+            if choices_by_text and text.lower() not in choices_by_text:
                 allowed_choices = ", ".join(self.choices)
                 similar = suggestion(text, self.choices)
                 message = f"--{self.name}: '{text}' is not one of {allowed_choices}{similar}"
                 raise InvalidArgument(message)
-            return by_text.get(text.lower(), text)
+            return choices_by_text.get(text.lower(), text)
         if self.allows_words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
         if not _NUMBER[self.kind].fullmatch(text):
@@ -266,10 +266,10 @@ def _parse_resource(text: str) -> tuple[str, int | None, int]:
     count, _, device = value_text.partition(":")
     if not (name and colon and count) or value_text.endswith(":"):
         raise InvalidArgument(f"{_RATE_LIMIT}: '{text}' is not NAME:COUNT or NAME:COUNT:DEVICE")
-    number = int(_COUNT.parse(count))
+    limit = int(_COUNT.parse(count))
     if not device:
-        return name, None, number
-    return name, _GLOBAL if device.lower() == "global" else int(_COUNT.parse(device)), number
+        return name, None, limit
+    return name, _GLOBAL if device.lower() == "global" else int(_COUNT.parse(device)), limit
 
 
 _METRICS = "--metrics-config"
@@ -382,7 +382,7 @@ def _convert_re2(re2: str) -> str:
     (ungreedy) is dropped because it does not affect whether a text matches.
     """
     group_flags: list[list[str]] = [[]]  # the RE2 flags set in each open group
-    parts: list[str] = []
+    pattern_parts: list[str] = []
     for match in _RE2_TOKEN.finditer(re2):
         text = match.group()
         match match.lastgroup:
@@ -403,12 +403,12 @@ def _convert_re2(re2: str) -> str:
             case "close" if len(group_flags) > 1:
                 text = ")" * len(group_flags.pop()) + ")"
             case None if text.startswith("["):
-                for name, ranges in _CLASSES.items():
-                    text = text.replace(name, ranges)
+                for name, posix_ranges in _CLASSES.items():
+                    text = text.replace(name, posix_ranges)
         if match.lastgroup in ("open", "name"):
             group_flags.append([])
-        parts.append(text)
-    return "".join(parts) + ")" * sum(map(len, group_flags))
+        pattern_parts.append(text)
+    return "".join(pattern_parts) + ")" * sum(map(len, group_flags))
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -440,7 +440,7 @@ def parse_served_name(text: str) -> tuple[str, str]:
     Raises:
         InvalidArgument: The text has another form.
     """
-    model, equals, name = text.rpartition("=")
-    if not name or (equals and not model):
+    model_name, equals, name = text.rpartition("=")
+    if not name or (equals and not model_name):
         raise InvalidArgument(f"--served-model-name: '{text}' is neither NAME nor MODEL=NAME")
-    return model, name
+    return model_name, name

@@ -126,17 +126,17 @@ class Region(Mapping[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing.reduction import DupFd
 
-        shared = DupFd(self.fileno())
-        return _receive_region, (shared, self.specs, self._start_offset, self.segment.pin)
+        duplicate_fd = DupFd(self.fileno())
+        return _receive_region, (duplicate_fd, self.specs, self._start_offset, self.segment.pin)
 
     def __deepcopy__(self, memo: Any) -> Region:
         # Without this method, `__reduce__` would make a second region over the same memory.
         if not isinstance(self.segment, Segment):
             raise TypeError("a region in device memory cannot be copied")
-        copied = Region(self.memories, self.specs)
+        region_copy = Region(self.memories, self.specs)
         for name in self:
-            copied[name][...] = self[name]
-        return copied
+            region_copy[name][...] = self[name]
+        return region_copy
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
@@ -314,9 +314,9 @@ def _datatype(name: str, datatype: Any) -> str:
     if isinstance(datatype, str) and ITEM_SIZE.get(datatype):
         return datatype
     with contextlib.suppress(TypeError, ValueError):
-        datatype_name = "" if datatype is None else datatype_of(np.empty(0, datatype), "")
-        if datatype_name:
-            return datatype_name
+        protocol_name = "" if datatype is None else datatype_of(np.empty(0, datatype), "")
+        if protocol_name:
+            return protocol_name
     allowed_names = ", ".join(name for name, size in ITEM_SIZE.items() if size)
     raise InvalidArgument(
         f"'{name}': unknown datatype '{datatype}' (allowed: {allowed_names}, and types of numpy "

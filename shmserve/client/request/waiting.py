@@ -198,8 +198,8 @@ class Channel(Protocol):
             TimedOut: The deadline has passed. The request is cancelled.
         """
 
-    def credit(self, pending: Any, responses: int) -> None:
-        """Grant credit for `responses` more responses."""
+    def credit(self, pending: Any, response_count: int) -> None:
+        """Grant credit for `response_count` more responses."""
 
     def cancel(self, pending_requests: Iterable[Any]) -> None:
         """Cancel requests; safe in any thread and at any time."""
@@ -233,9 +233,9 @@ class ThreadChannel(Channel):
             self.requests.flush()
             return pending
 
-    def credit(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, response_count: int) -> None:
         with self.lock:
-            self.requests.schedulers.credit(pending, responses)
+            self.requests.schedulers.credit(pending, response_count)
             self.requests.flush()
 
     def wait(self, pending: ClientRequest) -> Result:
@@ -359,9 +359,9 @@ class SharedChannel(Channel):
                 self.cancel((pending,))
                 raise TimedOut(NO_RESPONSE)
 
-    def credit(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, response_count: int) -> None:
         with contextlib.suppress(Disconnected):
-            self.connection.call(lambda channel: channel.schedulers.credit(pending, responses))
+            self.connection.call(lambda channel: channel.schedulers.credit(pending, response_count))
 
     def cancel(self, pending_requests: Iterable[Future[Result] | ClientStream]) -> None:
         for pending in pending_requests:

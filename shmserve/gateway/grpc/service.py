@@ -114,10 +114,8 @@ class Service:
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        on_message, make_sink = inferences.infer, inferences.create_sink
-        self._factories[MODEL_INFER] = partial(
-            UnaryCall, on_message=on_message, make_sink=make_sink
-        )
+        infer, make_sink = inferences.infer, inferences.create_sink
+        self._factories[MODEL_INFER] = partial(UnaryCall, on_message=infer, make_sink=make_sink)
         handle_stream = partial(stream_infer, inferences)
         self._factories[MODEL_STREAM_INFER] = _stream_factory(handle_stream, make_sink=make_sink)
         self._factories[HEALTH_WATCH] = _stream_factory(

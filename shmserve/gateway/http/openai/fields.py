@@ -30,7 +30,7 @@ def _split_names(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-def _permit_only(allowed: AllowedValues, *names: str) -> dict[str, AllowedValues]:
+def _permit(allowed: AllowedValues, *names: str) -> dict[str, AllowedValues]:
     """Return the entries of fields with the same permitted values; `names` are space-separated."""
     return dict.fromkeys(" ".join(names).split(), allowed)
 
@@ -91,14 +91,12 @@ _REFUSED_FIELDS: Mapping[str, AllowedValues] = {
     "functions": AllowedValues(([],), "use tools instead"),
     "function_call": AllowedValues(("none",), "use tool_choice instead"),
     "detokenize": AllowedValues((True,), "only true is supported"),
-    **_permit_only(_ONLY_FALSE, "watermarking return_prompt_text enable_response_messages"),
+    **_permit(_ONLY_FALSE, "watermarking return_prompt_text enable_response_messages"),
     "echo": _ONLY_FALSE,  # a chat has no echo
     "chat_template": AllowedValues((), "only the model's own template is supported"),
-    **_permit_only(_UNSUPPORTED, "audio web_search_options moderation cache_salt prompt_embeds"),
-    **_permit_only(
-        _ONLY_EMPTY, *UNSUPPORTED_PARAMETERS, "previous_input_messages context_management"
-    ),
-    **_permit_only(_ONLY_EMPTY, "access_programs background_options"),
+    **_permit(_UNSUPPORTED, "audio web_search_options moderation cache_salt prompt_embeds"),
+    **_permit(_ONLY_EMPTY, *UNSUPPORTED_PARAMETERS, "previous_input_messages context_management"),
+    **_permit(_ONLY_EMPTY, "access_programs background_options"),
     "thinking_token_budget": AllowedValues((-1,), "only -1 (unlimited) is supported"),
 }
 
@@ -139,12 +137,12 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
         "padding": AllowedValues(("do_not_pad",), "only 'do_not_pad' is supported"),
         "embed_dtype": AllowedValues(("float32",), "only 'float32' is supported"),
         "endianness": AllowedValues(("native", "little"), "only 'little' is supported"),
-        **_permit_only(_UNSUPPORTED, "additional_data use_activation messages"),
+        **_permit(_UNSUPPORTED, "additional_data use_activation messages"),
     },
     COMPLETION_FIELDS: {
         **_REFUSED_FIELDS,
-        **_permit_only(_CHATS_ONLY, "messages tools documents chat_template_kwargs"),
-        **_permit_only(_CHATS_ONLY, "continue_final_message reasoning_effort top_logprobs"),
+        **_permit(_CHATS_ONLY, "messages tools documents chat_template_kwargs"),
+        **_permit(_CHATS_ONLY, "continue_final_message reasoning_effort top_logprobs"),
     },
     RESPONSE_FIELDS: {
         **_REFUSED_FIELDS,
@@ -155,13 +153,13 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
         "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
         "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
         "prompt": _UNSUPPORTED,
-        **_permit_only(AllowedValues((1,), "only 1 is supported"), "n best_of"),
+        **_permit(AllowedValues((1,), "only 1 is supported"), "n best_of"),
         **{
             name: AllowedValues((False, 0, {"type": "text"}), f"use {new_name} instead of {name}")
             for name, new_name in _NAMES_IN_RESPONSES.items()
         },
-        **_permit_only(_CHATS_ONLY, "documents continue_final_message prompt_logprobs"),
-        **_permit_only(_CHATS_ONLY, "return_token_ids use_beam_search"),
+        **_permit(_CHATS_ONLY, "documents continue_final_message prompt_logprobs"),
+        **_permit(_CHATS_ONLY, "return_token_ids use_beam_search"),
     },
 }
 
