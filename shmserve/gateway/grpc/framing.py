@@ -243,7 +243,7 @@ def release_message(message: MessageContent) -> None:
 
 
 class ReceivedMessage(NamedTuple):
-    """A complete message, of which `bytes_beyond_window` bytes exceeded the window."""
+    """A complete message; `bytes_beyond_window` of its bytes exceeded the window."""
 
     data: MessageContent
     is_compressed: bool

@@ -438,9 +438,8 @@ def _text_request(
             raise InvalidArgument("stream_options: only allowed if stream is true")
         options = {f"stream_options.{name}": value for name, value in options.items()}
         shows_usage = check_member(options, "stream_options.include_usage", bool, False)
-        if shows_usage:
-            name = "stream_options.continuous_usage_stats"
-            shows_running = check_member(options, name, bool, False)
+        name = "stream_options.continuous_usage_stats"
+        shows_running = shows_usage and check_member(options, name, bool, False)
     shown = (shows_usage, _select_details(fields, shows_running), shows_running)
     return TextRequest(model, prompts, fields, sample_count, stream, *shown)
 
