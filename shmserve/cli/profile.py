@@ -46,11 +46,11 @@ class Profile(NamedTuple):
     """
 
     seconds: float
-    steps: float
-    tokens: float
-    rows: float
+    steps: float  # number of steps
+    tokens: float  # number of generated tokens
+    rows: float  # number of computed sequences, over all steps
     phases: dict[str, float]
-    throughput: list[float]
+    throughput: list[float]  # the tokens per second in each second
     was_interrupted: bool = False
 
 

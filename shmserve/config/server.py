@@ -45,7 +45,7 @@ T = TypeVar("T")
 class HttpConfig:
     """The settings of the HTTP listener; `allow` enables TCP."""
 
-    allow: bool
+    allow: bool  # whether the server listens on TCP
     address: str
     port: int
     unix_socket: Path | None
@@ -58,7 +58,7 @@ class GrpcConfig:
     address: str
     port: int
     unix_socket: Path | None
-    workers: int
+    workers: int  # number of processes
     settings: GrpcSettings
 
 
@@ -93,7 +93,7 @@ class ServerConfig:
     on_cpu: bool = field(default=False, kw_only=True)
     load_timeout_s: float
     http: HttpConfig
-    gateways: int
+    gateways: int  # number of HTTP gateway processes
     grpc: GrpcConfig | None
     allow_metrics: bool
     metrics_address: str
@@ -105,7 +105,7 @@ class ServerConfig:
     gateway: GatewaySettings
     scheduling: SchedulingLimits
     run_dir: Path | None
-    take_over: bool
+    take_over: bool  # whether the server takes over the sockets of a running one
     arena_byte_size: int
     cache_byte_size: int
     ensemble_scheduling: str
@@ -118,8 +118,8 @@ class ServerConfig:
     log: LogSettings
     trace: TraceSettings
     visible_devices: str | None
-    without_effect: tuple[str, ...]
-    flags: Mapping[str, Any]
+    without_effect: tuple[str, ...]  # flags that are accepted and ignored
+    flags: Mapping[str, Any]  # the value of each flag, given or default
 
     @property
     def allows_remote(self) -> bool:

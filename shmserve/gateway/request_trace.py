@@ -128,28 +128,28 @@ def _tensor_entries(trace: RequestTrace) -> Iterator[dict[str, Any]]:
 
 def _timestamp_entries(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
     responded_ns = trace.responded_ns or trace.ended_ns
-    receive_timestamps: list[tuple[str, int]] = []
-    send_timestamps: list[tuple[str, int]] = []
+    receive_events: list[tuple[str, int]] = []
+    send_events: list[tuple[str, int]] = []
     if protocol:
-        receiving, sending = _ACTIVITIES[protocol]
-        receive_timestamps = [
-            (f"{receiving}_START", trace.arrived_ns),
-            (f"{receiving}_END", trace.submitted_ns),
+        receive_name, send_name = _ACTIVITIES[protocol]
+        receive_events = [
+            (f"{receive_name}_START", trace.arrived_ns),
+            (f"{receive_name}_END", trace.submitted_ns),
         ]
-        send_timestamps = [(f"{sending}_START", responded_ns), (f"{sending}_END", trace.ended_ns)]
+        send_events = [(f"{send_name}_START", responded_ns), (f"{send_name}_END", trace.ended_ns)]
     root_span_id = trace.scheduler_context.span_id
     entries: list[dict[str, Any]] = []
     for span in trace.spans:
         timestamps = _span_timestamps(span)
         if span.span_id == root_span_id:
             start_timestamp = ("REQUEST_START", trace.submitted_ns)
-            timestamps = [*receive_timestamps, start_timestamp, *timestamps[1:], *send_timestamps]
+            timestamps = [*receive_events, start_timestamp, *timestamps[1:], *send_events]
         parent_id = "" if span.span_id == root_span_id else span.parent_id
         span_fields = (span.span_id, span.model, span.version, span.request_id)
         entries += _span_entries(*span_fields, parent_id, timestamps)
     if not entries:  # the request failed before a scheduler recorded a span
-        timestamps = [*receive_timestamps, ("REQUEST_START", trace.submitted_ns)]
-        timestamps += [("REQUEST_END", responded_ns), *send_timestamps]
+        timestamps = [*receive_events, ("REQUEST_START", trace.submitted_ns)]
+        timestamps += [("REQUEST_END", responded_ns), *send_events]
         span_fields = (root_span_id, trace.model, trace.version, trace.request_id)
         entries = _span_entries(*span_fields, "", timestamps)
     return entries

@@ -29,7 +29,7 @@ class Problem(NamedTuple):
     key: Key
     text: str
     related_keys: tuple[Key, ...] = ()
-    at: str = ""
+    at: str = ""  # the position, such as "12:7", or ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ class Scalar:
 
     kind: Kind
     value: str | int | float | bytes | bool
-    source: str
-    at: str
+    source: str  # the text of the value
+    at: str  # the position ("12:7")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Entry:
     values: list[Scalar | MessageValue]
     is_list: bool
     has_colon: bool
-    at: str
+    at: str  # the position ("12:7")
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class MeasurementPlan:
     warm_up_s: float = 1.0
     window_s: float = 2.0
     max_windows: int = 10
-    tolerance: float = 0.1
+    tolerance: float = 0.1  # allowed deviation from the mean, as a share of the mean
 
 
 @dataclass
@@ -136,25 +136,25 @@ class Point:
         interrupted: Whether the user ended the measurement.
     """
 
-    kind: str
-    value: float
-    requests: int
-    errors: int
+    kind: str  # "concurrency" or "rate"
+    value: float  # the concurrency or the rate
+    requests: int  # number of successful requests
+    errors: int  # number of failed requests
     error: str
     seconds: float
-    per_second: float
+    per_second: float  # successful requests per second
     confidence: float | None
-    settled: bool
+    settled: bool  # whether the last windows agreed
     latency: dict[str, float]
-    late: dict[str, float]
-    client_us: float
-    client_busy: float
+    late: dict[str, float]  # statistics of the delay from the scheduled time to the sending
+    client_us: float  # CPU time of the load generator per request
+    client_busy: float  # CPU utilisation of the load generator
     load_average: float
-    first: dict[str, float] = field(default_factory=dict)
-    gap: dict[str, float] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)  # of the time to the first response
+    gap: dict[str, float] = field(default_factory=dict)  # of the time between responses
     per_response: dict[str, float] = field(default_factory=dict)
     responses_per_second: float = 0.0
-    server: dict[str, dict[str, float]] = field(default_factory=dict)
+    server: dict[str, dict[str, float]] = field(default_factory=dict)  # by model
     interrupted: bool = False
 
     @property

@@ -49,12 +49,12 @@ class Candidate:
             1 if a batch waits until it is full, 2 if the next one fills during an execution.
     """
 
-    instances: int
-    batch: int
+    instances: int  # number of instances
+    batch: int  # maximum batch size; 0: no batching
     strategy: str = ""
-    delay_us: int = 0
-    threads: int = 0
-    depth: int = 2
+    delay_us: int = 0  # the maximum queue delay
+    threads: int = 0  # number of threads per instance
+    depth: int = 2  # number of batches in flight per instance
 
     @property
     def in_flight(self) -> int:
@@ -66,9 +66,9 @@ class Trial(NamedTuple):
     """The measured throughput, p99 latency and number of errors of a candidate."""
 
     candidate: Candidate
-    per_second: float
+    per_second: float  # successful requests per second
     p99_ms: float
-    errors: int = 0
+    errors: int = 0  # number of failed requests
 
 
 @dataclass(frozen=True, slots=True)

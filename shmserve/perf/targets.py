@@ -180,7 +180,7 @@ def _slot_requests(
                     first_sequence + slot if step_count else 0,
                     is_start=bool(step_count) and number % step_count == 0,
                     is_end=bool(step_count) and number % step_count == step_count - 1,
-                    parts=slot_parts,
+                    output_parts=slot_parts,
                 )
             )
             for number in range(request_count)
@@ -336,7 +336,7 @@ class Regions:
         placed = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
         for tensor, part in (pair for item in placed for pair in item):
             memory.write(part.offset, tensor.raw)
-        return [[replace(tensor, raw=b"", part=part) for tensor, part in item] for item in placed]
+        return [[replace(t, raw=b"", region_part=part) for t, part in item] for item in placed]
 
     def outputs(self, byte_sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
         """Reserve space in a region for the outputs of each slot; return the parts by output.

@@ -176,14 +176,14 @@ def encode_infer_message(request: OutgoingRequest) -> Any:
         input_message = message.inputs.add(
             name=tensor.name, datatype=tensor.datatype, shape=tensor.shape
         )
-        if tensor.part:
-            set_parameters(input_message, tensor.part.parameters())
+        if tensor.region_part:
+            set_parameters(input_message, tensor.region_part.parameters())
         else:
             message.raw_input_contents.append(tensor.raw)
     for name in request.outputs:
         output_message = message.outputs.add(name=name)
-        if name in request.parts:
-            set_parameters(output_message, request.parts[name].parameters())
+        if name in request.output_parts:
+            set_parameters(output_message, request.output_parts[name].parameters())
     return message
 
 

@@ -256,14 +256,14 @@ def encode_inference_header(request: OutgoingRequest, binary: bool) -> dict[str,
     inputs: list[Any] = []
     for tensor in request.inputs:
         input_header = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
-        part, size_parameter = tensor.part, {"binary_data_size": len(tensor.raw)}
+        part, size_parameter = tensor.region_part, {"binary_data_size": len(tensor.raw)}
         inputs.append({**input_header, "parameters": part.parameters() if part else size_parameter})
     header: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
     if request.id:
         header["id"] = request.id
     if request.outputs:
         default_parameters = {"binary_data": True} if binary else {}
-        regions = {name: part.parameters() for name, part in request.parts.items()}
+        regions = {name: part.parameters() for name, part in request.output_parts.items()}
         header["outputs"] = [
             {"name": n, "parameters": regions.get(n, default_parameters)} for n in request.outputs
         ]
@@ -533,7 +533,7 @@ class OpenAILaneFactory(GenerateLaneFactory):
 
 
 def _tensor_value(tensor: InputTensor) -> Any:
-    if tensor.part is not None:
+    if tensor.region_part is not None:
         text = "generate_stream does not support shared memory; use gRPC, or --run-dir"
         raise InvalidArgument(text)
     value = decode(tensor.datatype, tensor.shape, memoryview(tensor.raw))

@@ -46,9 +46,9 @@ class Options(NamedTuple):
     priority: int = 0
     timeout_us: int = 0
     deadline_ns: int = 0
-    sequence: int | str = 0
-    flags: int = 0
-    trace: str = ""
+    sequence: int | str = 0  # the id of the sequence; 0: none
+    flags: int = 0  # bits that mark the first and the last request of a sequence
+    trace: str = ""  # the trace context for the scheduler
 
 
 PLAIN = Options()
@@ -187,7 +187,7 @@ class PackedRequest(NamedTuple):
     options: Options
     template: ClientTemplate | None = None
     slot: TemplateSlot | None = None
-    as_torch: bool = False
+    as_torch: bool = False  # whether the outputs are returned as torch tensors
     release_memory: Callable[[], None] = noop
     segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs
     holders: tuple[Any, ...] = ()  # the lease or array that keeps each segment alive

@@ -33,9 +33,9 @@ _TOKEN_TIMES = {"first_token_ms": "first_token_seconds", "inter_token_ms": "inte
 _NEW_EXIT_RANK, _EARLIER_EXIT_RANK = 3000, 1500
 _LONG_QUEUE_MS = 1.0  # a model with a shorter mean queueing time has no problem
 
-Report = Mapping[str, Any]
-Row = dict[str, Any]
-Point = tuple[float | None, ...]
+Report = Mapping[str, Any]  # a scheduler's statistics of one model version
+Row = dict[str, Any]  # the figures of one model version, as the dashboard shows them
+Point = tuple[float | None, ...]  # the values of the charts at one time
 _IDLE_POINT: Point = (0, 0, None, None, 0, 0)
 
 
@@ -78,10 +78,10 @@ class Figures:
         }
 
     def _recent_exits(self, key: str, now_s: float) -> int:
-        exits = self._exits.get(key, deque())
-        while exits and exits[0][0] <= now_s - EXITS_SHOWN_S:
-            exits.popleft()
-        return sum(count for _, count in exits)
+        exits_by_time = self._exits.get(key, deque())
+        while exits_by_time and exits_by_time[0][0] <= now_s - EXITS_SHOWN_S:
+            exits_by_time.popleft()
+        return sum(count for _, count in exits_by_time)
 
 
 class History:
@@ -129,14 +129,14 @@ def _build_point(row: Row) -> Point:
     return _IDLE_POINT if point == _IDLE_POINT else point
 
 
-def build_row(report: Report, earlier: Report | None, seconds: float, exits: int = 0) -> Row:
+def build_row(report: Report, earlier: Report | None, seconds: float, exit_count: int = 0) -> Row:
     """Return a model's row, which has no `recent` if `earlier` is None.
 
     Args:
         report: The current report.
         earlier: The report of `seconds` ago.
         seconds: The length of the interval.
-        exits: The number of workers that died within an hour.
+        exit_count: The number of workers that died within an hour.
     """
     figures: Row = {name: report[name] for name in _TOTALS}
     figures |= {name: _without_zeros(report[key]) for name, key in _COUNTS_BY_LABEL.items()}
@@ -149,12 +149,12 @@ def build_row(report: Report, earlier: Report | None, seconds: float, exits: int
     if earlier is not None and seconds > 0:
         figures["recent"] = _recent_figures(report, earlier, seconds)
     figures["hurts"], figures["because"] = _find_problem(figures, report)
-    if exits:
-        exits_text = f"{exits} worker{'s' * (exits > 1)} died within an hour"
+    if exit_count:
+        exits_text = f"{exit_count} worker{'s' * (exit_count > 1)} died within an hour"
         figures["because"] = f"{figures['because']}; {exits_text}".removeprefix("; ")
         is_new = earlier is not None and report["workers_lost"] > earlier["workers_lost"]
         rank = _NEW_EXIT_RANK if is_new else _EARLIER_EXIT_RANK
-        figures["hurts"] = max(figures["hurts"], rank + exits)
+        figures["hurts"] = max(figures["hurts"], rank + exit_count)
     return figures
 
 

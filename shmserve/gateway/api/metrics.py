@@ -86,7 +86,7 @@ class ReportFamily(NamedTuple):
         """Return whether the family measures a latency; settings can disable these families."""
         return self.value_path.endswith("_ns")
 
-    def find(self, report: dict[str, Any]) -> Any:
+    def value_in(self, report: dict[str, Any]) -> Any:
         """Return the family's value in a report: a number, numbers by label, or a histogram."""
         paths = [path.split(".") for path in self.value_path.split("+")]
         values: list[Any] = [reduce(getitem, path, report) for path in paths]
@@ -96,7 +96,7 @@ class ReportFamily(NamedTuple):
         """Return the family with a sample for each value in the reports."""
         family = ExpositionFamily(self.name, self.help_text, self.kind)
         for labels, report in reports:
-            measurement = self.find(report)
+            measurement = self.value_in(report)
             if self.kind == "histogram":
                 family.add_histogram(labels, measurement)
             elif self.key:

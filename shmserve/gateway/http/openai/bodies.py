@@ -156,8 +156,8 @@ class TextRequest(NamedTuple):
     model: GatewayModel
     prompts: list[InferInput]
     parameters: dict[str, Any]
-    sample_count: int
-    stream: bool
+    sample_count: int  # number of choices for each prompt
+    stream: bool  # whether the response is streamed
     shows_usage: bool
     detail_outputs: tuple[str, ...] = ()
     shows_running_usage: bool = False
