@@ -50,7 +50,7 @@ from shmserve.supervisor.supervisor import Supervisor
 _RESPONSE_TIMEOUT_S = 60.0
 _STREAM_TIMEOUT_S = 10.0  # seconds for the responses after the first one
 _TEXT_BACKENDS = ("llm", "vllm")  # backends whose models receive a text prompt
-_PROMPT = "text_input"
+_PROMPT = "text_input"  # the input with the prompt of a text backend
 _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"

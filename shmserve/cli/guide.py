@@ -24,10 +24,10 @@ import shmserve
 from shmserve.config.flags import GROUPS, IGNORED_BY_REASON, Flag
 from shmserve.errors import InvalidArgument, nearest
 
-_CONTENTS = "contents"
+_CONTENTS_PAGE = "contents"
 # Pages that a search lists last: the contents, and the pages for developers of the server.
 _LISTED_LAST = frozenset(
-    f"{_CONTENTS} architecture design differences events measurements protocol trust".split()
+    f"{_CONTENTS_PAGE} architecture design differences events measurements protocol trust".split()
 )
 _MAX_WIDTH = 140  # columns of text in a wide terminal
 # Methods of a region that only other modules of the client use.
@@ -37,7 +37,7 @@ _INTERNAL_METHODS = ("memory_range", "ref", "store_request", "output_range", "at
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument(
-        "topic", nargs="?", default=_CONTENTS, metavar="TOPIC", help="the name of the page"
+        "topic", nargs="?", default=_CONTENTS_PAGE, metavar="TOPIC", help="the name of the page"
     )
     parser.add_argument(
         "--search", nargs="+", metavar="WORD", help="list the sections with these words"
@@ -60,7 +60,7 @@ def _pages() -> dict[str, Callable[[], str]]:
     """Return, for each topic, the function that returns the text of its page."""
     files = sorted(Path(shmserve.__path__[0]).glob("**/*.md"))
     readers = {file.stem.lower(): partial(file.read_text, encoding="utf-8") for file in files}
-    return {**readers, **_GENERATED}
+    return {**readers, **_GENERATED_PAGES}
 
 
 def page(topic: str) -> str:
@@ -148,7 +148,7 @@ def search(words: str) -> str:
     title_patterns = [re.compile(rf"(?<![a-z]){singular}s?(?![a-z])") for singular in singulars]
     ranked_sections: list[tuple[tuple[int, bool, bool, bool, int], str]] = []
     for topic, read_page in _pages().items():
-        topic_rank = 2 if topic in _LISTED_LAST else topic in _GENERATED
+        topic_rank = 2 if topic in _LISTED_LAST else topic in _GENERATED_PAGES
         for section in _sections(read_page()):
             matches = [len(pattern.findall(section.lower())) for pattern in patterns]
             if not section or not all(matches):
@@ -262,4 +262,4 @@ def _wrapped(text: str, indent: str, next_indent: str) -> list[str]:
     )
 
 
-_GENERATED = {"client": client_reference, "flags": flags_reference}
+_GENERATED_PAGES = {"client": client_reference, "flags": flags_reference}

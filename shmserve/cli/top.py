@@ -39,7 +39,7 @@ _COLUMN_WIDTH = 8  # width of a column of figures; names are twice as wide
 _KEYS_HELP = "q: quit  sort: h problems n name r rate f fail w wait p p99  arrows Enter: open"
 _SORT_KEYS = {"h": "hurts", "n": "name", "r": "rate", "f": "fail", "w": "pending", "p": "p99"}
 _CURSOR_STEPS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10}
-_KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
+_KEY_PATTERN = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
 _COLUMNS = {
     "name": "MODEL",
     "rate": "REQ/S",
@@ -402,7 +402,7 @@ class _Screen:
     def _read_keys(self, stdin: int) -> None:
         with contextlib.suppress(OSError):  # the terminal was closed
             while text := os.read(stdin, 64).decode(errors="replace"):
-                for key in _KEY.findall(text):
+                for key in _KEY_PATTERN.findall(text):
                     self._changes.put(partial(self._top.key, key))
         self._changes.put(partial(self._top.key, "q"))
 

@@ -20,7 +20,7 @@ from shmserve.perf.search import Candidate, Search, Trial
 from shmserve.protocols import AdminTransport, TransportError, servers
 from shmserve.protocols.connection import EventLoop
 
-_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
+_TIME_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
 _MS_PER_UNIT = {"us": 0.001, "ms": 1.0, "s": 1000.0}
 _MIN_WINDOW_S = 0.7
 _MIN_WINDOW_LATENCIES = 10  # minimum window, in multiples of the target latency
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parse_milliseconds(text: str) -> float:
-    match = _TIME.fullmatch(text)
+    match = _TIME_PATTERN.fullmatch(text)
     value = float(match[1]) * _MS_PER_UNIT[match[2] or "ms"] if match else 0.0
     if not 0 < value < math.inf:
         raise InvalidArgument(f"--p99: '{text}' is not a time (for example, 30ms, 1.5s or 800us)")

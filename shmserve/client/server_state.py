@@ -16,7 +16,7 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import BoundedCache, ResponseSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature
 
-_MAX_TEMPLATES = 64
+_MAX_TEMPLATES = 64  # maximum number of request templates of a model
 _MAX_RESPONSE_SCHEMAS = 64
 
 

@@ -11,7 +11,7 @@ _UNLIMITED = 1 << 20  # the count that represents RLIM_INFINITY
 _RESERVED = 128  # a gateway's descriptors that are not connections
 MIN_FDS = 2 * _RESERVED  # the minimum for a server to start
 _MAX_SHARE_OF_PEER = 0.75
-_MAX_SCRAPE_CONNECTIONS = 256
+_MAX_SCRAPE_CONNECTIONS = 256  # maximum connections of a metrics listener
 
 
 def fill_standard_streams() -> None:

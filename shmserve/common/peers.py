@@ -49,14 +49,14 @@ _SOCK_DIAG_BY_FAMILY = 20
 _NLMSG_ERROR = 2
 _NLM_F_REQUEST = 1
 _ANY_STATE = 0xFFFFFFFF
-_HEADER = struct.Struct("=IHHII")  # fields: length, type, flags, sequence number, port
-_REQUEST = struct.Struct("=BBBBI")  # fields: family, protocol, extensions, padding, states
+_HEADER_STRUCT = struct.Struct("=IHHII")  # fields: length, type, flags, sequence number, port
+_REQUEST_STRUCT = struct.Struct("=BBBBI")  # fields: family, protocol, extensions, padding, states
 # Fields: source and destination port, source and destination address, interface, cookie.
 _SOCKET_ID = struct.Struct("!HH16s16s12s")
 _ANY_COOKIE = bytes(4) + b"\xff" * 8
-_PORTS = struct.Struct("!HH")
-_PORTS_OFFSET = _HEADER.size + 4
-_OWNER = struct.Struct("=II")  # fields: uid, inode
+_PORTS_STRUCT = struct.Struct("!HH")
+_PORTS_OFFSET = _HEADER_STRUCT.size + 4
+_OWNER_STRUCT = struct.Struct("=II")  # fields: uid, inode
 _OWNER_OFFSET = _PORTS_OFFSET + _SOCKET_ID.size + 12
 _MAX_RESPONSE_BYTES = 4096
 
@@ -268,9 +268,9 @@ def tcp_owner(owned_end: Address, other_end: Address) -> tuple[int, int] | None:
             raise OSError(errno.ENOENT, "sock_diag")
         return None
     # If the connection does not exist, the kernel returns the listener at that port.
-    if _PORTS.unpack_from(response, _PORTS_OFFSET) != (owned_end[1], other_end[1]):
+    if _PORTS_STRUCT.unpack_from(response, _PORTS_OFFSET) != (owned_end[1], other_end[1]):
         return None
-    uid, inode = _OWNER.unpack_from(response, _OWNER_OFFSET)
+    uid, inode = _OWNER_STRUCT.unpack_from(response, _OWNER_OFFSET)
     return uid, inode
 
 
@@ -282,17 +282,17 @@ def _query_sock_diag(end: Address, other: Address) -> bytes | None:
     """
     source_ip, target_ip = _parse_ip(end[0]), _parse_ip(other[0])
     family = socket.AF_INET if source_ip.version == target_ip.version == 4 else socket.AF_INET6
-    body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
+    body = _REQUEST_STRUCT.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
     body += _SOCKET_ID.pack(end[1], other[1], source_ip.packed, target_ip.packed, _ANY_COOKIE)
-    message_size = _HEADER.size + len(body)
+    message_size = _HEADER_STRUCT.size + len(body)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
-        header = _HEADER.pack(message_size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
+        header = _HEADER_STRUCT.pack(message_size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
         netlink.sendto(header + body, (0, 0))
         response = netlink.recv(_MAX_RESPONSE_BYTES, socket.MSG_DONTWAIT)
-    _, message_type, *_ = _HEADER.unpack_from(response)
+    _, message_type, *_ = _HEADER_STRUCT.unpack_from(response)
     if message_type != _NLMSG_ERROR:
         return response
-    error_number = -struct.unpack_from("=i", response, _HEADER.size)[0]
+    error_number = -struct.unpack_from("=i", response, _HEADER_STRUCT.size)[0]
     if error_number == errno.ENOENT:
         return None
     raise OSError(error_number, "sock_diag")

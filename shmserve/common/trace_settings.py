@@ -10,8 +10,8 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, Unsupported, how_to_install
 
-_FLAG = "--trace-config"
-_NUMBER = re.compile(r"[+-]?[0-9]{1,64}")
+_FLAG = "--trace-config"  # for error messages
+_INTEGER_PATTERN = re.compile(r"[+-]?[0-9]{1,64}")
 _RANGES = {
     "trace_rate": range(2**32),
     "trace_count": range(-1, 2**31),
@@ -36,7 +36,7 @@ _FIELDS = {
         )
     },
 }
-_DIGITS = re.compile(r"[1-9][0-9]{0,8}")
+_COUNT_PATTERN = re.compile(r"[1-9][0-9]{0,8}")
 # As in Triton, a URL may lack its scheme (collector:4318/v1/traces).
 _EXPORTER_PATTERNS = {
     "url": re.compile(r"(https?://\S+)|[^\s/:=]+(:[0-9]+)?(/\S*)?"),
@@ -143,7 +143,7 @@ def _parse_levels(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse_number(name: str, text: str) -> int:
-    if not _NUMBER.fullmatch(text):
+    if not _INTEGER_PATTERN.fullmatch(text):
         raise InvalidArgument(f"Unable to parse '{name}', got: {text}")
     number, allowed_range = int(text), _RANGES[name]
     if name == "trace_count" and number < -1:
@@ -200,7 +200,7 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
         for value in values
     )
     for name, value in exporter:
-        if not _EXPORTER_PATTERNS.get(name, _DIGITS).fullmatch(value):
+        if not _EXPORTER_PATTERNS.get(name, _COUNT_PATTERN).fullmatch(value):
             expected_texts = {"url": "an http or https URL", "resource": "KEY=VALUE"}
             expected_text = expected_texts.get(name, "a number")
             raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {expected_text}")

@@ -244,7 +244,7 @@ def workspace_byte_sizes(settings: Sequence[str]) -> dict[str, int]:
 
 
 _RATE_LIMIT = "--rate-limit-resource"
-_COUNT = Flag("rate-limit-resource", kind=int, high=2**31 - 1)
+_COUNT = Flag("rate-limit-resource", kind=int, high=2**31 - 1)  # parses a count and a device
 _GLOBAL = -1  # the device of a resource that all devices share
 
 Resources = tuple[tuple[str, int | None, int], ...]
@@ -273,7 +273,7 @@ def _parse_resource(text: str) -> tuple[str, int | None, int]:
 
 
 _METRICS = "--metrics-config"
-_BOOLEAN = Flag("metrics-config", kind=bool)
+_METRICS_BOOLEAN = Flag("metrics-config", kind=bool)
 # Like C++'s stod, a number is the longest valid prefix; the remainder is ignored.
 _LEADING_NUMBER = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
@@ -330,9 +330,9 @@ def _parse_quantiles(text: str) -> tuple[float, ...]:
 
 
 _METRICS_PARSERS: dict[str, Callable[[str], Any]] = {
-    "counter_latencies": _BOOLEAN.parse,
-    "histogram_latencies": _BOOLEAN.parse,
-    "summary_latencies": _BOOLEAN.parse,
+    "counter_latencies": _METRICS_BOOLEAN.parse,
+    "histogram_latencies": _METRICS_BOOLEAN.parse,
+    "summary_latencies": _METRICS_BOOLEAN.parse,
     "summary_quantiles": _parse_quantiles,
 }
 
@@ -347,7 +347,7 @@ _RE2_TOKEN = re.compile(
     r"|(?P<open>\()|(?P<close>\))|(?P<bar>\|)|.",
     re.DOTALL,
 )
-_CLASSES = {
+_POSIX_CLASSES = {
     "[:alnum:]": "0-9A-Za-z",
     "[:alpha:]": "A-Za-z",
     "[:digit:]": "0-9",
@@ -403,7 +403,7 @@ def _convert_re2(re2: str) -> str:
             case "close" if len(group_flags) > 1:
                 text = ")" * len(group_flags.pop()) + ")"
             case None if text.startswith("["):
-                for name, posix_ranges in _CLASSES.items():
+                for name, posix_ranges in _POSIX_CLASSES.items():
                     text = text.replace(name, posix_ranges)
         if match.lastgroup in ("open", "name"):
             group_flags.append([])

@@ -31,7 +31,7 @@ from shmserve.ipc.tensors.descriptors import MAX_INT64
 from shmserve.ipc.tensors.inference import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
-_MAX_TEMPLATES = 256
+_MAX_TEMPLATES = 256  # maximum number of request templates of a model version
 _INVALID_VERSION = (
     "failed to get model version from specified version string '{text}' (details: stol), version "
     "should be an integral value > 0"

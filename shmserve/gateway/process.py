@@ -49,7 +49,7 @@ from shmserve.logs import LogSettings
 logger = logging.getLogger(__name__)
 
 
-_UNMAP_DELAY_S = 1.0
+_UNMAP_DELAY_S = 1.0  # the memory of an exited process is unmapped after this time
 _LISTEN_BACKLOG = 1024
 
 

@@ -50,10 +50,10 @@ class ModelInterface:
     """
 
     inputs: Mapping[str, ModelTensor]
-    outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by name
     supports_batching: bool = False
     decoupled: bool = False
-    steps: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()  # the models that an ensemble calls
     config_error: str = ""
 
 

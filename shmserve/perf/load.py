@@ -26,7 +26,7 @@ _CHECK_INTERVAL_NS = 1_000_000_000
 _MAX_LOADS = 1000  # maximum number of loads in a sweep
 # The minimum is far below a useful load, the maximum far above what one process can send.
 _MIN_LOAD, _MAX_LOAD = 0.001, 1_000_000
-_NS = 1e9
+_NS_PER_S = 1e9
 _clock = time.monotonic_ns
 
 
@@ -294,7 +294,7 @@ def probe(loop: EventLoop, lane_factory: LaneFactory, request: Any, patience_s: 
 def constant(per_second: float) -> Iterator[int]:
     """Yield evenly spaced offsets in nanoseconds."""
     for index in itertools.count():
-        yield round(index * _NS / per_second)
+        yield round(index * _NS_PER_S / per_second)
 
 
 def poisson(per_second: float, seed: int) -> Iterator[int]:
@@ -303,7 +303,7 @@ def poisson(per_second: float, seed: int) -> Iterator[int]:
     offset_s = 0.0
     while True:
         offset_s += draw_interval_s(per_second)
-        yield round(offset_s * _NS)
+        yield round(offset_s * _NS_PER_S)
 
 
 # The schedules by kind, as functions of the rate per second and a seed.

@@ -21,11 +21,11 @@ from shmserve.perf.search import Trial
 
 FORMAT = 1
 _BUSY_CLIENT = 0.9  # CPU utilisation above which the client limits the result
-_WIDTH, _HEIGHT = 760, 460
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 40, 50
+_WIDTH, _HEIGHT = 760, 460  # of a chart in pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 40, 50  # the margins of a chart in pixels
 _COLOURS = {"p50": "#2a6fbb", "p90": "#2e8b57", "p99": "#c0392b", "latency": "#2a6fbb"}
 _COLOURS |= {"within": "#2e8b57", "above": "#c0392b", "target": "#777777"}
-_TICKS = (1, 2, 5)
+_TICK_DIGITS = (1, 2, 5)  # the leading digits of the labels of an axis
 
 
 def format_table(points: Sequence[Point]) -> str:
@@ -268,12 +268,12 @@ def _text(x: float, y: float, text: str, anchor: str, series: str = "") -> str:
 def _log_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 times powers of ten between `low` and `high`."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [s * 10.0**exp for exp in exponents for s in _TICKS if low <= s * 10**exp <= high]
+    return [s * 10.0**exp for exp in exponents for s in _TICK_DIGITS if low <= s * 10**exp <= high]
 
 
 def _linear_ticks(maximum: float) -> list[float]:
     """Return about five round numbers from 0 to `maximum`."""
     min_step = maximum / 5
     magnitude = 10.0 ** math.floor(math.log10(min_step))
-    step = next(tick * magnitude for tick in (*_TICKS, 10) if tick * magnitude >= min_step)
+    step = next(tick * magnitude for tick in (*_TICK_DIGITS, 10) if tick * magnitude >= min_step)
     return [step * number for number in range(int(maximum / step) + 1)]

@@ -248,8 +248,8 @@ def output_json(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> d
         ValueError: The bytes do not match the datatype or the shape.
         KeyError: The datatype is unknown.
     """
-    data = decode(datatype, list(shape), memoryview(raw))
-    return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
+    nested_lists = decode(datatype, list(shape), memoryview(raw))
+    return {"name": name, "datatype": datatype, "shape": list(shape), "data": nested_lists}
 
 
 def response_json(

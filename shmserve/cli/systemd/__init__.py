@@ -37,7 +37,7 @@ _TEMPLATES = {unit: unit.replace(".", "@.") for unit in _SOCKETS}
 UNITS = (*SERVICES, *_SOCKETS, *_TEMPLATES.values(), "shmserve.slice")
 _STOP_MARGIN_S = 10
 _MIN_RELOAD_VERSION = 253  # since this version `systemctl reload` waits for completion
-_TYPE_RELOAD = "Type=notify-reload"
+_TYPE_RELOAD = "Type=notify-reload"  # the service type from systemd 253 on
 _TYPE_SIGNAL = "Type=notify\nExecReload=/bin/sh -c 'kill -HUP $MAINPID'"
 _STAMP = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{64})\)")
 

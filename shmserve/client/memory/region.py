@@ -29,7 +29,7 @@ from shmserve.ipc.tensors.descriptors import MAX_INT64, Range, TensorRef
 from shmserve.ipc.tensors.inference import Packed, TensorSchema
 from shmserve.ipc.tensors.signature import Signature
 
-_FOLDER = "/dev/shm/"
+_SHM_FOLDER = "/dev/shm/"
 Shape = tuple[int, ...]
 # Tensor name -> (shape or the size of the only dimension, datatype or numpy type).
 Specs = Mapping[str, tuple[Sequence[int] | int, Any]]
@@ -249,12 +249,12 @@ def attach_region(
 def _open_descriptor(source: Any) -> int:
     """Duplicate the descriptor of a memory object, or open the memory by its name."""
     if isinstance(source, str | os.PathLike):
-        name = os.fspath(source).removeprefix(_FOLDER).lstrip("/")
+        name = os.fspath(source).removeprefix(_SHM_FOLDER).lstrip("/")
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            return os.open(_FOLDER + name, flags)
+            return os.open(_SHM_FOLDER + name, flags)
         except FileNotFoundError:
-            raise NotFound(f"there is no shared memory '{name}' in {_FOLDER}") from None
+            raise NotFound(f"there is no shared memory '{name}' in {_SHM_FOLDER}") from None
         except PermissionError:
             raise PermissionDenied(f"shared memory '{name}': reading and writing denied") from None
         except OSError as error:

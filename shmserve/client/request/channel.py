@@ -235,7 +235,7 @@ class RequestChannel:
             self._links, self._find, server.successors
         )
         self._request_ids = itertools.count(1)
-        self._handled_loss_count = 0
+        self._handled_loss_count = 0  # losses of schedulers that this channel has handled
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
         watch(self.waker)

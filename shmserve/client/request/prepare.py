@@ -380,9 +380,9 @@ class _UntemplatedRequest:
         """Store a template by `key` for requests with the same datatypes and shapes as this one."""
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
-        with_outputs = not model.decoupled
+        has_output_memory = not model.decoupled
         arguments = (model.signature, tuple(self._schemas), outputs, self._memories)
-        template = ClientTemplate(*arguments, with_outputs=with_outputs)
+        template = ClientTemplate(*arguments, with_outputs=has_output_memory)
         return self._model.store_template(key, template)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:

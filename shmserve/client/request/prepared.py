@@ -32,7 +32,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature
 
-_NO_MEMORY = Memory(0, 0, 0, 0, MAX_INT64, True)
+_NO_MEMORY = Memory(0, 0, 0, 0, MAX_INT64, True)  # a placeholder
 
 
 def pack(

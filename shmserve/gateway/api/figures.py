@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-WINDOW_S = 10.0
+WINDOW_S = 10.0  # the interval over which rates are computed
 HISTORY_S = 600.0
-HISTORY_EVERY_S = 5.0
+HISTORY_EVERY_S = 5.0  # the time between two points of a chart
 EXITS_SHOWN_S = 3600.0  # the time for which exited workers are shown
 _QUANTILES = (0.5, 0.9, 0.99)
 # The figures that a row has from the report of a scheduler, under the same names.

@@ -117,8 +117,8 @@ def _read_table() -> dict[str, list[ReportFamily]]:
     for line, next_line in pairwise(lines):
         if line.startswith("["):
             families = groups[line.strip("[]")] = []
-        elif row := _FAMILY_LINE.fullmatch(line):
-            kind, name, path, key = row.groups(default="")
+        elif row_match := _FAMILY_LINE.fullmatch(line):
+            kind, name, path, key = row_match.groups(default="")
             field_name = name.removeprefix("shmserve_").removeprefix("llm_").removesuffix("_total")
             families.append(ReportFamily(kind, name, path or field_name, key, next_line.strip()))
     return groups

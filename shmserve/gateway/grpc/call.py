@@ -263,9 +263,9 @@ class GrpcCall(ABC):
                 return
         if not assembly.received_bytes:
             return
-        received = assembly.received_bytes if self._arriving_message is None else size
+        new_bytes = assembly.received_bytes if self._arriving_message is None else size
         arriving = self.start_time_limit()
-        arriving.received_bytes += received
+        arriving.received_bytes += new_bytes
         arriving.reserve(assembly.heap_bytes - arriving.heap_bytes)
         if assembly.sink is not None:
             arriving.register_block(assembly.sink.discard)

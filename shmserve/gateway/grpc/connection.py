@@ -34,7 +34,7 @@ _MAX_JOINED_BYTES = 64 * 1024  # larger responses are written without joining th
 _WRITE_HIGH_WATER_BYTES = 256 * 1024  # unsent bytes above which data is queued
 _FREE_FRAMES = 32  # useless frames that a client may send per turn without a pause
 _PAUSE_PER_FRAME_S = 0.0005  # the pause for each useless frame above `_FREE_FRAMES`
-_VIOLATION_DELAY_S = 0.25
+_CLOSE_AFTER_VIOLATION_S = 0.25
 _CHECKS_PER_TIMEOUT = 4  # time limits are checked this many times within the shortest limit
 _TLS_READ_BYTES = 64 * 1024
 
@@ -216,7 +216,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self._is_closing = True
             self.transport.pause_reading()
             self._drop_calls()
-            self.loop.call_later(_VIOLATION_DELAY_S, self.force_close)
+            self.loop.call_later(_CLOSE_AFTER_VIOLATION_S, self.force_close)
 
     def _resume_reading(self) -> None:
         if self.is_open and self.transport is not None:

@@ -68,7 +68,7 @@ _STATUS_BY_CODE = {
     "UNSUPPORTED": StatusCode.UNIMPLEMENTED,
 }
 _MAX_DETAILS_BYTES = 7000  # maximum size of the percent-encoded details in bytes
-_UNESCAPED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+_UNESCAPED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # not percent-encoded
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -79,7 +79,7 @@ _PROTOCOL_FIELDS = frozenset((b"te", b"content-type", b"content-length", b"accep
 _match_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
 _ENDS_ON_ERROR_FIELD = (b"triton_grpc_error", b"true")
 _SECONDS_BY_UNIT = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
-_MAX_TIMEOUT_S = 1e9
+_MAX_TIMEOUT_S = 1e9  # longer timeouts are reduced to this one
 _MAX_TIMEOUT_DIGITS = 30  # maximum number of digits of a timeout
 _MAX_NAME_LENGTH = 64  # characters of an unknown encoding's name in an error
 

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _OK_HEAD_FORMAT = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
 _IDLE_TIMEOUT_S = 3600.0  # long, because idle keep-alive connections cost nothing
-_LINGER_TIMEOUT_S = 2.0
+_MAX_LINGER_S = 2.0
 _DRAIN_IDLE_S = 0.5  # the idle time after which a draining connection is closed
 
 
@@ -270,6 +270,6 @@ async def _linger(content: StreamReader | WholeBody) -> None:
     # Closing at once would reset the connection of a client that still sends its request, and the
     # client would lose the response.
     with contextlib.suppress(Exception):
-        async with asyncio.timeout(_LINGER_TIMEOUT_S):
+        async with asyncio.timeout(_MAX_LINGER_S):
             while not content.is_eof():
                 await content.readany()

@@ -57,10 +57,10 @@ _INTERVAL_PER_COST = 10  # taking a snapshot may use at most 1/10 of the time be
 _MAX_INTERVAL_S = 5.0
 # Processes are read with every fifth snapshot, since /proc is slow.
 _SNAPSHOTS_PER_PROCESS_READ = 5
-_STATE_TIMEOUT_S = 1.0
+_STATE_TIMEOUT_S = 1.0  # the time limit of the wait for the supervisor's state
 _HEADERS = SERVER_SENT_EVENTS.headers + b"Cache-Control: no-store\r\n"
 _TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)
-_MAX_EVENTS = 100
+_MAX_EVENTS = 100  # number of events that the dashboard shows
 _PAGE_FILE = Path(__file__).with_name("pages") / "dashboard.html"
 
 

@@ -151,8 +151,8 @@ async def handle_log_settings(gateway: Gateway, request: HttpRequest) -> HttpRes
 
 
 def _read_log_changes(body: Any) -> dict[str, Any]:
-    names, members = (*LOG_SWITCHES, LOG_LEVEL, LOG_FORMAT, LOG_FILE), _object_members(body)
-    changes = {key: members[key] for key in names if members.get(key) is not None}
+    setting_names, members = (*LOG_SWITCHES, LOG_LEVEL, LOG_FORMAT, LOG_FILE), _object_members(body)
+    changes = {key: members[key] for key in setting_names if members.get(key) is not None}
     for key, value in changes.items():
         if key == LOG_FILE:
             raise management.log_file_error()

@@ -43,7 +43,7 @@ ParsedMessage = tuple[RawRequestMessage, StreamReader]
 MAX_HEADERS = 128
 MAX_LINE_BYTES = 8190
 SMALL_BODY_BYTES = 128 * 1024  # large enough for a tensor of 64 KiB with its header
-_MAX_CACHED_HEAD_BYTES = 2048
+_MAX_CACHED_HEAD_BYTES = 2048  # larger heads are parsed for each request
 _MAX_QUEUED_REQUESTS = 32
 _READ_AHEAD_BYTES = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
 # Shared by all connections, since a connection consumes the bytes before another one reads.

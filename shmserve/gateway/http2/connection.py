@@ -60,7 +60,7 @@ _EARNED_PER_FRAME = 4
 # The client may send one more control frame for this many bytes of sent data. A DATA frame may
 # contain many messages, and some clients send a window update for each, long after its arrival.
 _BYTES_PER_EARNED_FRAME = 32
-_MAX_SAVED_FRAMES = 1 << 16
+_MAX_SAVED_FRAMES = 1 << 16  # maximum number of control frames that a client can save up
 _EMPTY_VIEW = memoryview(b"")
 
 

@@ -74,8 +74,8 @@ class Limits:
     resets_per_s: float = 64.0
     control_frames: int = 2048
     control_frames_per_s: float = 256.0
-    frames_per_call: int = 256
-    stream_cost_frames: int = 8
+    frames_per_call: int = 256  # maximum work of one call of `receive`
+    stream_cost_frames: int = 8  # opening a stream costs as much as this many frames
     window_bytes: int = 1024 * 1024
     frame_bytes: int = 1024 * 1024
 
@@ -190,8 +190,8 @@ class FrameReader(ABC, Generic[HeadT]):
         self._has_preface = False  # whether the connection preface has arrived
         self._block: bytearray | None = None  # an incomplete header block
         self._block_stream_id = 0
-        self._block_flags = 0
-        self._block_frames = 0
+        self._block_flags = 0  # the flags of its HEADERS frame
+        self._block_frames = 0  # number of its CONTINUATION frames
         self.arriving_bytes = 0  # remaining bytes of the current DATA frame, ignored or not
         self.arriving_stream: Stream | None = None
         self._padding_left = 0
@@ -214,18 +214,18 @@ class FrameReader(ABC, Generic[HeadT]):
             data = bytes(self._buffer)
             self._buffer.clear()
         self.has_pending_frames = False
-        events = self._events = []
+        new_events = self._events = []
         try:
             position = self._process_frames(data)
         except ConnectionFault as fault:
             self.fail(fault.code, fault.reason)
-            return events
+            return new_events
         finally:
             self._events = []  # drops the references to `data`
         if position < len(data):
             self._buffer += memoryview(data)[position:]
             self.has_pending_frames = len(self._buffer) >= self._needed_bytes
-        return events
+        return new_events
 
     def fail(self, code: FaultCode, reason: str = "") -> None:
         """Send GOAWAY and close the connection."""

@@ -20,9 +20,9 @@ from operator import attrgetter, methodcaller
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import processes
 
-MIN_COUNTED_BYTES = 128 * 1024
-_MIN_TRIMMED_BYTES = 1024 * 1024
-_TRIM_DELAY_S = 0.5
+MIN_COUNTED_BYTES = 128 * 1024  # smaller released blocks do not count for a trim
+_MIN_TRIMMED_BYTES = 1024 * 1024  # released bytes from which the heap is trimmed
+_TRIM_DELAY_S = 0.5  # the pause before the heap is trimmed
 
 # In bytes per second. Each `SLOWEST_RATE` received bytes extend the time limit of a body by a
 # second. A client that reads a response at a lower rate is disconnected.

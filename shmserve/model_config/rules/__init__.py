@@ -36,7 +36,7 @@ from shmserve.model_config.rules.scheduling import (
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems, warmup_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOptimizationPolicy
 
-_GROUPS: Key = ("instance_group",)
+_GROUPS: Key = ("instance_group",)  # the key of the instance groups
 _MAX_LABEL_FILE_BYTES = 4 * 1024 * 1024
 _IGNORED_GROUP_FIELDS = ("secondary_devices", "profile", "host_policy")
 _OPTIMIZATION_FIELDS = (

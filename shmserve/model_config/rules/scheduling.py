@@ -13,11 +13,11 @@ from shmserve.proto.model_config_pb2 import (
     ModelSequenceBatching,
 )
 
-_DYNAMIC: Key = ("dynamic_batching",)
+_DYNAMIC_KEY: Key = ("dynamic_batching",)
 _Control = ModelSequenceBatching.Control
-_SEQUENCE: Key = ("sequence_batching",)
-_FALSE_TRUE = ("int32_false_true", "fp32_false_true", "bool_false_true")
-_CHOICES = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
+_SEQUENCE_KEY: Key = ("sequence_batching",)
+_FALSE_TRUE_FIELDS = ("int32_false_true", "fp32_false_true", "bool_false_true")
+_FIELDS_FORMAT = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
 _CORRELATION_TYPES = (
     *(DataType.TYPE_UINT64, DataType.TYPE_INT64, DataType.TYPE_UINT32, DataType.TYPE_INT32),
     DataType.TYPE_STRING,
@@ -29,19 +29,19 @@ def dynamic_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Prob
     name, batching = config.name, config.dynamic_batching
     sizes = batching.preferred_batch_size
     subject = "dynamic batching preferred size"
-    yield from _preferred_problems(config, _DYNAMIC, sizes, subject, is_complete)
-    level_count, levels_key = batching.priority_levels, (*_DYNAMIC, "priority_levels")
+    yield from _preferred_problems(config, _DYNAMIC_KEY, sizes, subject, is_complete)
+    level_count, levels_key = batching.priority_levels, (*_DYNAMIC_KEY, "priority_levels")
     if level_count:
         if not 1 <= batching.default_priority_level <= level_count:
             text = f"default priority level must be in range [1, {level_count}] for {name}"
-            yield Problem((*_DYNAMIC, "default_priority_level"), text, (levels_key,))
+            yield Problem((*_DYNAMIC_KEY, "default_priority_level"), text, (levels_key,))
         for level in sorted(batching.priority_queue_policy):
             if not 1 <= level <= level_count:
                 text = (
                     f"priority queue policy must have priority level in range [1, {level_count}] "
                     f"for {name}"
                 )
-                yield Problem((*_DYNAMIC, "priority_queue_policy", level), text, (levels_key,))
+                yield Problem((*_DYNAMIC_KEY, "priority_queue_policy", level), text, (levels_key,))
     if batching.preserve_ordering:
         if level_count > 1:
             text = f"Only one priority level is allowed when 'preserve_ordering' is true for {name}"
@@ -70,10 +70,10 @@ def _preferred_problems(
 
 def _find_delays(batching: ModelDynamicBatching) -> Iterator[Key]:
     """Yield the keys of queue policies with a timeout and the action DELAY, not REJECT."""
-    path = (*_DYNAMIC, "default_queue_policy")
+    path = (*_DYNAMIC_KEY, "default_queue_policy")
     policies: dict[Key, ModelQueuePolicy] = {path: batching.default_queue_policy}
     for level, policy in sorted(batching.priority_queue_policy.items()):
-        policies[*_DYNAMIC, "priority_queue_policy", level] = policy
+        policies[*_DYNAMIC_KEY, "priority_queue_policy", level] = policy
     for key, policy in policies.items():
         if policy.timeout_action == ModelQueuePolicy.DELAY and policy.default_timeout_microseconds:
             yield key
@@ -83,7 +83,7 @@ def sequence_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Pro
     """Yield the problems of `sequence_batching`; `is_complete` as for `validate`."""
     name, batching = config.name, config.sequence_batching
     controls = [
-        ((*_SEQUENCE, "control_input", input_index, "control", control_index), control)
+        ((*_SEQUENCE_KEY, "control_input", input_index, "control", control_index), control)
         for input_index, control_input in enumerate(batching.control_input)
         for control_index, control in enumerate(control_input.control)
     ]
@@ -96,16 +96,16 @@ def sequence_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Pro
     for path, control in controls:
         yield from _control_problems(path, control, name)
     subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
-    yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject, is_complete)
+    yield from _preferred_problems(config, (*_SEQUENCE_KEY, "oldest"), sizes, subject, is_complete)
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
-        key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
+        key = (*_SEQUENCE_KEY, "direct", "minimum_slot_utilization")
         text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"
         yield Problem(key, text)
     if batching.oldest.max_candidate_sequences < 0:
-        key = (*_SEQUENCE, "oldest", "max_candidate_sequences")
+        key = (*_SEQUENCE_KEY, "oldest", "max_candidate_sequences")
         yield Problem(key, f"sequence batching max candidate sequences must be >= 0 for {name}")
     for index, state in enumerate(batching.state):
-        yield from _state_problems((*_SEQUENCE, "state", index), state, name)
+        yield from _state_problems((*_SEQUENCE_KEY, "state", index), state, name)
 
 
 def _control_name_problems(config: ModelConfig) -> Iterator[Problem]:
@@ -113,7 +113,7 @@ def _control_name_problems(config: ModelConfig) -> Iterator[Problem]:
     name = config.name
     names: list[tuple[Key, str]] = []
     for index, control_input in enumerate(config.sequence_batching.control_input):
-        key = (*_SEQUENCE, "control_input", index, "name")
+        key = (*_SEQUENCE_KEY, "control_input", index, "name")
         if not control_input.name:
             yield Problem(key, f"sequence batching control tensor must have a name for {name}")
         else:
@@ -128,7 +128,7 @@ def _control_name_problems(config: ModelConfig) -> Iterator[Problem]:
 def _control_problems(path: Key, control: _Control, name: str) -> Iterator[Problem]:
     kind = _Control.Kind.Name(control.kind)
     related_keys = ((*path, "kind"),)
-    set_fields = [field for field in _FALSE_TRUE if len(getattr(control, field))]
+    set_fields = [field for field in _FALSE_TRUE_FIELDS if len(getattr(control, field))]
     if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
         if control.data_type not in _CORRELATION_TYPES:
             text = (
@@ -137,16 +137,16 @@ def _control_problems(path: Key, control: _Control, name: str) -> Iterator[Probl
             )
             yield Problem((*path, "data_type"), text, related_keys)
         if set_fields:
-            allowed = _CHOICES.format("or")
+            allowed = _FIELDS_FORMAT.format("or")
             text = f"sequence batching must not specify either {allowed} for {kind} for {name}"
             yield Problem((*path, set_fields[0]), text, related_keys)
         return
     if not set_fields:
-        allowed = _CHOICES.format("or")
+        allowed = _FIELDS_FORMAT.format("or")
         text = f"sequence batching must specify either {allowed} for {kind} for {name}"
         yield Problem(path, text, related_keys)
     if len(set_fields) > 1:
-        allowed = _CHOICES.format("and")
+        allowed = _FIELDS_FORMAT.format("and")
         text = f"sequence batching specifies more than one from {allowed} for {kind} for {name}"
         yield Problem((*path, set_fields[1]), text, related_keys)
     for field in set_fields:
@@ -176,7 +176,7 @@ def _state_problems(path: Key, state: ModelSequenceBatching.State, name: str) ->
 def initial_state_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of the initial values of `sequence_batching.state`."""
     for position, state in enumerate(config.sequence_batching.state):
-        path: Key = (*_SEQUENCE, "state", position)
+        path: Key = (*_SEQUENCE_KEY, "state", position)
         if len(state.initial_state) > 1:
             text = (
                 f"initial_state field for state input '{state.input_name}' must contain exactly "

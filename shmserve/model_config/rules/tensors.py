@@ -16,7 +16,7 @@ from shmserve.proto.model_config_pb2 import (
 )
 
 _IMAGE_FORMATS = (ModelInput.FORMAT_NHWC, ModelInput.FORMAT_NCHW)
-_MAX_BATCH_SIZE: Key = ("max_batch_size",)
+_BATCH_SIZE_KEY: Key = ("max_batch_size",)
 _ALLOWED_DIMS = "must be integer >= 1, or -1 to indicate a variable-size dimension"
 
 
@@ -131,7 +131,7 @@ def _reshape_problems(
         text = (
             "cannot have empty reshape for non-batching model as scalar tensors are not supported"
         )
-        yield Problem(key, text, (_MAX_BATCH_SIZE,))
+        yield Problem(key, text, (_BATCH_SIZE_KEY,))
     for index in _invalid_dims(shape):
         yield Problem((*key, index), f"reshape dimensions {_ALLOWED_DIMS}")
     if _invalid_dims(shape) or _invalid_dims(dims):

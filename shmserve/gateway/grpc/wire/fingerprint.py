@@ -34,7 +34,7 @@ from shmserve.ipc.tensors.inference import (
     BoundedCache,
 )
 
-_MAX_CACHED = 1024
+_MAX_CACHED_TEMPLATES = 1024
 
 # Tags of the fields of a request.
 ID_TAG, PARAMETER_TAG = 0x1A, 0x22
@@ -42,7 +42,7 @@ RAW_INPUT_TAG = 0x3A  # the tag of field 7, length-delimited
 HEAD_TAGS = frozenset((0x0A, 0x12, ID_TAG, PARAMETER_TAG, 0x2A, 0x32))  # the tags of fields 1 to 6
 MAX_SHIFT = 28  # in bits: a length has at most five bytes of seven bits
 _MAX_MESSAGE_BYTES = INLINE_LIMIT + 4096
-_MAX_HEAD_BYTES = 2048
+_MAX_HEAD_BYTES = 2048  # of a message without its tensors
 
 # A parameter is an entry of a map: field 1 is the key, field 2 a message with the value in a field
 # whose number depends on the type.
@@ -205,9 +205,9 @@ class TemplateCache:
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
-        self._cache: BoundedCache[Key, _CachedTemplate] = BoundedCache(_MAX_CACHED)
+        self._cache: BoundedCache[Key, _CachedTemplate] = BoundedCache(_MAX_CACHED_TEMPLATES)
         # Layouts by the size of the message.
-        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MAX_CACHED)
+        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MAX_CACHED_TEMPLATES)
         self._layout_template_count = 0  # an upper bound of the number of templates in all layouts
 
     def find_by_layout(self, message: bytes) -> BuiltRequest | None:
@@ -289,7 +289,7 @@ class TemplateCache:
         if sizes is None:
             return
         struct = Struct("<" + "".join([f"{size}s" for size in sizes]))
-        if self._layout_template_count >= _MAX_CACHED:
+        if self._layout_template_count >= _MAX_CACHED_TEMPLATES:
             self._layouts.clear()
             self._layout_template_count = 0
         has_id = bool(split.identity.request_id)

@@ -50,7 +50,7 @@ class GrpcResponseTemplate:
             sizes.append(None if tensor.name in in_regions else size)
         for name, value in response.parameters.items():
             set_parameter(head.parameters[name], value)
-        self._prefix: bytes = head.SerializeToString()
+        self._prefix: bytes = head.SerializeToString()  # the message without id and contents
         self._sizes = sizes
         self._output_count = len(sizes)
         # The encoded outputs if none of them has contents; otherwise b"".

@@ -36,7 +36,7 @@ LARGE_BYTES = 1024 * 1024  # the long arrays of texts of at least this size are 
 MAX_OBJECTS = 4096  # number of objects that are parsed and converted in 5 ms
 _MAX_LENIENT_BYTES = 8 * LARGE_BYTES  # larger texts have NaN and infinity only in arrays
 _MIN_CUT_BYTES = 64 * 1024
-_SLICE_BYTES = 128 * 1024
+_SLICE_BYTES = 128 * 1024  # the size of a slice of a long array
 _WHITE_SPACE = b" \t\r\n"
 # Arrays of numbers contain no quote and no brace. The pattern finds the few long arrays by their
 # beginning, since looking at each of millions of short arrays would take seconds.
@@ -45,7 +45,7 @@ _LONG_ARRAY_PATTERN = rb'"data"[ \t\r\n]*+:[ \t\r\n]*+(\[)[^"{}]{%d}'
 _PARSE_ERROR = "failed to parse the request JSON buffer: "
 _TOO_MANY = f"more than {MAX_MEMBERS} objects or members"
 _TOO_DEEP = f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})"
-_DEPTH_STEPS = np.zeros(256, np.int8)
+_DEPTH_STEPS = np.zeros(256, np.int8)  # by byte: the change of the nesting depth
 _DEPTH_STEPS[list(b"[{")] = 1
 _DEPTH_STEPS[list(b"]}")] = -1
 _STRING_OR_INF = re.compile(rb'"(?:[^"\\]|\\.)*+"|\bInf\b', re.DOTALL)

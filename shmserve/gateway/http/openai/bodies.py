@@ -188,10 +188,10 @@ def _select_details(parameters: dict[str, Any], shows_running_usage: bool) -> tu
 
     With `shows_running_usage`, each chunk reports its token usage, which is counted by token ids.
     """
-    outputs: tuple[str, ...] = ()
+    detail_outputs: tuple[str, ...] = ()
     if shows_running_usage or ("return_token_ids" in parameters and returns_tokens(parameters)):
-        outputs = ("token_ids", "prompt_token_ids")
-    return (*outputs, "logprobs") if "prompt_logprobs" in parameters else outputs
+        detail_outputs = ("token_ids", "prompt_token_ids")
+    return (*detail_outputs, "logprobs") if "prompt_logprobs" in parameters else detail_outputs
 
 
 def returns_tokens(parameters: dict[str, Any]) -> bool:

@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.inference import Inferred
 T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 16  # bytes of a model's outputs; their conversion to JSON takes about 2 ms
-_NO_STOP_REASON = (b"", b"null")
+_NO_STOP_REASON = (b"", b"null")  # outputs of a model that mean no stop reason
 _DONE_EVENT = SERVER_SENT_EVENTS.frame(b"[DONE]")
 
 

@@ -40,7 +40,7 @@ _HOSTED_TOOLS = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
     *("computer_use_preview", "computer", "mcp", "tool_search"),
 )
-_SUMMARIES = ("auto", "concise", "detailed")
+_SUMMARIES = ("auto", "concise", "detailed")  # allowed values of reasoning.summary
 _ROLES = ("user", "assistant", "system", "developer")
 # The values of `include`. All but the first two are members of items that no response here has.
 INCLUDED_MEMBERS = (
@@ -286,7 +286,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 
 
-_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")  # types
 
 
 def _chat_content(content: Any, position: str) -> Any:
