@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         loop = stack.enter_context(contextlib.closing(EventLoop()))
         target = targets.connect(args, loop, stack)
         points: list[measure.Point] = []
-        failure = None
+        stop_error = None
         try:
             for value in values:
                 points.append(_measure(args, plan, loop, target, kind, value))
@@ -55,15 +55,15 @@ def run(args: argparse.Namespace) -> int:
         except Unavailable as error:  # the report has the loads before the server's failure
             if not points:
                 raise
-            failure = error
+            stop_error = error
     if not points:
         return 130
     print(f"{args.model} at {target.title}\n{report.format_table(points)}")
     if old_report is not None:
         print(f"\n{report.comparison(old_report, points)}")
     _write_files(args, target.title, points)
-    if failure:
-        raise failure
+    if stop_error:
+        raise stop_error
     if was_interrupted:
         return 130
     return 0 if all(point.requests for point in points) else 1

@@ -25,7 +25,7 @@ class ClientModel:
 
     Attributes:
         templates: Templates of the client's requests.
-        responses: The schemas of received responses.
+        response_schemas: The schemas of received responses.
         source: The table of all published models, which contains this model.
         decoupled: Whether the model sends any number of responses to a request.
         may_omit_outputs: Whether a response may lack requested outputs.
@@ -43,7 +43,7 @@ class ClientModel:
         self.templates: BoundedCache[Any, ClientTemplate] = BoundedCache(
             _MAX_TEMPLATES, ClientTemplate.close
         )
-        self.responses = Schemas(ResponseSchema, _MAX_RESPONSE_SCHEMAS)
+        self.response_schemas = Schemas(ResponseSchema, _MAX_RESPONSE_SCHEMAS)
         self.is_closed = False
 
     @property

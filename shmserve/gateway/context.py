@@ -110,7 +110,7 @@ class ModelTable:
 
     def __init__(self, schedulers: GatewaySchedulers) -> None:
         self._schedulers = schedulers
-        self._models: dict[str, dict[str, GatewayModel]] = {}
+        self._models: dict[str, dict[str, GatewayModel]] = {}  # by name and version
         self._latest_models: dict[str, GatewayModel] = {}
         self._withdrawn_versions: dict[str, set[str]] = {}
         self.revision = 0

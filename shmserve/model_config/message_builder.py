@@ -243,9 +243,9 @@ class Builder:
 def is_repeated(field: FieldDescriptor) -> bool:
     """Check whether a field holds a list or a map."""
     # protobuf 5 has only `label`, which newer runtimes deprecate in favour of `is_repeated`.
-    repeated = getattr(field, "is_repeated", None)
-    if repeated is not None:
-        return bool(repeated)
+    is_repeated_field = getattr(field, "is_repeated", None)
+    if is_repeated_field is not None:
+        return bool(is_repeated_field)
     return bool(getattr(field, "label") == FieldDescriptor.LABEL_REPEATED)  # noqa: B009
 
 

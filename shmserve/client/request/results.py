@@ -148,7 +148,7 @@ def _read(
     The arrays in shared memory keep `lease` alive, or without it the lease of their region.
     """
     packed = reader.packed_request
-    schema = packed.model.responses[message.schema]
+    schema = packed.model.response_schemas[message.schema]
     payloads = message.data
     if len(payloads) != len(schema.outputs):
         raise MalformedMessage(f"expected {len(schema.outputs)} outputs, found {len(payloads)}")

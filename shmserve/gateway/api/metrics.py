@@ -161,7 +161,7 @@ def triton_families(reports: Reports, *, shows_latencies: bool) -> Iterator[Expo
 def _total_cache_families(reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
     """Yield Triton's gauges of the server's response cache."""
     for family in _FAMILIES["cache totals"]:
-        yield _create_gauge(family.name, family.help_text, sum(map(family.find, reports)))
+        yield _create_gauge(family.name, family.help_text, sum(map(family.value_in, reports)))
     used, size = (sum(report["cache"][key] for report in reports) for key in ("bytes", "bound"))
     utilization = used / size if size else 0.0
     yield _create_gauge("nv_cache_util", "Cache utilization [0.0 - 1.0]", utilization)
@@ -231,8 +231,8 @@ def _padding_families(reports: Reports) -> Iterator[ExpositionFamily]:
 
 def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
-    pairs = (pair for pair in reports if "generated" in pair[1])
-    generative_reports = [(labels, {**r, **_derive_values(r)}) for labels, r in pairs]
+    generative = (pair for pair in reports if "generated" in pair[1])
+    generative_reports = [(labels, {**r, **_derive_values(r)}) for labels, r in generative]
     for family in _FAMILIES["generative"]:
         yield family.to_exposition(generative_reports)
 

@@ -241,18 +241,18 @@ class HttpInference(UnaryInference):
         inferred = self.unpack_outputs(message)
         uses_worker_memory = _has_worker_memory(infer_request, inferred)
         try:
-            classified = classify_outputs(gateway, model, infer_request, inferred)
+            classified_response = classify_outputs(gateway, model, infer_request, inferred)
             template = None
             if built_request.response_templates is not None:
                 template = built_request.response_templates.find(message.schema)
             if template is None:
                 template = JsonResponseTemplate(
-                    infer_request, model.name, model.version, classified
+                    infer_request, model.name, model.version, classified_response
                 )
-                if built_request.response_templates is not None and classified is inferred:
+                if built_request.response_templates is not None and classified_response is inferred:
                     built_request.response_templates.store(message.schema, template)
             response = await _encode_response(
-                gateway, self.http_request, infer_request.id, template, classified
+                gateway, self.http_request, infer_request.id, template, classified_response
             )
         except BaseException:
             if uses_worker_memory:
@@ -352,12 +352,12 @@ class _StreamEncoder:
     async def encode(self, inferred: Inferred) -> bytes:
         """Return the JSON text of the first response in the queue, which has these outputs."""
         gateway, model = self._gateway, self._model
-        classified = classify_outputs(gateway, model, self._infer_request, inferred)
-        template = JsonResponseTemplate(self._infer_request, model.name, model.version, classified)
+        response = classify_outputs(gateway, model, self._infer_request, inferred)
+        template = JsonResponseTemplate(self._infer_request, model.name, model.version, response)
         message = self._queue.first_response
-        if classified is inferred and isinstance(message, m.Responded) and not message.final:
+        if response is inferred and isinstance(message, m.Responded) and not message.final:
             self._queue.inference.response_templates.store(message.schema, template)
-        json_arrays, _ = await _encode_outputs(gateway, template, classified)
+        json_arrays, _ = await _encode_outputs(gateway, template, response)
         return template.encode_json(self._infer_request.id, json_arrays)
 
 

@@ -46,13 +46,13 @@ def read_time_limit(headers: CIMultiDictProxy[str]) -> TimeLimit:
     """
     if REQUEST_TIMEOUT_MS not in headers:
         return UNLIMITED
-    header = headers[REQUEST_TIMEOUT_MS]
-    if not (header.isascii() and header.isdecimal() and int(header[:20])):
+    header_value = headers[REQUEST_TIMEOUT_MS]
+    if not (header_value.isascii() and header_value.isdecimal() and int(header_value[:20])):
         raise InvalidArgument(
             f"header '{REQUEST_TIMEOUT_MS}' must be a number of milliseconds above 0, "
-            f"got '{header[:40]}'"
+            f"got '{header_value[:40]}'"
         )
-    return int(header[:20]) * 1000, f"the header '{REQUEST_TIMEOUT_MS}'"
+    return int(header_value[:20]) * 1000, f"the header '{REQUEST_TIMEOUT_MS}'"
 
 
 class HttpChannel(Protocol):

@@ -155,8 +155,8 @@ _EMPTY_ERROR_TEXT = "<EMPTY MESSAGE>"
 def encode_streamed(response: bytes, *, is_final: bool = True) -> bytes:
     """Return a ModelInferResponse as a stream message; `is_final` marks a request's last one."""
     final_field = FINAL_FIELD if is_final else _NOT_FINAL_FIELD
-    size = encode_varint(len(response) + len(final_field))
-    return b"".join((_INFER_RESPONSE_TAG, size, response, final_field))
+    encoded_size = encode_varint(len(response) + len(final_field))
+    return b"".join((_INFER_RESPONSE_TAG, encoded_size, response, final_field))
 
 
 def encode_stream_end(model_name: str, version: str, request_id: str) -> bytes:

@@ -432,16 +432,16 @@ def _text_request(
     sample_count = check_member(parameters, "n", int, 1)
     excluded_fields = ("model", "prompt", "messages", "stream_options")
     fields = {name: value for name, value in parameters.items() if name not in excluded_fields}
-    shows_usage = shows_running = False
+    shows_usage = shows_running_usage = False
     if options := check_member(parameters, "stream_options", dict, {}):
         if not stream:
             raise InvalidArgument("stream_options: only allowed if stream is true")
         options = {f"stream_options.{name}": value for name, value in options.items()}
         shows_usage = check_member(options, "stream_options.include_usage", bool, False)
         name = "stream_options.continuous_usage_stats"
-        shows_running = shows_usage and check_member(options, name, bool, False)
-    shown = (shows_usage, _select_details(fields, shows_running), shows_running)
-    return TextRequest(model, prompts, fields, sample_count, stream, *shown)
+        shows_running_usage = shows_usage and check_member(options, name, bool, False)
+    usage_options = (shows_usage, _select_details(fields, shows_running_usage), shows_running_usage)
+    return TextRequest(model, prompts, fields, sample_count, stream, *usage_options)
 
 
 async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInput]:

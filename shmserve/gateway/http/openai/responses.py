@@ -232,24 +232,24 @@ class ResponseObject:
             return []
         self._is_item_open = False
         item, text = self._items[-1], self._text
-        kind = item["type"]
+        item_type = item["type"]
         item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
-        if kind == "custom_tool_call":
+        if item_type == "custom_tool_call":
             item["input"] = text = custom_input(text)
             events = [self._item_event(".delta", delta=text), self._item_event(".done", input=text)]
-        elif kind == "function_call":
+        elif item_type == "function_call":
             item["arguments"] = text
             events = [self._item_event(".done", arguments=text, name=item["name"])]
         else:
-            if kind == "message":  # the last tokens may have no text, such as an end token
+            if item_type == "message":  # the last tokens may have no text, such as an end token
                 self._logprobs += self._next_logprobs
-            part = self._content_part(kind)
+            part = self._content_part(item_type)
             item["content"] = [part]
-            if kind == "reasoning" and INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
+            if item_type == "reasoning" and INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
                 item["encrypted_content"] = PLAIN_PREFIX + text
-            extra = {"logprobs": part["logprobs"]} if kind == "message" else {}
+            logprobs_member = {"logprobs": part["logprobs"]} if item_type == "message" else {}
             events = [
-                self._item_event(".done", text=text, **extra),
+                self._item_event(".done", text=text, **logprobs_member),
                 self._item_event("response.content_part.done", part=part),
             ]
         store_item(item, text)
