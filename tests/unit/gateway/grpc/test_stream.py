@@ -181,7 +181,7 @@ async def test_a_disconnect_before_a_load_begins_releases_the_request() -> None:
     )
     gateway: Any = SimpleNamespace(
         malloc_trim=SimpleNamespace(schedule=lambda _: None),
-        models=SimpleNamespace(on_demand={"m"}, find=lambda *_: None),
+        models=SimpleNamespace(on_demand_names={"m"}, find=lambda *_: None),
         settings=SimpleNamespace(grpc_header_forward_pattern=""),
     )
     call: Any = SimpleNamespace()
