@@ -43,7 +43,7 @@ class Batch(Record):
     `reason` is why the batch takes no further request.
     """
 
-    count: int
+    count: int  # number of requests
     reason: CloseReason
 
 

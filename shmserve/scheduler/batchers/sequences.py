@@ -160,10 +160,10 @@ class InstanceSlots:
     decides which instance's slots are taken first.
     """
 
-    def __init__(self, peer: bytes, order: tuple[int, int], slots: int) -> None:
+    def __init__(self, peer: bytes, order: tuple[int, int], slot_count: int) -> None:
         self.peer = peer
         self.order = order
-        self.sequences: list[StatefulSequence | None] = [None] * slots
+        self.sequences: list[StatefulSequence | None] = [None] * slot_count
         self.running_sequences: list[StatefulSequence] = []
         self.is_closed = False  # whether new sequences are rejected
         # Sequences that may run, by slot, in the order in which they became ready.
@@ -411,7 +411,7 @@ class Sequences:
             Whether the request is a START that restarts an open sequence.
         """
         sequence = self._open_sequences.get(correlation_id)
-        restarts = sequence is not None and bool(request.flags & SEQUENCE_START)
+        is_restart = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost_ids.pop(correlation_id, None)
             owner = (request.client, request.submit.source)
@@ -428,7 +428,7 @@ class Sequences:
             self._fill()
         elif sequence.running_request is None:
             sequence.instance_slots.mark_ready(sequence)
-        return restarts
+        return is_restart
 
     def _close(self, sequence: StatefulSequence) -> None:
         sequence.has_ended = True
@@ -494,8 +494,8 @@ class Sequences:
         Slots that an earlier call has returned are not included. The instances must be notified
         before another sequence begins in these slots.
         """
-        unended, self._unended_slots = self._unended_slots, {}
-        return unended
+        unended_slots, self._unended_slots = self._unended_slots, {}
+        return unended_slots
 
     def _release(self, sequence: StatefulSequence) -> None:
         slots = sequence.instance_slots

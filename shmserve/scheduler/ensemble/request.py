@@ -430,21 +430,21 @@ class EnsembleRequests:
         return pack_response_schema(tensors, parameters)
 
 
-def step_sequence(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
+def step_sequence(submit: Submit, sequence_override: Mapping[str, Any]) -> tuple[int | str, int]:
     """Return the correlation id and the sequence flags for a step's request or a response.
 
     Args:
         submit: The request to the ensemble.
-        override: The sequence parameters in the responses that contained the tensors; they have
-            precedence over the request's.
+        sequence_override: The sequence parameters in the responses that contained the tensors; they
+            have precedence over the request's.
     """
     correlation_id: int | str = submit.correlation_text or submit.correlation_id
     flags = submit.flags
-    if override:
-        correlation_id = override.get("sequence_id", correlation_id)
+    if sequence_override:
+        correlation_id = sequence_override.get("sequence_id", correlation_id)
         for key, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
-            if key in override:
-                flags = flags | bit if override[key] else flags & ~bit
+            if key in sequence_override:
+                flags = flags | bit if sequence_override[key] else flags & ~bit
     return correlation_id, flags
 
 

@@ -150,10 +150,10 @@ class StepRunner:
         traced_tensors: list[TracedTensor] = []
         unpack_spans(spans, traced_tensors)
         for tensor in traced_tensors:
-            names, ensemble_tensors = node.inputs, self._graph.inputs
+            model_tensors, ensemble_tensors = node.inputs, self._graph.inputs
             if tensor.is_output:
-                names, ensemble_tensors = node.outputs, self._graph.outputs
-            name = names.get(tensor.name)
+                model_tensors, ensemble_tensors = node.outputs, self._graph.outputs
+            name = model_tensors.get(tensor.name)
             if tensor.span_id == context.span_id and name in ensemble_tensors:
                 ensemble_tensor = tensor._replace(span_id=context.parent_id, name=name)
                 request.spans += ensemble_tensor.packed()
@@ -213,15 +213,15 @@ class StepRunner:
                 firing.release()
 
     def _submit(self, request: EnsembleRequest, firing: Firing, now_ns: int) -> None:
-        number = next(self._submit_numbers)
+        submit_number = next(self._submit_numbers)
         try:
             target = self._targets.find(firing.step.node)
-            step = self._messages.request(number, request, firing, target, now_ns)
+            step = self._messages.request(submit_number, request, firing, target, now_ns)
         except ShmserveError as error:
             firing.release()
             self._requests.fail(request, error.code, error.message, now_ns)
             return
-        request.running_ids.add(number)
+        request.running_ids.add(submit_number)
         self._in_flight[firing.step.index] += 1
         self.schedulers.submit(step, target.endpoint)
 
