@@ -149,7 +149,7 @@ class Instance:
     index: int
     name: str
     device: str
-    kind: str
+    kind: str  # the group's kind without the prefix KIND_
     device_id: int
     rate_limit: RateLimit = field(default_factory=RateLimit)
     state: InstanceState = InstanceState.STARTING
@@ -374,7 +374,7 @@ async def wait_for_load(
     Raises:
         Unavailable: The limit has expired. The text names the frame that the model hangs in.
     """
-    reports = asyncio.ensure_future(_report_hang(instance, on_hang))
+    report_task = asyncio.ensure_future(_report_hang(instance, on_hang))
     try:
         async with asyncio.timeout(max_s or None):
             return await load
@@ -392,7 +392,7 @@ async def wait_for_load(
             + (f": it hangs in {frame}" if frame else "")
         ) from None
     finally:
-        reports.cancel()
+        report_task.cancel()
         instance.hangs = False
 
 

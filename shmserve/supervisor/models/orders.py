@@ -254,8 +254,8 @@ class Order:
         model = self.model
         model.outcomes.pop("", None)
         is_repeated = model.last_load == (self.fingerprint, self.source.config)
-        self.updates, to_start = compare_versions(model.serving, self.specs, is_repeated)
-        new_versions = {spec.version: actions.create(spec, group) for spec in to_start}
+        self.updates, specs_to_start = compare_versions(model.serving, self.specs, is_repeated)
+        new_versions = {spec.version: actions.create(spec, group) for spec in specs_to_start}
         latest = model.serving.get(model.latest)
         for number, version in new_versions.items():
             replaced_version = model.serving.get(number, latest)
@@ -379,7 +379,6 @@ class ModelEntry:
         retiring: The versions that no longer serve and have not ended.
         draining: The versions of `retiring` whose drain has begun.
         outcomes: The reasons why versions do not serve, by number.
-        last_load: The fingerprint and the sent configuration of the last load.
         source: The source of the last load of an ensemble.
         step_models: The models of an ensemble's steps.
         has_steps: Whether a version of the model is or was an ensemble.
@@ -401,7 +400,7 @@ class ModelEntry:
     draining: set[ModelVersion] = field(default_factory=set)
     outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
     fingerprint: str = ""
-    last_load: tuple[str, str] | None = None
+    last_load: tuple[str, str] | None = None  # the fingerprint and the sent configuration
     source: LoadSource = FOLDER
     step_models: list[str] = field(default_factory=list)
     has_steps: bool = False
@@ -485,12 +484,12 @@ def compare_versions(
             restarts every version whose instances do not differ.
     """
     updates: dict[str, InstanceUpdate] = {}
-    to_start: list[VersionSpec] = []
+    specs_to_start: list[VersionSpec] = []
     for spec in specs:
         version = serving.get(spec.version)
         update = version.update_to(spec) if version is not None else None
         if update is None or (is_repeated and not update.config_differs):
-            to_start.append(spec)
+            specs_to_start.append(spec)
         else:
             updates[spec.version] = update
-    return updates, to_start
+    return updates, specs_to_start
