@@ -53,18 +53,17 @@ class _Entry(NamedTuple):
 
     schema: bytes
     data: list[bytes]
-    is_inline: bool
+    is_inline: bool  # whether all tensors are sent in messages
 
 
 class _SchemaKey(NamedTuple):
     """The part of a cache key that a request's schema determines.
 
     Attributes:
-        prefix: The packed names, datatypes, shapes, parameters and requested outputs.
         input_order: The indices of the inputs, sorted by the inputs' names.
     """
 
-    prefix: bytes
+    prefix: bytes  # packed names, datatypes, shapes, parameters and requested outputs
     input_order: list[int]
 
 

@@ -59,7 +59,7 @@ class QueuePolicies:
     """
 
     default: LevelPolicy
-    levels: int = 0
+    levels: int = 0  # number of priority levels
     default_level: int = 0
     level_policies: Mapping[int, LevelPolicy] = field(default_factory=dict)
     has_limits: bool = False  # whether the configuration has levels or limits
@@ -85,12 +85,12 @@ class Sequencing:
     """
 
     spec: SequenceBatching
-    correlation_input: tuple[str, str]
-    slots: int
-    idle_ns: int
-    oldest_rules: Batching | None = None
+    correlation_input: tuple[str, str]  # the name and datatype of the control input
+    slots: int  # number of sequence slots of an instance
+    idle_ns: int  # idle time after which a sequence is ended
+    oldest_rules: Batching | None = None  # the batching of the strategy Oldest; None: Direct
     delay_ns: int = 0
-    max_waiting: int = _MAX_SEQUENCES
+    max_waiting: int = _MAX_SEQUENCES  # waiting sequences per client
 
     def without_delay(self) -> Sequencing:
         """Return these rules without delays, for the time when no further request is expected."""

@@ -128,19 +128,17 @@ class StatefulSequence:
     Attributes:
         owner: The submitter of its requests.
         instance_slots: The slots of its instance, or None while it waits in the backlog.
-        slot: The number of its slot, if it has one.
         has_ended: Whether no further request can come.
-        has_state: Whether its instance stores state of this sequence.
     """
 
-    id: int | str
+    id: int | str  # the correlation id
     owner: Owner
     waiting: WaitingRequests = field(default_factory=WaitingRequests)
     running_request: ScheduledRequest | None = None
     instance_slots: InstanceSlots | None = None
-    slot: int = 0
+    slot: int = 0  # the number of its slot, if it has one
     has_ended: bool = False
-    has_state: bool = False
+    has_state: bool = False  # whether its instance stores state of this sequence
 
 
 class Rows(Record):
@@ -149,7 +147,7 @@ class Rows(Record):
     Each sequence has the row of its slot. None stands for a null row, which has no request.
     """
 
-    rows: list[tuple[int, StatefulSequence | None]]
+    rows: list[tuple[int, StatefulSequence | None]]  # (slot, sequence; None: a null request)
     reason: CloseReason
 
 

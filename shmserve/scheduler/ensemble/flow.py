@@ -48,8 +48,6 @@ class StepNode:
         version: The model's version; "" is the latest.
         inputs: The ensemble's tensor for each input of the model.
         outputs: The ensemble's tensor for each output of the model.
-        condition: The tensor that decides whether the step runs, or "".
-        reads: The tensors that the step waits for.
     """
 
     index: int
@@ -57,8 +55,8 @@ class StepNode:
     version: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
-    condition: str = ""
-    reads: frozenset[str] = field(init=False)
+    condition: str = ""  # the tensor that decides whether the step runs; "": always
+    reads: frozenset[str] = field(init=False)  # the tensors that the step waits for
 
     def __post_init__(self) -> None:
         tensors = {*self.inputs.values(), *([self.condition] if self.condition else [])}
@@ -145,13 +143,12 @@ class ModelProperties:
 
     Attributes:
         decoupled: Whether the model gives any number of responses to a request.
-        optional: The inputs that a request may omit.
         device: The CUDA device whose memory the model reads and writes; None: the host's memory.
     """
 
     decoupled: bool
-    optional: frozenset[str]
-    device: int | None
+    optional: frozenset[str]  # the inputs that a request may omit
+    device: int | None  # the CUDA device of its tensors; None: host
 
 
 class TensorReader:

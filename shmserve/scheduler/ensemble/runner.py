@@ -43,7 +43,6 @@ class StepRunner:
     """The submitter of all requests' steps, which wait while too many are in flight.
 
     Attributes:
-        waiting_count: The number of steps that wait because of `max_inflight_requests`.
         malformed_messages: The number of responses of steps that could not be read.
     """
 
@@ -53,7 +52,7 @@ class StepRunner:
     _memory: EnsembleMemory
     _requests: EnsembleRequests
     _submit_numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    waiting_count: int = 0
+    waiting_count: int = 0  # steps that wait because of `max_inflight_requests`
     malformed_messages: int = 0
 
     def __post_init__(self) -> None:

@@ -55,7 +55,6 @@ class StepRequest(InflightRequest):
             have precedence over those of the client's request.
         step_events: The events of requests: a response, or None when no worker has the request's
             memory any more. The runner handles these events.
-        has_outputs: Whether there has been a response with outputs.
     """
 
     request: EnsembleRequest
@@ -64,7 +63,7 @@ class StepRequest(InflightRequest):
     blocks: dict[str, Block]
     sequence_override: dict[str, Any] | None
     step_events: list[tuple[StepRequest, Response | None]]
-    has_outputs: bool = False
+    has_outputs: bool = False  # whether there has been a response with outputs
 
     def is_awaited(self) -> bool:
         return self.request.state is RUNNING
@@ -91,7 +90,7 @@ class StepTemplate(NamedTuple):
     schema: bytes
     schema_reusing_input: bytes
     placed_outputs: tuple[tuple[str, str], ...]
-    allocations: dict[str, tuple[int, int | None]]
+    allocations: dict[str, tuple[int, int | None]]  # size and device of each block, by output
     outputs_in_client_memory: frozenset[str]
     response_schemas: Schemas[StepResponse]
 
@@ -101,16 +100,14 @@ class StepOutput(NamedTuple):
 
     Attributes:
         name: The model's name of the output.
-        tensor: The ensemble's name; "": the ensemble does not use it.
         is_condition: Whether the output decides if a step runs.
-        for_client: Whether the output is in the response to the client.
     """
 
     name: str
     kind: TensorKind
-    tensor: str
+    tensor: str  # the ensemble's name; "": the ensemble does not use it
     is_condition: bool
-    for_client: bool
+    for_client: bool  # whether it is in the response to the client
 
 
 class StepResponse:

@@ -214,7 +214,7 @@ class Generation(Generic[T]):
     ignores_prefix_cache: bool = False
     allows_drafts: bool = True
     beams: BeamSearch | None = None
-    preemptions: int = 0
+    preemptions: int = 0  # number of preemptions of its sequences
     cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     sequences: list[Sequence[T]] = field(default_factory=list)
 
@@ -246,9 +246,9 @@ class Sequence(Generic[T]):
         has_stopped: Whether its text has ended; the sequence then ends with the running step.
     """
 
-    number: int
+    number: int  # the id of the sequence in messages
     generation: Generation[T]
-    sample: int
+    sample: int  # the index of the sample
     tokens: array[int]
     status: SequenceStatus = SequenceStatus.WAITING
     computed_tokens: int = 0

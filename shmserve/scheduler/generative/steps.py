@@ -202,14 +202,13 @@ class RunningStep(NamedTuple):
     """The step that a worker executes.
 
     Attributes:
-        step: The number of the step.
         rows: The sequences and their rows, by the sequence's number.
         work: Its tokens and attention pairs.
         copied_blocks: The number of block copies.
         draft_count: The number of draft tokens.
     """
 
-    step: int
+    step: int  # the number of the step
     rows: dict[int, tuple[Sequence[Any], Row]]
     work: StepWork
     copied_blocks: int

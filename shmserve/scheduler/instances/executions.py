@@ -58,8 +58,8 @@ class ServiceTime:
 
     _mean_duration_ns: float = 0.0
     _deviation_ns: float = 0.0
-    _busy_ns: float = 0.0
-    _mean_requests: float = 0.0
+    _busy_ns: float = 0.0  # mean time of the phases of an execution
+    _mean_requests: float = 0.0  # mean number of requests in an execution
     _observation_count: int = 0
     # The maximum number of batches that a worker has at a time. It is above one if batches are so
     # short that the worker would otherwise wait for messages as long as it computes.

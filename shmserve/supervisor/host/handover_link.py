@@ -45,7 +45,7 @@ class Offer:
 
     link: socket.socket
     sockets: dict[str, list[socket.socket]]
-    shared: list[socket.socket]
+    shared: list[socket.socket]  # sockets that other servers use, too
     client_listener: socket.socket
 
     @classmethod

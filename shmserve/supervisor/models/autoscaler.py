@@ -200,23 +200,19 @@ class LoadSample(NamedTuple):
     """The counters of a scheduler at one time.
 
     Attributes:
-        at_s: The time, on the monotonic clock.
         executed_requests: The number of executed requests.
         succeeded_requests: The number of executed requests that succeeded.
-        queueing_s: The total queueing time of executed requests in seconds.
-        executions: The number of executions (batches).
-        execution_s: The total execution time in seconds.
         queued_count: The current number of requests in the queue.
         ready_count: The current number of ready instances.
         busy_count: The current number of executing instances.
     """
 
-    at_s: float
+    at_s: float  # the time of the sample, on the monotonic clock
     executed_requests: int
     succeeded_requests: int
-    queueing_s: float
-    executions: int
-    execution_s: float
+    queueing_s: float  # the total queueing time of executed requests
+    executions: int  # the number of executions (batches)
+    execution_s: float  # the total execution time
     queued_count: int
     ready_count: int
     busy_count: int
@@ -274,7 +270,7 @@ class ScalingPolicy:
     _late_samples: int = field(init=False, default=0)  # consecutive samples with a long wait
     _mean_request_s: float = field(init=False, default=0.0)  # mean execution time per request
     _mean_execution_s: float = field(init=False, default=0.0)
-    _idle_s: float = field(init=False, default=_IDLE_S)
+    _idle_s: float = field(init=False, default=_IDLE_S)  # time without long waits before a removal
     _last_removal_s: float = field(init=False, default=-math.inf)  # the time of the last removal
 
     def sample(self, load: LoadSample, count: int) -> Change | None:
@@ -408,17 +404,13 @@ def processor_time_s(pid: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class HostCapacity:
-    """The resource usage of a model's workers, compared with the capacity of the host.
+    """The resource usage of a model's workers, compared with the capacity of the host."""
 
-    Attributes:
-        processors: The number of processors that the server may use, possibly a fraction.
-    """
-
-    processors: float
+    processors: float  # how many the server may use, possibly a fraction
     _processor_times: dict[int, float] = field(init=False, default_factory=dict)
     _last_execution_s: float = field(init=False, default=0.0)  # `execution_s` of the last `sample`
     _used_s: float = field(init=False, default=0.0)  # processor time during `_executed_s`
-    _executed_s: float = field(init=False, default=0.0)
+    _executed_s: float = field(init=False, default=0.0)  # execution time since the last measurement
     _busy_processors: float = field(init=False, default=0.0)  # processors per busy instance
     _host_cpu: CpuUtilization = field(init=False, default_factory=CpuUtilization)
     _host_utilization: float = field(init=False, default=0.0)  # from 0 to 1

@@ -84,9 +84,7 @@ class Instances:
 
     Attributes:
         config: The configuration; final once it has been completed.
-        labels: The label texts of each output that has labels.
         reported_config: The properties that the model reported for its configuration.
-        failure: The reason why no instance is restarted; otherwise empty.
         defers_attach: Whether new instances stay connected to the old scheduler, which drains,
             until the next `attach`.
     """
@@ -98,9 +96,9 @@ class Instances:
     _on_change: Callable[[], None]  # called when an instance becomes ready, dies or has failed
     _finalise_config: ConfigFinaliser
     config: ModelSpec = field(init=False)
-    labels: dict[str, list[str]] = field(init=False)
+    labels: dict[str, list[str]] = field(init=False)  # the label texts of each output
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
-    failure: str = field(init=False, default="")
+    failure: str = field(init=False, default="")  # why no instance is restarted
     defers_attach: bool = field(init=False, default=False)
     _warned_topics: set[str] = field(init=False, default_factory=set)
     _abandon_reason: str = field(init=False, default="")  # why the last instance was abandoned

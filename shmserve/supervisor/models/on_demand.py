@@ -53,7 +53,7 @@ class Resident(NamedTuple):
     name: str
     byte_size: int
     last_used_ns: int
-    must_stay: bool = False
+    must_stay: bool = False  # whether requests or orders forbid an unload
     idle_limit_ns: int = 0
     ensembles: frozenset[str] = frozenset()
 
@@ -134,7 +134,7 @@ class _Usage(NamedTuple):
     """The last report of a scheduler; `last_used_ns` is the time of the version's last use."""
 
     response_count: int
-    executed_ns: int
+    executed_ns: int  # the time of the last execution
     last_used_ns: int
     is_busy: bool
 

@@ -84,7 +84,7 @@ class LoadPlan(NamedTuple):
 
     fingerprint: str
     specs: list[VersionSpec]
-    steps: dict[str, list[str]]
+    steps: dict[str, list[str]]  # the steps of the models that steps run
     error: ShmserveError | None = None
     is_known: bool = True
     is_ambiguous: bool = False
@@ -195,12 +195,12 @@ class Order:
     fingerprint: str = field(init=False, default="")
     specs: list[VersionSpec] = field(init=False, default_factory=list)
     step_models: list[str] = field(init=False, default_factory=list)
-    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)
+    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)  # instance changes
     starting_versions: set[str] = field(init=False, default_factory=set)
     failures: dict[str, BaseException] = field(init=False, default_factory=dict)
     error: ShmserveError | None = field(init=False, default=None)
     is_answered: bool = field(init=False, default=False)
-    is_outdated: bool = field(init=False, default=False)
+    is_outdated: bool = field(init=False, default=False)  # whether a step's model has changed
     awaited_ends: set[ModelVersion | str] = field(init=False, default_factory=set)
 
     @property
@@ -382,7 +382,6 @@ class ModelEntry:
         source: The source of the last load of an ensemble.
         step_models: The models of an ensemble's steps.
         has_steps: Whether a version of the model is or was an ensemble.
-        is_step_only: Whether the model was loaded only as a step of ensembles.
         is_expected: Whether the model is loaded at the start and required for readiness.
         on_demand: Whether the model is loaded by its first request and unloaded to free memory.
             An operator's load or unload ends this.
@@ -404,8 +403,8 @@ class ModelEntry:
     source: LoadSource = FOLDER
     step_models: list[str] = field(default_factory=list)
     has_steps: bool = False
-    is_step_only: bool = False
-    is_expected: bool = False
+    is_step_only: bool = False  # whether it was loaded only as a step of ensembles
+    is_expected: bool = False  # whether it is loaded at the start
     on_demand: bool = False
     is_outdated: bool = False
     failure_is_temporary: bool = False

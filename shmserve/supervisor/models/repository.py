@@ -66,7 +66,6 @@ class ModelFolder:
     Attributes:
         config_path: The configuration, or None if there is no file.
         versions: The version numbers, ascending.
-        problem: The reason why the model cannot be loaded, or empty.
         class_name: The class of a model that is given as a class in a file, see `inline_model`.
         class_file: The file of this class.
         class_settings: The parameters of this class by name.
@@ -76,7 +75,7 @@ class ModelFolder:
     path: Path
     config_path: Path | None = None
     versions: tuple[int, ...] = ()
-    problem: str = ""
+    problem: str = ""  # why the model cannot be loaded, or empty
     class_name: str = ""
     class_file: Path | None = None
     class_settings: Mapping[str, str] = field(default_factory=dict)

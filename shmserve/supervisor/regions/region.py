@@ -68,7 +68,7 @@ class OpenRegion:
     """
 
     name: str
-    key: str
+    key: str  # the POSIX name of its object, MEMFD_KEY, or "" (CUDA)
     memory_id: int
     shared: posix_shm.SharedObject | None
     offset: int

@@ -41,7 +41,7 @@ class _Wait:
 
     scheduler: Address
     model: str
-    calls: dict[int, list[Caller]]
+    calls: dict[int, list[Caller]]  # the chain of callers of each call, by its key
     instances: list[tuple[int, set[_Execution]]]
 
     def waiting_executions(self) -> set[_Execution]:
@@ -56,7 +56,7 @@ class _Report:
 
 
 class _Suspicion(NamedTuple):
-    key: int
+    key: int  # the key of the call that seems deadlocked
     unconfirmed: set[Address]  # the schedulers that have not reported since the suspicion arose
 
 

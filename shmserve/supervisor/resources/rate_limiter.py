@@ -60,7 +60,7 @@ class Needs(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Instance:
     needs: Needs
-    executions: int = 0
+    executions: int = 0  # number of executions, which lowers its rank
     pid: int = 0
 
     @property
@@ -74,7 +74,7 @@ class _PendingRequest:
     member: Hashable
     ticket: Hashable
     instance: _Instance
-    number: int
+    number: int  # the order of the requests
     overtaken_count: int = 0  # number of grants of its resources to other instances
 
     @property
