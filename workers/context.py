@@ -96,9 +96,10 @@ class ModelContext(WorkerStart):
                 if not os.access(path, os.R_OK):
                     raise Unavailable(f"the server's user has no permission to read '{path}'")
                 return path
+        hint = "" if "/" in display_name else found_files(self.version_dir)
         raise Unavailable(
             f"unable to find '{self.version}/{display_name}' for model instance "
-            f"'{self.instance_name}'{found_files(self.version_dir)}"
+            f"'{self.instance_name}'{hint}"
         )
 
 

@@ -152,15 +152,15 @@ def _serve(arguments: list[str]) -> int:
 def _run_with_server_flags(name: str, arguments: list[str]) -> int:
     """Run a verb that also accepts the flags of `shmserve serve`.
 
-    The verb's module defines `HELP` and `run(args, parsed)`. NAME.txt has the verb's own flags.
+    The verb's module defines `run(args, parsed)`. NAME.txt has the verb's own flags.
     """
-    module = importlib.import_module(f"shmserve.cli.{name}")
     if _has_help_flag(arguments):
-        print(module.HELP)
+        print(_VERBS[name][1].replace("\n", "\n\n", 1))
         return 0
     from shmserve.cli.arguments import add_flags
     from shmserve.config import command_line
 
+    module = importlib.import_module(f"shmserve.cli.{name}")
     parser = argparse.ArgumentParser(prog=f"shmserve {name}", add_help=False, allow_abbrev=False)
     _unblock_interrupts()
     add_flags(parser, name)
@@ -196,7 +196,7 @@ def _read_verbs() -> dict[str, tuple[str, str]]:
     """Return, for each verb, its line in the usage text and the description in its help."""
     text = Path(__file__).with_name("verbs.txt").read_text(encoding="utf-8")
     blocks = (block.splitlines() for block in text.split("\n\n")[1:])
-    return {name: (line, " ".join(description)) for name, line, *description in blocks}
+    return {name: (line, "\n".join(description)) for name, line, *description in blocks}
 
 
 _VERBS = _read_verbs()

@@ -56,22 +56,13 @@ _ZEROS_NOTE = (
     "samples in `model_warmup`"
 )
 # Parts of the errors about a model's outputs, which are the model's fault for any inputs.
-_INVALID_OUTPUTS = ("inference output '", "configuration expects datatype ")
+_INVALID_OUTPUTS = (
+    *("inference output '", "configuration expects datatype "),
+    *(" returned the output(s) ", " output(s), but not ", ".predict' did not return "),
+)
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
 
-
-HELP = """\
-usage: shmserve check DIR [--input NAME=VALUE ...] [flags of serve]
-
-Validate the repository DIR (or a path/model.py:Class), load each model, send requests to it,
-compare its outputs with its configuration, and print one line per model. Each sample of a model's
-model_warmup is a request; a model without samples receives zeros and empty strings. --input sets
-the value of the input NAME in every model that has it: a JSON number, string or list, @FILE.npy, or
-@FILE: the bytes of the file for a BYTES or UINT8 input, or the pixels of an image. --on-cpu loads
-instances of KIND_GPU on the CPU; --json prints one JSON object.
-Exit status: 0 all models respond, or fail only with made-up inputs; 1 outputs differ from a
-configuration; 2 a model does not load or respond, or fails with --input or its model_warmup."""
 
 # The outcomes of a check, with their exit statuses. "refused": the model fails with made-up inputs;
 # "differs": a response does not match the configuration.

@@ -20,16 +20,6 @@ _CLAUSE = re.compile(r"(?<=[,;]) |(?<=\)) | (?=or )")
 _EXIT_STATUSES = {OK: 0, WARNING: 1, WRONG: 2}
 
 
-HELP = """\
-usage: shmserve doctor [--json] [--peer PID] [flags of serve]
-
-Check whether this host meets the requirements of a server with these flags, or with those of
---config FILE. Each check prints a line: ok, warning or wrong, the finding, and after an arrow the
-remedy. With --peer PID, check whether that process can share memory with the server of the run
-directory, or with a server that this user would start. --json prints a JSON object.
-Exit status: 0 all checks passed, 1 there are warnings, 2 there are errors."""
-
-
 def run(args: argparse.Namespace, parsed: Parsed) -> int:
     """Print the verdict of each check of this host, or of the process of `--peer`.
 

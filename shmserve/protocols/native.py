@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.client.memory.region import Region, Specs
+from shmserve.client.memory.views import noop
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.client.request.channel import ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PLAIN
@@ -155,21 +156,10 @@ class NativeLaneFactory:
         self.session = Session(run_dir, _MAX_MEMORY_BYTES, _CONNECT_TIMEOUT_S)
         self.connection = self.session.connection()
         self.channel = RequestChannel(self.connection, self._watch, loop.unwatch)
-        self._is_flush_scheduled = False
         self.regions: list[Region] = []
 
     def _watch(self, fd: int) -> None:
         self.loop.watch(fd, lambda _: self.channel.process_events((fd,)))
-
-    def flush_soon(self) -> None:
-        """Send queued requests at the end of this turn of the loop."""
-        if not self._is_flush_scheduled:
-            self._is_flush_scheduled = True
-            self.loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._is_flush_scheduled = False
-        self.channel.flush()
 
     def encode(self, request: OutgoingRequest) -> Call:
         """Return a call; if a device is set, its tensors are in a region with the outputs."""
@@ -217,7 +207,7 @@ class NativeLane:
             lane_factory.channel.start(pending)
         else:
             lane_factory.channel.submit(built_request, self._on_completed)
-        lane_factory.flush_soon()
+        lane_factory.channel.flush_soon(lane_factory.loop.call_soon)
 
     def _on_completed(self, request: ClientRequest) -> None:
         outcome, request.outcome = request.outcome, None
@@ -232,16 +222,13 @@ class NativeLane:
                 self._stream_error = self._stream_error or failure.message
             credit = pending.record_read()
             if credit:
-                self._lane_factory.channel.schedulers.credit(pending, credit)
-                self._lane_factory.flush_soon()
+                channel = self._lane_factory.channel
+                channel.schedulers.credit(pending, credit)
+                channel.flush_soon(self._lane_factory.loop.call_soon)
         if pending.has_finished:
-            pending.on_item = _ignore_item
+            pending.on_item = noop
             pending.abandon()
             self._observer.on_end(self._stream_error)
 
     def close(self) -> None:
         """Do nothing: the factory closes the channel."""
-
-
-def _ignore_item() -> None:
-    """Ignore a response that arrives after the end of its request was reported."""

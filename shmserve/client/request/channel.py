@@ -238,6 +238,7 @@ class RequestChannel:
         self._handled_loss_count = 0
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
+        self._is_flush_scheduled = False
         watch(self.waker)
         server.add_channel(self)
 
@@ -325,6 +326,19 @@ class RequestChannel:
     def flush(self) -> None:
         """Send the queued messages."""
         self._links.flush()
+
+    def flush_soon(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        """Send the queued messages at the end of this iteration of an event loop.
+
+        The function `call_soon` of the loop calls a function at that time.
+        """
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
+            call_soon(self._flush_scheduled)
+
+    def _flush_scheduled(self) -> None:
+        self._is_flush_scheduled = False
+        self.flush()  # a closed channel has no links, so that nothing is sent
 
     # --- receiving
 

@@ -215,30 +215,21 @@ class HttpResponse:
         elif size <= _MAX_JOINED_BYTES:
             transport.write(b"".join((head, *self.pieces)))
         else:
-            await self._write_pieces(request, transport, head, stall_timeout_s)
+            # With the high-water mark 0, `drain` returns once the socket has all bytes. The memory
+            # of the pieces may then be released.
+            transport.set_write_buffer_limits(high=0)
+            try:
+                transport.write(head)
+                for piece in self.pieces:
+                    for offset in range(0, len(piece), _PIECE_BYTES):
+                        transport.write(piece[offset : offset + _PIECE_BYTES])
+                        if request.connection.writing_paused:
+                            await drain_or_abort(request.connection, transport, stall_timeout_s)
+            finally:
+                if not transport.is_closing():
+                    transport.set_write_buffer_limits()
         if request.connection.writing_paused:
             await drain_or_abort(request.connection, transport, stall_timeout_s)
-
-    async def _write_pieces(
-        self,
-        request: HttpRequest,
-        transport: asyncio.Transport,
-        head: bytes,
-        stall_timeout_s: float,
-    ) -> None:
-        # With the high-water mark 0, `drain` returns once the socket has all bytes. The memory of
-        # the pieces may then be released.
-        transport.set_write_buffer_limits(high=0)
-        try:
-            transport.write(head)
-            for piece in self.pieces:
-                for offset in range(0, len(piece), _PIECE_BYTES):
-                    transport.write(piece[offset : offset + _PIECE_BYTES])
-                    if request.connection.writing_paused:
-                        await drain_or_abort(request.connection, transport, stall_timeout_s)
-        finally:
-            if not transport.is_closing():
-                transport.set_write_buffer_limits()
 
 
 class ChunkedResponse(HttpResponse):

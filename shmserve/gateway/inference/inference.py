@@ -440,7 +440,6 @@ def classify_outputs(
     classes = request.classes
     if not classes:
         return inferred
-    is_batched = bool(model.signature.max_batch_size)
 
     def classify(tensor: TensorRef) -> TensorRef:
         class_count = classes.get(tensor.name, 0)
@@ -449,42 +448,31 @@ def classify_outputs(
         location = tensor.data
         data = location if isinstance(location, bytes) else gateway.mappings.view(location)
         labels = model.labels.get(tensor.name, ())
-        return _classify_tensor(tensor, data, class_count, labels, is_batched=is_batched)
+        datatype, element_total = tensor.datatype, element_count(tensor.shape)
+        if datatype in _UNSORTABLE_DATATYPES:
+            text = f"class result not available for output due to unsupported type '{datatype}'"
+            raise InvalidArgument(text)
+        if element_total > _MAX_CLASSIFIED_ELEMENTS:
+            raise InvalidArgument(
+                f"output '{tensor.name}': {element_total} elements are too many for classification "
+                f"(maximum: {_MAX_CLASSIFIED_ELEMENTS})"
+            )
+        if len(data) != element_total * ITEM_SIZE[datatype]:
+            return tensor  # `output_bytes` reports the wrong size later
+        batch_shape = tensor.shape[:1] if model.signature.max_batch_size else ()
+        values = np.frombuffer(data, NUMPY_DTYPES[datatype])
+        rows = values.reshape(batch_shape[0] if element_total and batch_shape else 1, -1)
+        class_count = min(class_count, rows.shape[1])
+        if len(rows) * class_count > _MAX_CLASSES:
+            raise InvalidArgument(
+                f"output '{tensor.name}': {len(rows) * class_count} classes are too many for a "
+                f"response (maximum: {_MAX_CLASSES})"
+            )
+        texts = [text for row in rows for text in _class_texts(row, class_count, labels)]
+        packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+        return TensorRef(tensor.name, "BYTES", (*batch_shape, class_count), packed)
 
     return replace(inferred, outputs=tuple(map(classify, inferred.outputs)))
-
-
-def _classify_tensor(
-    tensor: TensorRef,
-    data: bytes | memoryview,
-    class_count: int,
-    labels: Sequence[str],
-    *,
-    is_batched: bool,
-) -> TensorRef:
-    datatype, element_total = tensor.datatype, element_count(tensor.shape)
-    if datatype in _UNSORTABLE_DATATYPES:
-        text = f"class result not available for output due to unsupported type '{datatype}'"
-        raise InvalidArgument(text)
-    if element_total > _MAX_CLASSIFIED_ELEMENTS:
-        raise InvalidArgument(
-            f"output '{tensor.name}': {element_total} elements are too many for classification "
-            f"(maximum: {_MAX_CLASSIFIED_ELEMENTS})"
-        )
-    if len(data) != element_total * ITEM_SIZE[datatype]:
-        return tensor  # `output_bytes` reports the wrong size later
-    batch_shape = tensor.shape[:1] if is_batched else ()
-    values = np.frombuffer(data, NUMPY_DTYPES[datatype])
-    rows = values.reshape(batch_shape[0] if element_total and batch_shape else 1, -1)
-    class_count = min(class_count, rows.shape[1])
-    if len(rows) * class_count > _MAX_CLASSES:
-        raise InvalidArgument(
-            f"output '{tensor.name}': {len(rows) * class_count} classes are too many for a "
-            f"response (maximum: {_MAX_CLASSES})"
-        )
-    texts = [text for row in rows for text in _class_texts(row, class_count, labels)]
-    packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-    return TensorRef(tensor.name, "BYTES", (*batch_shape, class_count), packed)
 
 
 def _class_texts(row: NDArray[np.generic], class_count: int, labels: Sequence[str]) -> list[bytes]:

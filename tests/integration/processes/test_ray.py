@@ -91,8 +91,11 @@ def until_nothing_is_left(folder: Path) -> None:
 
 
 @pytest.fixture
-def own_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Return the folder for temporary files and run directories of a test's processes."""
+    tmp_path_factory.getbasetemp()  # it is created once, and must outlive this folder
     path = folder / "own"
     path.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(path))
@@ -167,8 +170,12 @@ class Stream:
 
     def rest(self) -> list[str]:
         """Return the responses after the first; raise IncompleteRead if the stream was cut off."""
-        with contextlib.closing(self._connection):
+        with contextlib.closing(self):
             return self._nodes(self._response.read())
+
+    def close(self) -> None:
+        self._response.close()
+        self._connection.close()
 
 
 @pytest.mark.skipif(
@@ -182,7 +189,8 @@ def test_a_node_is_killed(folder: Path) -> None:
         streams: dict[str, Stream] = {}
         while streams.keys() != {"first", "second"}:
             stream = Stream(cluster.port, 20)
-            streams[stream.node] = stream
+            if streams.setdefault(stream.node, stream) is not stream:
+                stream.close()
         assert processes_in(folder / "second")
         cluster.kill_second()
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):

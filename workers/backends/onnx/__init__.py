@@ -237,15 +237,20 @@ def _describe_tensor(side: str, node: Any) -> FileTensor:
     datatype = _DATATYPES.get(node.type)
     if datatype is None:
         problem = f"{side} '{node.name}' of the ONNX file is a {node.type}"
-        raise InvalidArgument(problem + _export_advice(node))
+        raise InvalidArgument(problem + _export_advice(side, node))
     shape = list(node.shape)
     dims = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in shape)
     symbols = tuple(size if isinstance(size, str) else "" for size in shape)
     return FileTensor(node.name, datatype, dims, symbols)
 
 
-def _export_advice(node: Any) -> str:
-    """Return advice to export the model without a sequence or a map, which no client can send."""
+def _export_advice(side: str, node: Any) -> str:
+    """Return advice to export the model without a datatype that no client can send or receive."""
+    if side == "input" and node.type.startswith("seq("):
+        return (
+            ", which no client can send: export the model with a tensor in its place (operator "
+            "SplitToSequence)"
+        )
     if "map(" in node.type:
         return (
             ", which no client can receive: convert the model without ZipMap (skl2onnx: "
@@ -416,7 +421,8 @@ class OnnxBackend(Backend):
             file = config.default_model_filename or "model.onnx"
             path = self.context.model_file([file], file)
             if path.is_dir():  # a folder is the layout for files with external data
-                path = self.context.model_file([f"{file}/{path.name}", f"{file}/model.onnx"], file)
+                names = [f"{file}/{path.name}", f"{file}/model.onnx"]
+                path = self.context.model_file(names, names[0])
             with _convert_errors(path):
                 session = open_session(self.context, config, path)
             outputs, inputs = ({t.name for t in side} for side in (config.output, config.input))

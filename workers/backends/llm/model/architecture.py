@@ -199,28 +199,8 @@ class Architecture:
         if len(problems) > problem_count:
             return None
         heads = config["num_attention_heads"]
-        architecture = cls._build(family, config, heads, positions, window, rope)
-        if heads % architecture.kv_heads:
-            problems.append(
-                f"config.json: num_key_value_heads: {architecture.kv_heads} does not divide "
-                f"num_attention_heads, {heads}"
-            )
-        if architecture.head_dim % 2:
-            problems.append(f"config.json: head_dim: {architecture.head_dim} is not an even number")
-        return None if len(problems) > problem_count else architecture
-
-    @classmethod
-    def _build(
-        cls,
-        family: str,
-        config: Mapping[str, Any],
-        heads: int,
-        positions: int,
-        window: int,
-        rope: Rope,
-    ) -> Self:
         has_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))
-        return cls(
+        architecture = cls(
             family,
             config["hidden_size"],
             config["intermediate_size"],
@@ -238,6 +218,14 @@ class Architecture:
             family == "llama" and bool(config.get("mlp_bias", False)),
             rope,
         )
+        if heads % architecture.kv_heads:
+            problems.append(
+                f"config.json: num_key_value_heads: {architecture.kv_heads} does not divide "
+                f"num_attention_heads, {heads}"
+            )
+        if architecture.head_dim % 2:
+            problems.append(f"config.json: head_dim: {architecture.head_dim} is not an even number")
+        return None if len(problems) > problem_count else architecture
 
     @property
     def head_norms(self) -> bool:
