@@ -229,7 +229,7 @@ class LocalClientServer:
     """The service for local clients in the supervisor.
 
     Args:
-        snapshot: Returns the models and the health.
+        read_snapshot: Returns the models and the health.
         on_disconnect: Called with the number of a client that has disconnected.
         load_on_demand: Loads a model by name, with a time limit in seconds.
         shared: Listeners that another server uses, too.
