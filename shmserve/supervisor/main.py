@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from shmserve import logs
 from shmserve.common import fd_limits, host
+from shmserve.common.tasks import DaemonThreadPool
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
@@ -69,6 +70,8 @@ from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, handled_signals
 
+# The threads that read the files of models. Each file system call that hangs blocks one of them.
+_MAX_THREADS = 64
 _FRONT_PRELOADS = (
     *("shmserve.gateway.http.main", "shmserve.gateway.grpc.main"),
     "shmserve.scheduler.hosting.host",
@@ -124,6 +127,7 @@ def run_composed(
     """
 
     async def run() -> int:
+        asyncio.get_running_loop().set_default_executor(DaemonThreadPool(_MAX_THREADS))
         return await main(compose(config, run_dir, listeners, early_signals, read_config))
 
     with asyncio.Runner() as runner:  # the runner handles signals until the folder is removed

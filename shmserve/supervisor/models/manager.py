@@ -374,6 +374,7 @@ class ModelManager:
         self._context, self._planner = executor.context, executor.planner
         self._registry, self._lifecycle = executor.registry, executor.lifecycle
         self._wait_for, self.on_demand = executor.wait_for, executor.on_demand
+        self._scan_lock = asyncio.Lock()
 
     async def start(self) -> bool:
         """Load the models that the control mode selects, and publish the on-demand models.
@@ -470,14 +471,18 @@ class ModelManager:
     async def index(self, ready_only: bool) -> list[dict[str, Any]]:
         """Return the repository index: the models of the repositories and the loaded models."""
         # The scan runs in a thread, since a file system that hangs must not block the supervisor.
-        return self._registry.index(await asyncio.to_thread(self._planner.scan), ready_only)
+        # One scan at a time, so that the scans of such a file system do not block all threads.
+        async with self._scan_lock:
+            folders = await asyncio.to_thread(self._planner.scan)
+        return self._registry.index(folders, ready_only)
 
     async def list_generative_aliases(self) -> dict[str, list[str]]:
         """Return the aliases of each unloaded on-demand model that generates text, by name."""
         models = self._registry.models.values()
         unloaded = [model.name for model in models if model.on_demand and not model.serving]
         find = self._planner.aliases
-        aliases_by_name = await asyncio.to_thread(lambda: {name: find(name) for name in unloaded})
+        async with self._scan_lock:
+            aliases_by_name = await asyncio.to_thread(lambda: {n: find(n) for n in unloaded})
         return {name: aliases for name, aliases in aliases_by_name.items() if aliases is not None}
 
     # --- load and unload
