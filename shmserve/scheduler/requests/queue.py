@@ -368,11 +368,11 @@ def expired_text(submit: Submit, arrived_ns: int, deadline_ns: int) -> str:
 
     The text contains the origin of the deadline.
     """
-    timeout_origin = "the request's parameter 'timeout'"
+    origin = "the request's parameter 'timeout'"
     if deadline_ns == submit.deadline_ns:
-        timeout_origin = submit.deadline_origin or "the caller"
+        origin = submit.deadline_origin or "the caller"
     timeout_us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
-    return f"{_EXPIRED_TEXT} ({timeout_us} microseconds, from {timeout_origin})"
+    return f"{_EXPIRED_TEXT} ({timeout_us} microseconds, from {origin})"
 
 
 def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
