@@ -70,8 +70,8 @@ def adopt_orphans() -> None:
 def children(pid: int) -> Iterator[int]:
     """Yield the children of a process, whichever of its threads started them."""
     with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+        for thread_id in os.listdir(f"/proc/{pid}/task"):
+            yield from map(int, Path(f"/proc/{pid}/task/{thread_id}/children").read_text().split())
 
 
 def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> bool:
@@ -81,10 +81,10 @@ def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> bool:
         False if the process `pid` is in execve(2), and must be killed later.
     """
     child_pids = [child for child in children(pid) if child not in excluded_pids]
-    is_decided = _kill(pid)
+    was_handled = _kill(pid)
     for child in child_pids:
         kill_tree(child, excluded_pids)
-    return is_decided
+    return was_handled
 
 
 def _kill(pid: int) -> bool:
@@ -187,14 +187,14 @@ class PreciseWait:
         return bool(_libc.ppoll(self._pollfd, 1, self._timespec, None) > 0)
 
 
-def set_up(log_name: str, title: str, log: LogSettings) -> None:
+def set_up(log_name: str, title: str, log_settings: LogSettings) -> None:
     """Set up the log and the title of this process, which only the supervisor ends.
 
     SIGINT and SIGTERM are ignored, because a service manager may send them to every process.
     """
     from shmserve import logs  # not at the top: clients import this module
 
-    logs.configure(log_name, log)
+    logs.configure(log_name, log_settings)
     set_process_title(title)
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)
@@ -258,7 +258,7 @@ SPIN_NS = 400_000  # the time for which a process spins before it sleeps
 _LONGEST_COUNTED_WAIT_NS = 4 * SPIN_NS  # longer waits count as this maximum
 # With more concurrent requests, the cores have other work, and no process spins.
 _MAX_REQUESTS_TO_SPIN = 1.5
-_NO_SPIN = (False, False)
+_NO_SPIN = (False, False)  # a value of `BusyPoll.should_spin`
 
 
 class BusyPoll:
@@ -275,14 +275,14 @@ class BusyPoll:
         # The mean wait while no request is in flight, and while some are.
         self._mean_ns = [2.0 * SPIN_NS, 2.0 * SPIN_NS]
         self._recent_requests = 0.0  # recent number of concurrent requests
-        self.should_spin = _NO_SPIN
+        self.should_spin = _NO_SPIN  # while no request is in flight, and while some are
 
-    def observe(self, requests: int, waited_ns: int) -> None:
-        """Record that the process waited `waited_ns` for work, with `requests` in flight."""
-        has_requests = requests > 0
+    def observe(self, request_count: int, waited_ns: int) -> None:
+        """Record that the process waited `waited_ns` for work, with `request_count` in flight."""
+        has_requests = request_count > 0
         self._recent_requests -= 1 / 32
-        if requests > self._recent_requests:
-            self._recent_requests = requests
+        if request_count > self._recent_requests:
+            self._recent_requests = request_count
         if waited_ns > _LONGEST_COUNTED_WAIT_NS:
             waited_ns = _LONGEST_COUNTED_WAIT_NS
         mean_ns = self._mean_ns

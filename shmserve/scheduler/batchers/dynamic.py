@@ -90,14 +90,14 @@ def gather(pending: Iterable[PendingRequest], rules: Batching) -> QueueHead | No
             if (
                 request.shape_key != shape_key
                 if padded_batch is None
-                else not padded_batch.may_join(request.shape_key, request.rows)
+                else not padded_batch.try_join(request.shape_key, request.rows)
             ):
                 has_other_shape = True
                 break
         else:
             shape_key = request.shape_key
             if padded_batch is not None:
-                padded_batch.may_join(shape_key, request.rows)
+                padded_batch.try_join(shape_key, request.rows)
         total = new_total
         requests.append(request)
         if request.enqueued_ns < oldest:

@@ -152,7 +152,7 @@ class Executions:
         if self._settings.padding is not None:
             padded_batch = PaddedBatch(self._settings.padding)
             for request in requests:
-                padded_batch.may_join(request.shape_key, request.rows)
+                padded_batch.try_join(request.shape_key, request.rows)
             self._statistics.executions.count_padding(padded_batch.element_counts())
         null_rows = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, rows=null_rows)
