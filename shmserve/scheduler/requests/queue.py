@@ -33,7 +33,7 @@ from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledR
 from shmserve.scheduler.settings import Settings
 
 _NS_PER_US = 1_000
-_EXPIRED_TEXT = "Request timeout expired"  # Triton's, whose tests compare it
+EXPIRED_TEXT = "Request timeout expired"  # Triton's, whose tests compare it
 
 
 class _Level:
@@ -372,14 +372,14 @@ def expired_text(submit: Submit, arrived_ns: int, deadline_ns: int) -> str:
     if deadline_ns == submit.deadline_ns:
         origin = submit.deadline_origin or "the caller"
     timeout_us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
-    return f"{_EXPIRED_TEXT} ({timeout_us} microseconds, from {origin})"
+    return f"{EXPIRED_TEXT} ({timeout_us} microseconds, from {origin})"
 
 
 def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
     """Return the error text of a request that waited too long in the queue."""
     if 0 < request.deadline_ns < now_ns:
         return expired_text(request.submit, request.arrived_ns, request.deadline_ns)
-    return _EXPIRED_TEXT
+    return EXPIRED_TEXT
 
 
 def plausible_arrival_ns(arrived_ns: int, now_ns: int) -> int:
