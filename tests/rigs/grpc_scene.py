@@ -38,7 +38,7 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.reading = True
-        self.closed = False
+        self.closed = self.ended = False
         self.aborted = False
 
     def write(self, data: Any) -> None:
@@ -52,6 +52,10 @@ class Transport(asyncio.Transport):
 
     def close(self) -> None:
         self.closed = True
+
+    def write_eof(self) -> None:
+        assert not self.ended
+        self.ended = True
 
     def abort(self) -> None:
         self.closed = self.aborted = True

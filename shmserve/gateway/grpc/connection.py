@@ -35,6 +35,7 @@ _WRITE_HIGH_WATER_BYTES = 256 * 1024  # unsent bytes above which data is queued
 _FREE_DEBT = 32  # useless frames that a client may send per turn without a pause
 _PAUSE_PER_FRAME_S = 0.0005  # the pause for each useless frame above `_FREE_DEBT`
 _VIOLATION_DELAY_S = 0.25
+_LINGER_S = 0.5  # the time for which a client may send after the last response
 _CHECKS_PER_TIMEOUT = 4  # time limits are checked this many times within the shortest limit
 _TLS_READ_BYTES = 64 * 1024
 
@@ -143,6 +144,23 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             if transport.get_write_buffer_size():
                 self.loop.call_later(self.context.body_timeout_s, transport.abort)
 
+    def end(self) -> None:
+        """Send the end of the stream, and close once the client disconnects, or after `_LINGER_S`.
+
+        Closing at once would reset the connection of a client that still sends, for example a
+        WINDOW_UPDATE frame. The client would lose its last response or the GOAWAY.
+        """
+        transport = self.transport
+        if self.is_open and transport is not None:
+            self._is_closing = True
+            self.lifetime.stop()
+            if self._tls is not None:
+                self._tls.close()
+                transport.write(self._tls.outgoing())
+                self._tls = None
+            transport.write_eof()
+            self.loop.call_later(_LINGER_S, self.force_close)
+
     # --- bytes
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -162,6 +180,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Handle the received bytes, as many as are permitted in one turn."""
         data: Bytes = self._current_buffer[:nbytes]
+        if self._is_closing:
+            return
         self._last_activity = self.loop.time()
         if self._tls is not None and data:
             try:
@@ -523,8 +543,8 @@ class ConnectionLifetime:
     def _report_if_drained(self) -> None:
         calls = [stream.call for stream in self._connection.http2.streams.values()]
         if not calls:
-            self._connection.force_close()
-        if not any(call is not None and call.delays_drain for call in calls):
+            self._connection.end()  # the end of the connection reports the drain
+        elif not any(call is not None and call.delays_drain for call in calls):
             self._connection.report_drained()
 
     def record_call_end(self) -> None:

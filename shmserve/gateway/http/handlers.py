@@ -224,10 +224,11 @@ def _decode_load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, 
         if key == "config":
             config = value
             continue
-        try:
-            files[key.removeprefix("file:")] = base64.b64decode(value, validate=True)
+        try:  # Encoders may break lines.
+            contents = base64.b64decode("".join(value.split()), validate=True)
         except (binascii.Error, ValueError):
             raise InvalidArgument(f"the contents of '{key}' are not valid base64") from None
+        files[key.removeprefix("file:")] = contents
     return config, files
 
 

@@ -86,7 +86,7 @@ class ReadState(enum.Enum):
 
     PARSING = enum.auto()  # pass them to the parser
     CONFLICTING_HEAD = enum.auto()  # wait for the rest of a head with a length and chunks
-    FAILED = enum.auto()  # drop them, since the malformed request ends the connection
+    FAILED = enum.auto()  # drop them, since the connection ends with an earlier request
 
 
 class Incoming(LimitedConnection, asyncio.Protocol):
@@ -110,6 +110,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None
         self._state = ReadState.PARSING
+        self._dropped_bytes = 0  # the number of bytes dropped in the state FAILED
         # The received part of an incomplete or malformed head; None: unknown, or no such head.
         self._head: bytes | None = None
         self._ends_request = False  # whether the last received bytes end a head or a chunked body
@@ -254,6 +255,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     def _parse(self, data: bytes, is_between_requests: bool) -> None:
         """Parse the bytes, and queue the requests or the error that they complete."""
         if self._is_closed or self._state is ReadState.FAILED:
+            self._dropped_bytes += len(data)
             return
         if self._state is ReadState.CONFLICTING_HEAD:
             assert self._head is not None

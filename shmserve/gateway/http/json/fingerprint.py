@@ -171,7 +171,7 @@ def fill_known_template(
 
 def is_worth_caching(cache: Cache, fingerprint: Fingerprint) -> bool:
     """Return whether a fingerprint has occurred before, and is short enough for the cache."""
-    return len(fingerprint.key[0]) <= _MAX_KEY_BYTES and cache.is_repeated(fingerprint.key)
+    return len(fingerprint.key[0]) <= _MAX_KEY_BYTES and cache.mark_seen(fingerprint.key)
 
 
 def store_template(

@@ -46,6 +46,7 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.ended = self.closed = False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
@@ -57,7 +58,10 @@ class Transport(asyncio.Transport):
         self.written += bytes(data)
 
     def close(self) -> None:
-        pass
+        self.closed = True
+
+    def write_eof(self) -> None:
+        self.ended = True
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -601,6 +605,29 @@ async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> 
     is_idle = connection.idle_since is not None
     connection.connection_lost(None)
     assert (is_idle, len(parse_replies(transport.written))) == (True, 2)
+
+
+@pytest.mark.parametrize(("pause_s", "open_s"), [(1.5, 30), (3, 2)])
+async def test_a_client_that_still_sends_is_read_for_a_limited_time(
+    pause_s: float, open_s: float
+) -> None:
+    async def refuse(request: HttpRequest) -> HttpResponse:
+        return json_response("refused")
+
+    clock = Clock()
+    connection, transport = connect(refuse)
+    await turn_loop()
+    connection.data_received(pack_request("POST", "/a", (), bytes(10**6), "length")[:300_000])
+    await turn_loop()
+    assert transport.ended
+    start_s = clock.now
+    while not transport.closed:
+        await clock.advance(pause_s)
+        connection.data_received(bytes(1000))
+    connection.connection_lost(None)
+    await turn_loop()
+    assert parse_replies(transport.written.replace(b"Connection: close\r\n", b"")) == ["refused"]
+    assert open_s <= clock.now - start_s <= open_s + pause_s
 
 
 async def turn_loop(count: int = 20) -> None:

@@ -61,7 +61,7 @@ def grammar(
     formats = tools.MessageFormats(family, reasoning, model_tokenizer)
     formatted = formats.make_format(request, prompt)
     assert formatted is not None
-    text = formats.grammar(request, formatted, has_body_grammar=False)
+    text = formats.grammar(request, formatted, has_grammar=False)
     end_tokens = [model_tokenizer.token_to_id(END)]
     wrapped: Any = llguidance.LLTokenizer
     library = wrapped(
@@ -387,7 +387,7 @@ def test_no_reasoning_begins_after_a_prompt_that_has_closed_it(reasoning: str) -
     for prompt, is_open in (("<think>\n\n</think>\n\n", False), ("hi", True)):
         formatted = formats.make_format(request, prompt)
         assert formatted is not None
-        assert ("/think>" in formats.grammar(request, formatted, has_body_grammar=False)) == is_open
+        assert ("/think>" in formats.grammar(request, formatted, has_grammar=False)) == is_open
         assert (formats.make_format(None, prompt) is not None) == is_open
 
 
