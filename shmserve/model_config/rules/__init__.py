@@ -24,7 +24,7 @@ from shmserve.ipc.model_spec import (
     LARGEST_INSTANCE_BOUND,
 )
 from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
-from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, find_repeats
+from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.parameters import parameter_problems
 from shmserve.model_config.rules.scheduling import (
@@ -176,10 +176,6 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
     if not config.instance_group:
         text = f"must specify one or more 'instance group's for {config.name}"
         yield Problem(_GROUPS, text)
-    names = (((*_GROUPS, i, "name"), group.name) for i, group in enumerate(config.instance_group))
-    for key, name, first_key in find_repeats(names):
-        text = f"instance group {name} of model {config.name} is specified more than once"
-        yield Problem(key, text, (first_key,))
     for index, group in enumerate(config.instance_group):
         path, subject = (*_GROUPS, index), f"instance group {group.name} of model {config.name}"
         for problem in _group_problems(path, group, gpu_count):

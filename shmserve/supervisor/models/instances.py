@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -241,13 +242,15 @@ def expand_instances(config: ModelSpec, running_count: int = 0) -> list[Instance
 
 def _expand(config: ModelSpec) -> list[Instance]:
     instances: list[Instance] = []
+    counts: Counter[str] = Counter()  # groups of equal names are numbered together
     for group in config.instance_group:
         on_gpu = group.kind == "KIND_GPU"
         for device_id in group.gpus if on_gpu else (0,):
             prefix = f"{group.name}_gpu{device_id}" if on_gpu else group.name
             device, kind = f"gpu:{device_id}" if on_gpu else "cpu", group.kind.removeprefix("KIND_")
-            for number in range(group.count):
-                name, limit = f"{prefix}_{number}", group.rate_limiter
+            for _ in range(group.count):
+                name, limit = f"{prefix}_{counts[prefix]}", group.rate_limiter
+                counts[prefix] += 1
                 instances.append(Instance(len(instances), name, device, kind, device_id, limit))
     return instances
 
