@@ -207,8 +207,8 @@ class Server:
         except TimedOut:
             raise
         except ShmserveError:
-            attempt = (channel.connection, call[4], packed)
-            if not await asyncio.to_thread(self._session.should_retry, *attempt):
+            attempt_state = (channel.connection, call[4], packed)
+            if not await asyncio.to_thread(self._session.should_retry, *attempt_state):
                 raise
         channel = await self._get_channel()
         await self._load_on_demand(channel, *call)

@@ -33,11 +33,11 @@ def in_background(coroutine: Coroutine[Any, Any, None], tasks: set[Task[None]]) 
 
 async def collect(items: Iterable[T]) -> list[T]:
     """Return the items as a list, and let other tasks run after each item."""
-    collected = []
+    collected_items = []
     for item in items:
-        collected.append(item)
+        collected_items.append(item)
         await asyncio.sleep(0)
-    return collected
+    return collected_items
 
 
 async def cancel_all(*tasks: asyncio.Future[Any]) -> None:

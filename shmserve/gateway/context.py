@@ -31,7 +31,7 @@ from shmserve.ipc.tensors.descriptors import MAX_INT64
 from shmserve.ipc.tensors.inference import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
-_MAX_TEMPLATES = 256
+_MAX_TEMPLATES = 256  # maximum number of request templates of a model version
 _INVALID_VERSION = (
     "failed to get model version from specified version string '{text}' (details: stol), version "
     "should be an integral value > 0"
@@ -108,19 +108,19 @@ class ModelTable:
     """The models by name and version.
 
     Attributes:
-        on_demand: The names of models that are loaded on demand, loaded or not.
+        on_demand_names: The names of models that are loaded on demand, loaded or not.
         revision: A number that changes when a version is published or withdrawn.
         is_server_live: False if the start of the server failed.
     """
 
     def __init__(self, schedulers: GatewaySchedulers) -> None:
         self._schedulers = schedulers
-        self._models: dict[str, dict[str, GatewayModel]] = {}
+        self._models: dict[str, dict[str, GatewayModel]] = {}  # by name and version
         self._latest_models: dict[str, GatewayModel] = {}
         self._withdrawn_versions: dict[str, set[str]] = {}
         self.revision = 0
         self.is_server_live = True
-        self.on_demand: set[str] = set()
+        self.on_demand_names: set[str] = set()
         self._aliases: dict[str, str] = {}
 
     def publish(self, message: ModelPublished) -> None:
@@ -155,7 +155,7 @@ class ModelTable:
         """
         self.revision += 1
         if not version:
-            self.on_demand.discard(name)
+            self.on_demand_names.discard(name)
         versions = self._models.get(name, {})
         model = versions.pop(version, None)
         if not versions:
@@ -182,7 +182,7 @@ class ModelTable:
 
     def __contains__(self, name: str) -> bool:
         """Return whether a model has this name, loaded or on demand."""
-        return name in self._models or name in self.on_demand
+        return name in self._models or name in self.on_demand_names
 
     def resolve(self, name: str, version: str) -> GatewayModel:
         """Return the model for a request; version "" means the latest.
@@ -323,7 +323,7 @@ class Gateway:
 def needs_load(gateway: Gateway, name: str, version: str) -> bool:
     """Return whether a model is loaded on demand, and not loaded yet."""
     models = gateway.models
-    return name in models.on_demand and models.find(name, version) is None
+    return name in models.on_demand_names and models.find(name, version) is None
 
 
 # A limit in microseconds from a request's arrival (0: none), and the origin of the limit.

@@ -51,9 +51,9 @@ class NativeTransport:
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """Return the inputs in the signature that the server sent at connection."""
         signature = self._resolve(model, version).signature
-        batch = (-1,) if signature.max_batch_size else ()
+        batch_dims = (-1,) if signature.max_batch_size else ()
         inputs = signature.inputs.items()
-        return {n: ModelTensor(n, spec.datatype, (*batch, *spec.dims)) for n, spec in inputs}
+        return {n: ModelTensor(n, spec.datatype, (*batch_dims, *spec.dims)) for n, spec in inputs}
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """Return the part of a model's configuration that the server sends to local clients."""
@@ -93,8 +93,8 @@ class NativeTransport:
             ) as results:
                 for result in results:
                     outputs = [_encode_output(name, types[name], result[name]) for name in result]
-                    ids = (request.model, model.version, request.id)
-                    yield response_json(*ids, result.parameters, outputs)
+                    response_ids = (request.model, model.version, request.id)
+                    yield response_json(*response_ids, result.parameters, outputs)
         except ShmserveError as error:
             raise TransportError(error.message) from error
 
@@ -105,9 +105,9 @@ class NativeTransport:
 
 def _call_options(request: OutgoingRequest) -> dict[str, Any]:
     timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
-    options = {"version": request.version, "timeout": timeout_s, "request_id": request.id}
+    call_options = {"version": request.version, "timeout": timeout_s, "request_id": request.id}
     sequence = {"sequence": request.sequence or 0, "start": request.is_start, "end": request.is_end}
-    return {**options, **sequence, "parameters": request.parameters}
+    return {**call_options, **sequence, "parameters": request.parameters}
 
 
 def tensor_array(tensor: InputTensor, model: str) -> Array:

@@ -199,21 +199,21 @@ def compose(
     events = EventPublisher()
     processes = ProcessTable(events.process_started)
     control = ControlSocket(endpoints.control(run_dir.path))
-    handles = HandleCheck(accelerators.count, registry.workers_on, control.send)
-    opener = RegionOpener(config.shm, handles if accelerators.kind == "cuda" else None)
-    kept = KeptRegions(service_manager)
-    regions = RegionRegistry(control, opener, events.publish, kept)
+    handle_check = HandleCheck(accelerators.count, registry.workers_on, control.send)
+    opener = RegionOpener(config.shm, handle_check if accelerators.kind == "cuda" else None)
+    kept_regions = KeptRegions(service_manager)
+    regions = RegionRegistry(control, opener, events.publish, kept_regions)
     regions.restore(listeners.stored_fds)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
-    memory = LocalMemory(capabilities, opener, control, events.publish)
+    local_memory = LocalMemory(capabilities, opener, control, events.publish)
     publisher = ModelPublisher()
-    snapshot = Snapshot(publisher, regions, memory, health)
+    snapshot = Snapshot(publisher, regions, local_memory, health)
 
     async def load_on_demand(name: str, timeout_s: float) -> None:
         await models.on_demand.load(name, timeout_s)
 
     context = _compose_context(
-        *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
+        *(config, run_dir, control, processes, events, capabilities, local_memory, snapshot),
         load_on_demand=load_on_demand,
         listeners=listeners,
     )
@@ -231,7 +231,7 @@ def compose(
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
     context.serve_requests(get_args(ModelRequest), models.handle)
-    ControlApi(context, regions, kept, handles, registry, readiness)
+    ControlApi(context, regions, kept_regions, handle_check, registry, readiness)
 
     def refusal_reason() -> str:
         if service_manager.is_present:
@@ -243,7 +243,7 @@ def compose(
     end_signals: asyncio.Queue[int] = asyncio.Queue()
     stop = partial(end_signals.put_nowait, signal.SIGTERM)
     handover = Handover(
-        run_dir, listeners, regions, kept, context.local_clients, refusal_reason, stop
+        run_dir, listeners, regions, kept_regions, context.local_clients, refusal_reason, stop
     )
 
     return Supervisor(
@@ -253,7 +253,7 @@ def compose(
         context=context,
         processes=processes,
         regions=regions,
-        local_memory=memory,
+        local_memory=local_memory,
         gateways=Gateways(context, listeners, snapshot.for_gateway),
         workspace_holders=WorkspaceHolders(context),
         models=models,

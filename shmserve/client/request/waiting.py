@@ -200,10 +200,10 @@ class ThreadChannel:
             self.requests.flush()
             return pending
 
-    def credit(self, pending: ClientStream, responses: int) -> None:
-        """Grant credit for `responses` more responses."""
+    def credit(self, pending: ClientStream, response_count: int) -> None:
+        """Grant credit for `response_count` more responses."""
         with self.lock:
-            self.requests.schedulers.credit(pending, responses)
+            self.requests.schedulers.credit(pending, response_count)
             self.requests.flush()
 
     def wait(self, pending: Any) -> Result:
@@ -346,10 +346,10 @@ class SharedChannel:
                 self.cancel((pending,))
                 raise TimedOut(NO_RESPONSE)
 
-    def credit(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, response_count: int) -> None:
         """Permit the model to send this many further responses."""
         with contextlib.suppress(Disconnected):
-            self.connection.call(lambda channel: channel.schedulers.credit(pending, responses))
+            self.connection.call(lambda channel: channel.schedulers.credit(pending, response_count))
 
     def cancel(self, pending_requests: Iterable[Future[Result] | ClientStream]) -> None:
         """Cancel requests; safe in any thread and at any time."""

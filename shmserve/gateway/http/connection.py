@@ -129,7 +129,7 @@ class HttpConnection(Incoming):
             return False
         self._begun_request = begun_request
         self._is_handling = True
-        self._app.active += 1
+        self._app.active_count += 1
         return True
 
     def _write_response(self, body: bytes | None, headers: bytes = JSON_HEADER) -> None:
@@ -255,8 +255,8 @@ class HttpConnection(Incoming):
             dropped_bytes = self._dropped_bytes
             await asyncio.sleep(_LINGER_IDLE_S)
 
-    def _refuse(self, problem: ShmserveError, head: bytes) -> None:
-        response = self._app.malformed_response(problem, head)
+    def _refuse(self, error: ShmserveError, head: bytes) -> None:
+        response = self._app.malformed_response(error, head)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
             self.transport.write(response.head(None, len(body)) + body)

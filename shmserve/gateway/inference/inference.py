@@ -109,9 +109,9 @@ def submit_inference(
     except BaseException:
         built_request.release()
         raise
-    trace = ""
+    trace_context = ""
     if traceparent or gateway.tracer.is_active or "explain" in request.parameters:
-        trace = _begin_trace(gateway, built_request, arrived_ns, traceparent)
+        trace_context = _begin_trace(gateway, built_request, arrived_ns, traceparent)
     limit_us, limit_origin = call_limit
     server_limit_us = gateway.settings.request_timeout_us
     if request.deadline_us > 0 and not 0 < limit_us <= request.deadline_us:
@@ -133,7 +133,7 @@ def submit_inference(
         correlation_id=request.correlation_id,
         # The address of the object distinguishes the connections of this process.
         source=id(client) if request.correlation_id else 0,
-        trace=trace,
+        trace=trace_context,
     )
     inference = create_inference(message, schedulers, built_request.on_release, built_request)
     schedulers.submit(inference, model.endpoint)
@@ -153,7 +153,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     if trace.has_explanation:
         # A template would repeat the durations of the first response in later responses.
         built.response_templates = None
-    return trace.scheduler.message
+    return trace.scheduler_context.message
 
 
 async def reload_model(gateway: Gateway, built_request: BuiltRequest) -> None:
@@ -189,12 +189,12 @@ def log_failure(built_request: BuiltRequest, error: ShmserveError) -> None:
     level = logging.ERROR if error.server_fault else logging.DEBUG
     if logger.isEnabledFor(level):
         outcome = "failed" if error.server_fault else "was refused"
-        message_args = (built_request.model.name, outcome, error.message)
-        extra = {
+        log_args = (built_request.model.name, outcome, error.message)
+        log_fields = {
             "request_id": built_request.infer_request.id,
             "trace_id": trace and trace.context.trace_id,
         }
-        logger.log(level, "inference of model '%s' %s: %s", *message_args, extra=extra)
+        logger.log(level, "inference of model '%s' %s: %s", *log_args, extra=log_fields)
 
 
 def record_failure(built_request: BuiltRequest, error: ShmserveError) -> None:
@@ -437,12 +437,12 @@ def classify_outputs(
     Raises:
         InvalidArgument: An output cannot be sorted, or is too large.
     """
-    classes = request.classes
-    if not classes:
+    class_counts = request.class_counts
+    if not class_counts:
         return inferred
 
     def classify(tensor: TensorRef) -> TensorRef:
-        class_count = classes.get(tensor.name, 0)
+        class_count = class_counts.get(tensor.name, 0)
         if not class_count:
             return tensor
         location = tensor.data
@@ -498,6 +498,6 @@ def largest_indices(row: NDArray[np.generic], count: int) -> list[int]:
         # Only values that can be among the largest are sorted.
         threshold = np.partition(row, len(row) - count)[len(row) - count]
         candidates = np.flatnonzero(~(row < threshold))
-    order = np.argsort(row[candidates][::-1], kind="stable")[::-1]
-    indices: list[int] = candidates[::-1][order][:count].tolist()
+    descending_order = np.argsort(row[candidates][::-1], kind="stable")[::-1]
+    indices: list[int] = candidates[::-1][descending_order][:count].tolist()
     return indices

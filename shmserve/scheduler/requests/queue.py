@@ -179,8 +179,8 @@ class RequestQueue:
         policies = settings.policies
         # The level and policy of all requests, if there is only one level.
         self._only_level = None if policies.levels else (0, policies.default)
-        rules = (policies.default, *policies.level_policies.values())
-        bounds = [rule.max_queue_size for rule in rules]
+        all_policies = (policies.default, *policies.level_policies.values())
+        bounds = [policy.max_queue_size for policy in all_policies]
         self.min_bound = min(filter(None, bounds), default=NEVER)
 
     def __len__(self) -> int:
@@ -359,8 +359,8 @@ def _has_ended(request: ScheduledRequest) -> bool:
 
 def earlier_deadline(deadline_ns: int, submit: Submit, arrived_ns: int) -> int:
     """Return the earlier of a deadline (0: none) and the end of a request's `timeout`."""
-    ends_ns = arrived_ns + min(submit.timeout_us, MAX_TIMEOUT_US) * _NS_PER_US
-    return min(deadline_ns or ends_ns, ends_ns)
+    timeout_end_ns = arrived_ns + min(submit.timeout_us, MAX_TIMEOUT_US) * _NS_PER_US
+    return min(deadline_ns or timeout_end_ns, timeout_end_ns)
 
 
 def expired_text(submit: Submit, arrived_ns: int, deadline_ns: int) -> str:

@@ -161,7 +161,7 @@ def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
     t = build_table(generator_publication("a", "gpt"), served_names=(("", "only"), ("asleep", "z")))
     send_request = t.supervisor.send_request
     assert resolve_alias(t, "night") == "night" and not send_request.called
-    t.models.on_demand |= {"asleep", "a"}
+    t.models.on_demand_names |= {"asleep", "a"}
     for name, model_name in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
         assert resolve_alias(t, name) == model_name and not send_request.called
     assert resolve_alias(t, "night") == "asleep"

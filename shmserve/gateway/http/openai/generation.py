@@ -40,7 +40,7 @@ from shmserve.ipc.tensors.inference import Inferred
 T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 16  # bytes of a model's outputs; their conversion to JSON takes about 2 ms
-_NO_STOP_REASON = (b"", b"null")
+_NO_STOP_REASON = (b"", b"null")  # outputs of a model that mean no stop reason
 _DONE_EVENT = SERVER_SENT_EVENTS.frame(b"[DONE]")
 
 
@@ -57,11 +57,11 @@ class Delta(NamedTuple):
         stop_reason: The stop string or the token that has ended the sample, in its last part.
     """
 
-    sample: int
+    sample: int  # the index of the sample among its prompt's samples
     text: str
     finish_reason: str = ""
     logprobs: dict[str, Any] | None = None
-    usage: dict[str, Any] | None = None
+    usage: dict[str, Any] | None = None  # numbers of tokens
     extra_members: dict[str, Any] = {}  # noqa: RUF012 - never changed
     message: dict[str, Any] | None = None
     stop_reason: str | int | None = None
@@ -102,15 +102,15 @@ class ChoiceFormat(NamedTuple):
             return None
         if self.is_chat:
             return {"content": tokens, "refusal": None}
-        offsets = []
+        text_offsets = []
         for token in tokens:
-            offsets.append(token.get("text_offset", text_offset))
+            text_offsets.append(token.get("text_offset", text_offset))
             text_offset += len(token["token"])
         return {
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
             "top_logprobs": list(map(_likeliest_tokens, tokens)),
-            "text_offset": offsets,
+            "text_offset": text_offsets,
         }
 
 
@@ -123,35 +123,35 @@ def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
     if token["top_logprobs"] is None:
         return None
     logprob_by_token: dict[str, Any] = {}
-    seen_keys = set()
+    seen_tokens = set()
     for candidate in [*token["top_logprobs"], token]:
-        text, key = candidate["token"], candidate.get("token_id", candidate["token"])
+        text, token_key = candidate["token"], candidate.get("token_id", candidate["token"])
         # Different tokens have the same text if they are parts of characters in UTF-8.
-        if text in logprob_by_token and key not in seen_keys:
+        if text in logprob_by_token and token_key not in seen_tokens:
             text = bytes(candidate.get("bytes") or ()).decode(errors="backslashreplace")
-        seen_keys.add(key)
+        seen_tokens.add(token_key)
         logprob_by_token.setdefault(text, candidate["logprob"])
     return logprob_by_token
 
 
-def _format_prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+def _format_prompt_logprobs(logprobs: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
     """Return the log probabilities of a prompt in the format of vLLM."""
-    rows: list[dict[str, Any] | None] = []
-    for token in prompt:
+    formatted_logprobs: list[dict[str, Any] | None] = []
+    for token in logprobs:
         if token is None:
-            rows.append(None)
+            formatted_logprobs.append(None)
             continue
-        top = [{**entry, "rank": rank} for rank, entry in enumerate(token["top_logprobs"], 1)]
+        ranked = [{**entry, "rank": rank} for rank, entry in enumerate(token["top_logprobs"], 1)]
         ranked_logprobs = {
             str(candidate["token_id"]): {
                 "logprob": candidate["logprob"],
                 "rank": candidate["rank"],
                 "decoded_token": candidate["token"],
             }
-            for candidate in (token, *top)
+            for candidate in (token, *ranked)
         }
-        rows.append(ranked_logprobs)
-    return rows
+        formatted_logprobs.append(ranked_logprobs)
+    return formatted_logprobs
 
 
 COMPLETION_FORMAT = ChoiceFormat("cmpl", "text_completion", "text_completion", is_chat=False)
@@ -350,8 +350,8 @@ class Choices:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
             self._prompt_members |= {name: members.pop(name) for name in prompt}
         tokens = sample.extra_members.get("token_ids", []) + members.get("token_ids", [])
-        added = {**members, "token_ids": tokens} if "token_ids" in members else members
-        sample.extra_members |= added
+        chunk_members = {**members, "token_ids": tokens} if "token_ids" in members else members
+        sample.extra_members |= chunk_members
         return members
 
     def _count_usage(self, usage: dict[str, Any]) -> None:
@@ -377,9 +377,9 @@ class Choices:
         head = {**self._head(self.format.object_name), **self._prompt_members}
         return {**head, "choices": choices, "usage": self.usage()}
 
-    def encode_frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
+    def encode_frames(self, choice_lists: list[list[dict[str, Any]]]) -> list[bytes]:
         """Return a chunk of a stream for each list of choices."""
-        return [SERVER_SENT_EVENTS.frame(self.encode_chunk(choices)) for choices in results]
+        return [SERVER_SENT_EVENTS.frame(self.encode_chunk(choices)) for choices in choice_lists]
 
     def encode_chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
@@ -403,19 +403,19 @@ class Choices:
 
     def usage(self) -> dict[str, Any]:
         """Return the response's member `usage`: the numbers of tokens, over all prompts."""
-        prompt, generated, cached = self._usage.values()
+        prompt_tokens, completion_tokens, cached_tokens = self._usage.values()
         reasoning_tokens = self._reasoning_tokens
         details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
         return {
             **({"completion_tokens_details": details} if details else {}),
-            "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self.model}
+    def _head(self, name: str) -> dict[str, Any]:
+        return {"id": self._id, "object": name, "created": self._created, "model": self.model}
 
 
 async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -522,8 +522,8 @@ class _Generation:
         arrived_ns = time.monotonic_ns()
         for infer_request in self._text_request.infer_requests():
             built_request = await build_in_turns(gateway, model, infer_request)
-            event = self._response_event
-            queue = ResponseQueue(gateway, self._request, built_request, arrived_ns, event)
+            response_event = self._response_event
+            queue = ResponseQueue(gateway, self._request, built_request, arrived_ns, response_event)
             self._queues.append(queue)
             if len(self._text_request.prompts) > 1:
                 await asyncio.sleep(0)  # other requests are handled in between
@@ -599,14 +599,14 @@ class _Generation:
         model = self._text_request.model.name
         values = {t.name: bodies.decode_output(self._gateway, t, model) for t in inferred.outputs}
         texts = values[TEXT_OUTPUT]
-        absent = [b""] * len(texts)
+        empty_column = [b""] * len(texts)
         columns = (
             values.get("index", range(len(texts))),
             texts,
-            values.get("finish_reason", absent),
-            values.get("logprobs", absent),
-            [*values.get("usage", ()), *absent][: len(texts)],
-            values.get("stop_reason", absent),
+            values.get("finish_reason", empty_column),
+            values.get("logprobs", empty_column),
+            [*values.get("usage", ()), *empty_column][: len(texts)],
+            values.get("stop_reason", empty_column),
         )
         deltas = [
             Delta(
@@ -620,8 +620,8 @@ class _Generation:
             for index, text, reason, logprobs, usage, stop_reason in zip(*columns, strict=True)
         ]
         if self._text_request.detail_outputs:
-            lists = {name: array.tolist() for name, array in values.items()}
-            return list(self._with_members(deltas, lists))
+            output_lists = {name: array.tolist() for name, array in values.items()}
+            return list(self._with_members(deltas, output_lists))
         return deltas
 
     def _with_members(self, deltas: list[Delta], values: dict[str, list[Any]]) -> Iterator[Delta]:
@@ -635,8 +635,8 @@ class _Generation:
         for index, delta in enumerate(deltas):
             extra_members: dict[str, Any] = {}
             if tokens is not None:
-                count = sample_tokens[index] if sample_tokens else len(tokens)
-                extra_members["token_ids"], tokens = tokens[:count], tokens[count:]
+                token_count = sample_tokens[index] if sample_tokens else len(tokens)
+                extra_members["token_ids"], tokens = tokens[:token_count], tokens[token_count:]
             if prompt:
                 extra_members["prompt_token_ids"] = prompt
             logprobs = delta.logprobs

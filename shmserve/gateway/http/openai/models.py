@@ -99,8 +99,8 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     try:
         for begin in range(0, len(texts), batch_size):
             batch = texts[begin : begin + batch_size]
-            call = _compute_vectors(gateway, request, model, embedder, batch)
-            tasks.append(asyncio.create_task(call))
+            vectors_of_batch = _compute_vectors(gateway, request, model, embedder, batch)
+            tasks.append(asyncio.create_task(vectors_of_batch))
             await asyncio.sleep(0)  # other requests are handled in between
         vectors = [vector for batch in await asyncio.gather(*tasks) for vector in batch]
     finally:
@@ -197,7 +197,7 @@ def _is_listed(model: GatewayModel) -> bool:
 
 
 def _model_object(
-    gateway: Gateway, name: str, root: str, model: GatewayModel | None
+    gateway: Gateway, name: str, base_model: str, model: GatewayModel | None
 ) -> dict[str, Any]:
     is_adapter = model is not None and find_adapter(gateway, model, name)
     return {
@@ -205,8 +205,8 @@ def _model_object(
         "object": "model",
         "created": _STARTED_AT_S,
         "owned_by": "shmserve",
-        "root": root,
-        "parent": root if is_adapter else None,
+        "root": base_model,
+        "parent": base_model if is_adapter else None,
         "max_model_len": None if model is None else model.max_model_len,
     }
 
@@ -253,12 +253,12 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         return json_response({"prompt": ""})
     if type(tokens) is not Packed and not are_tokens(tokens):
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
-    ids, limit = bodies.prompt_input(tokens, "tokens"), model.max_model_len
-    if limit and ids.count > limit:
-        text = prompt_too_long(limit, f"{ids.count} tokens exceed this limit")
+    tokens_input, max_tokens = bodies.prompt_input(tokens, "tokens"), model.max_model_len
+    if max_tokens and tokens_input.count > max_tokens:
+        text = prompt_too_long(max_tokens, f"{tokens_input.count} tokens exceed this limit")
         raise InvalidArgument(f"tokens: {text}")
     parameters = {"task": "detokenize"}
-    values = await infer_once(gateway, request, model, ids, (TEXT_OUTPUT,), parameters)
+    values = await infer_once(gateway, request, model, tokens_input, (TEXT_OUTPUT,), parameters)
     return json_response({"prompt": values[TEXT_OUTPUT][0].decode()})
 
 

@@ -86,7 +86,7 @@ class AnsweringApp(App):
     async def handle(self, request: HttpRequest) -> HttpResponse:
         begun_request, request.begun_request = request.begun_request, None
         if begun_request is None:
-            self.active += 1
+            self.active_count += 1
         reply = await (self.answer(request) if begun_request is None else begun_request.response())
         reply.on_sent = self.decrement
         return reply
@@ -224,7 +224,7 @@ async def collect_answers(
         requests = parse_replies(transport.written)
     connection.connection_lost(None)
     await asyncio.sleep(0)
-    assert connection_app(connection).active == 0
+    assert connection_app(connection).active_count == 0
     return requests
 
 
@@ -512,7 +512,7 @@ async def test_a_disconnect_cancels_the_request_in_flight(*, taken_over: bool) -
         pending_request.take_turns(0)
     connection.connection_lost(None)
     await turn_loop()
-    assert (pending_request.cancelled, connection_app(connection).active) == (True, 0)
+    assert (pending_request.cancelled, connection_app(connection).active_count) == (True, 0)
 
 
 async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
@@ -526,7 +526,7 @@ async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
     assert len(parse_replies(transport.written)) == 4
     connection.connection_lost(None)
     # The first request caches the head, and the second one uses it.
-    assert (len(repeats.begun), connection_app(connection).active) == (2, 0)
+    assert (len(repeats.begun), connection_app(connection).active_count) == (2, 0)
 
 
 async def test_a_closing_connection_receives_no_response() -> None:
@@ -537,7 +537,8 @@ async def test_a_closing_connection_receives_no_response() -> None:
     await turn_loop()
     connection.connection_lost(None)
     assert not pending_request.cancelled
-    assert (len(transport.written) - written_before, connection_app(connection).active) == (0, 0)
+    assert len(transport.written) == written_before
+    assert connection_app(connection).active_count == 0
 
 
 async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> None:
