@@ -441,7 +441,7 @@ def _text_request(
     sample_count = check_member(parameters, "n", int, 1)
     excluded_fields = ("model", "prompt", "messages", "stream_options")
     fields = {name: value for name, value in parameters.items() if name not in excluded_fields}
-    adapter = find_adapter(gateway, model, parameters["model"])
+    adapter = find_adapter(gateway, model, parameters["model"]) if model.adapters else ""
     if adapter and fields.setdefault("lora_name", adapter) != adapter:
         found = clip(repr(fields["lora_name"]))
         raise InvalidArgument(f"lora_name: {found} contradicts the model '{adapter}'")
