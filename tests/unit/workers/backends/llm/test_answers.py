@@ -467,7 +467,8 @@ def test_reasoning_ends_with_its_budget(tmp_path: Path, budget: int, text: str) 
     path = write_scripted(tmp_path / "m", {CALLED: script}, special=special)
     messages = json.dumps([{"role": "user", "content": "a"}])
     with llm_rig(tmp_path / "rig", path, {"reasoning_parser": "qwen3"}) as scheduler:
-        options = {"temperature": 0, "max_tokens": 9, "thinking_token_budget": budget}
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
+        options["thinking_token_budget"] = budget
         scheduler.add(1, messages=messages, **options)
         scheduler.run()
         assert scheduler.responses[1][-1]["text_output"] == [text]
