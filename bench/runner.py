@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from bench.cases import native, streams, tracing
 from bench.cases.tables import (
@@ -29,12 +30,13 @@ from bench.system import ensembles
 from bench.system.peer import Analyzer
 from bench.system.servers import BENCH, Server, ServerFailed, running
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
 _WARM_UP_S = 1.5
 _CASE_FAILURES = (ServerFailed, perf.LoadFailed, RequestFailed, OSError)
+_MEASURED_CASES: tuple[tuple[Callable[[Any, Context], list[Row]], tuple[Any, ...]], ...] = (
+    (native.run, native.NATIVE),
+    (streams.run, streams.STREAMS),
+    (tracing.run, tracing.TRACES),
+)
 
 
 class Runner:
@@ -49,29 +51,19 @@ class Runner:
     def run(self) -> Results:
         """Measure every selected case."""
         loads = [case for case in (*LOADS, *DYNAMIC) if self._settings.selects(case.name)]
-        natives = [case for case in native.NATIVE if self._settings.selects(case.name)]
+        natives = any(self._settings.selects(case.name) for case in native.NATIVE)
         analyzer = self._context.find_analyzer() if loads or natives else None
         if analyzer:
             for load in loads:
                 self._run_load(load, analyzer)
-        for case in natives:
-            try:
-                self._add(native.run(case, self._context))
-            except _CASE_FAILURES as error:
-                self._context.skip(case.name, str(error), failed=True)
-        for stream_case in streams.STREAMS:
-            if self._settings.selects(stream_case.name):
-                try:
-                    for row in streams.run(stream_case, self._context):
-                        self._add(row)
-                except _CASE_FAILURES as error:
-                    self._context.skip(stream_case.name, str(error), failed=True)
-        for trace_case in tracing.TRACES:
-            if self._settings.selects(trace_case.name):
-                try:
-                    self._add(tracing.run(trace_case, self._context))
-                except _CASE_FAILURES as error:
-                    self._context.skip(trace_case.name, str(error), failed=True)
+        for measure, cases in _MEASURED_CASES:
+            for case in cases:
+                if self._settings.selects(case.name):
+                    try:
+                        for row in measure(case, self._context):
+                            self._add(row)
+                    except _CASE_FAILURES as error:
+                        self._context.skip(case.name, str(error), failed=True)
         if self._settings.selects(QUEUE):
             for queue_size, figure in QUEUE_COST.items():
                 self._context.log(f"{QUEUE}: {queue_size:,} queued")

@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 # The path of a unix socket has at most 107 bytes (sockaddr_un); the names below take at most 20.
 LONGEST_RUN_DIRECTORY = 85
 
-KEY_SIZE = 32
+KEY_SIZE = 32  # bytes of the key of `Capabilities`
 
 # Messages contain the number of a local client in place of the pid of a process. Pids end at 2**22,
 # so that no number is also a pid. All numbers have nine digits.
@@ -32,8 +32,8 @@ FIRST_LOCAL_CLIENT = 100_000_000
 # Limits of a scheduler for each local client: links, and bytes of a packed request.
 MAX_LINKS = 16
 MAX_REQUEST_BYTES = 1 << 20
-_TOKEN_SIZE = 16
-_MAC_BITS = 40
+_TOKEN_SIZE = 16  # of a local client's token
+_MAC_BITS = 40  # in the id of a memory
 _DESCRIPTION_FIELDS = attrgetter("pid", "fd", "inode", "byte_size", "sealed", "copied", "pinned")
 
 

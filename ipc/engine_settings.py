@@ -28,7 +28,7 @@ IGNORED_PARAMETERS = (
 # Parameters of vLLM that are refused unless their value is empty.
 UNSUPPORTED_PARAMETERS = (
     *("logits_processors", "mm_processor_kwargs", "media_io_kwargs", "kv_transfer_params"),
-    *("vllm_xargs", "extra_args", "repetition_detection", "thinking_token_budget", "lora_request"),
+    *("vllm_xargs", "extra_args", "repetition_detection", "lora_request"),
     *("logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
     *("ec_transfer_params", "trace_decode_token_ids"),
 )
@@ -77,7 +77,7 @@ def _choice(default: str, *allowed_texts: str) -> Any:
 
 
 class _Problem(NamedTuple):
-    key: str
+    key: str  # of the setting
     text: str
 
 
@@ -119,23 +119,23 @@ class EngineSettings:
         reasoning_parser: The format of reasoning; "": the chat template's; "none": none.
     """
 
-    profile: str = _choice("", "", *PROFILES)
-    aliases: tuple[str, ...] = ()
-    max_batch_size: int = _number(32, 1, 1024)
+    profile: str = _choice("", "", *PROFILES)  # a key of `PROFILES`, or ""
+    aliases: tuple[str, ...] = ()  # of the model's name
+    max_batch_size: int = _number(32, 1, 1024)  # sequences
     max_tokens_per_batch: int = _number(2048, 1, 1 << 20)
     max_waiting_requests: int = _number(512, 1, 1 << 20)
-    max_model_len: int = _number(0, 0, MAX_MODEL_LEN)
+    max_model_len: int = _number(0, 0, MAX_MODEL_LEN)  # tokens
     scheduling_policy: str = _choice("fcfs", *SCHEDULING_POLICIES)
-    prefill_chunk_size: int = _number(512, 1, 1 << 20)
+    prefill_chunk_size: int = _number(512, 1, 1 << 20)  # tokens
     max_prefill_tokens: int = _number(2048, 1, 1 << 20)
     enable_prefix_caching: bool = True
     enable_preemption: bool = True
     preemption_mode: str = _choice("auto", *PREEMPTION_MODES)
     swap_space_gb: float = _number(0.25, 0, 4096)
     swap_blocks: int = _number(0, 0, 1 << 24)
-    block_size: int = _number(16, 1, 1024)
+    block_size: int = _number(16, 1, 1024)  # tokens
     kv_cache_blocks: int = _number(0, 0, 1 << 24)
-    target_itl_ms: float = _number(0.0, 0, 1e6)
+    target_itl_ms: float = _number(0.0, 0, 1e6)  # of the inter-token latency
     max_wait_time_ms: float = _number(30_000.0, 0, 1e9)
     weights: str = _choice("fp32", "fp32", "bf16", "int8")
     tool_parser: str = _choice("", "", "none", *TOOL_PARSERS)

@@ -18,6 +18,7 @@ from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.transport.frames import Document, Record, from_map
 
+# Names of parameters in the configurations of models.
 STRATEGY_PARAMETER = "batching_strategy"
 TARGET_PARAMETER = "target_p99_ms"
 MAX_STREAMS = "max_streams"
@@ -144,7 +145,7 @@ class TensorSpec(Record):
     datatype: str = _datatype_field()
     dims: tuple[int, ...] = ()
     optional: bool = False
-    ragged: bool = _config_field("allow_ragged_batch", False)
+    ragged: bool = _config_field("allow_ragged_batch", False)  # batched without padding
     reshape: tuple[int, ...] | None = _config_field("reshape.shape")
 
     @property
@@ -159,16 +160,16 @@ class TensorSpec(Record):
 
 
 class BatchTensor(Record):
-    """An entry of `batch_input` or `batch_output`.
+    """A tensor of `batch_input` or `batch_output` in a model's configuration.
 
     A batch input is computed from the shapes of `source_input` in a ragged batch. A batch output is
     split by these shapes.
     """
 
-    kind: str = ""
-    target_name: tuple[str, ...] = ()
+    kind: str = ""  # for example BATCH_ELEMENT_COUNT
+    target_name: tuple[str, ...] = ()  # tensors of the model
     datatype: str = _datatype_field()
-    source_input: tuple[str, ...] = ()
+    source_input: tuple[str, ...] = ()  # inputs of clients
 
 
 class LevelPolicy(Record):
@@ -224,7 +225,7 @@ class SequenceControl(Record):
 
     kind: str = "CONTROL_SEQUENCE_START"
     datatype: str = _datatype_field()
-    int32_false_true: tuple[int, ...] = ()
+    int32_false_true: tuple[int, ...] = ()  # the values for false and true
     fp32_false_true: tuple[float, ...] = ()
     bool_false_true: tuple[bool, ...] = ()
 
@@ -233,21 +234,21 @@ class ControlTensor(Record):
     """An input that receives properties of the request's sequence, such as its start or id."""
 
     name: str = ""
-    control: tuple[SequenceControl, ...] = ()
+    control: tuple[SequenceControl, ...] = ()  # the kinds of control
 
 
 class InitialState(Record):
     """The initial state of a sequence: the bytes of a file, or zeros."""
 
     dims: tuple[int, ...] = ()
-    data_file: str = ""
+    data_file: str = ""  # its name in the folder `initial_state`
 
 
 class SequenceState(Record):
     """A tensor that a model returns for the next request of the same sequence."""
 
-    input_name: str = ""
-    output_name: str = ""
+    input_name: str = ""  # receives the state
+    output_name: str = ""  # returns the next state
     datatype: str = _datatype_field()
     dims: tuple[int, ...] = ()
     initial_state: tuple[InitialState, ...] = ()
@@ -259,10 +260,10 @@ class SequenceBatching(Record):
 
     max_sequence_idle_microseconds: int = 0
     control_input: tuple[ControlTensor, ...] = ()
-    state: tuple[SequenceState, ...] = ()
+    state: tuple[SequenceState, ...] = ()  # the tensors that the server stores for each sequence
     direct_delay_microseconds: int = _config_field("direct.max_queue_delay_microseconds", 0)
     minimum_slot_utilization: float = _config_field("direct.minimum_slot_utilization", 0.0)
-    oldest: DynamicBatching | None = None
+    oldest: DynamicBatching | None = None  # the settings of the strategy `oldest`
     iterative_sequence: bool = False
 
     @property
@@ -309,7 +310,7 @@ class LimitedResource(Record):
 
     name: str = ""
     is_global: bool = _config_field("global", False)
-    count: int = 0
+    count: int = 0  # units that an execution needs
 
 
 class RateLimit(Record):
@@ -328,10 +329,10 @@ class InstanceGroup(Record):
     """Instances of one kind; for KIND_GPU, `count` on each of `gpus`."""
 
     name: str = ""
-    kind: str = "KIND_CPU"
-    count: int = 1
+    kind: str = "KIND_CPU"  # KIND_CPU, KIND_GPU or KIND_MODEL
+    count: int = 1  # number of instances
     rate_limiter: RateLimit = RateLimit()
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()  # ordinals
 
 
 class ExecutionAccelerator(Record):
@@ -377,13 +378,13 @@ class WarmupSample(Record):
     name: str = ""
     batch_size: int = 0
     inputs: dict[str, WarmupInput] = field(default_factory=dict)
-    count: int = 0
+    count: int = 0  # number of executions
 
 
 class MetricControl(Record):
     """The configured histogram buckets of a metric family."""
 
-    family: str = _config_field("metric_identifier.family", "")
+    family: str = _config_field("metric_identifier.family", "")  # the name of the metric family
     buckets: tuple[float, ...] = _config_field("histogram_options.buckets", ())
 
 
@@ -425,7 +426,7 @@ class ModelSpec(Document):
     def padding(self) -> Padding | None:
         """Return the padding of the inputs; None: inputs are not padded."""
         text = self.parameters.get(PADDING, "")
-        return Padding.of(text, {entry.name: entry.dims for entry in self.input}) if text else None
+        return Padding.of(text, {spec.name: spec.dims for spec in self.input}) if text else None
 
     @property
     def environment(self) -> str:

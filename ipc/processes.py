@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import struct
+import time
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # the values of these names in malloc.h
 _MARK_VARIABLE = "SHMSERVE_SERVER"
+_MAX_SCANS, _SCAN_PAUSE_S = 50, 0.01  # of `kill_marked_descendants`
 # A part of the command line of the resource tracker, a process that Python starts for a program
 # with semaphores or shared memory. After all processes of the program have exited, the tracker
 # removes the objects that are left, and exits.
@@ -68,8 +70,8 @@ def adopt_orphans() -> None:
 def children(pid: int) -> Iterator[int]:
     """Yield the children of a process, whichever of its threads started them."""
     with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+        for thread_id in os.listdir(f"/proc/{pid}/task"):
+            yield from map(int, Path(f"/proc/{pid}/task/{thread_id}/children").read_text().split())
 
 
 def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> bool:
@@ -79,10 +81,10 @@ def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> bool:
         False if the process `pid` is in execve(2), and must be killed later.
     """
     child_pids = [child for child in children(pid) if child not in excluded_pids]
-    is_decided = _kill(pid)
+    was_handled = _kill(pid)
     for child in child_pids:
         kill_tree(child, excluded_pids)
-    return is_decided
+    return was_handled
 
 
 def _kill(pid: int) -> bool:
@@ -117,14 +119,35 @@ def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) 
     return {**environ, _MARK_VARIABLE: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
 
 
+def _environment(pid: int) -> bytes:
+    """Return the environment of a process; it is empty in execve(2)."""
+    for file in Path(f"/proc/{pid}/task").glob("*/environ"):
+        # A thread that has exited, as the first one may, has none.
+        with contextlib.suppress(ProcessLookupError):
+            if environment := file.read_bytes():
+                return environment
+    return b""
+
+
 def kill_marked_descendants(supervisor_pid: int, run_dir: object) -> None:
     """Kill all other processes with the mark of `with_mark`, independently of their parents."""
     mark_variable = os.fsencode(f"{_MARK_VARIABLE}={supervisor_pid} {run_dir}")
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        pid = int(environ.parent.name)
-        with contextlib.suppress(OSError):  # the process belongs to another user, or has exited
-            if pid != os.getpid() and mark_variable in environ.read_bytes().split(b"\0"):
-                _kill(pid)
+    known_pids: set[int] = set()
+    for _ in range(_MAX_SCANS):
+        marked_pids, is_decided = set(), True
+        for pid in {int(path.name) for path in Path("/proc").glob("[0-9]*")} - {os.getpid()}:
+            with contextlib.suppress(OSError):  # the process belongs to another user, or has exited
+                environ = _environment(pid)
+                if mark_variable in environ.split(b"\0"):
+                    marked_pids.add(pid)
+                    is_decided &= _kill(pid)
+                elif not environ and os.readlink(f"/proc/{pid}/exe"):  # not a thread of the kernel
+                    is_decided = False
+        # A process may have started another one during the scan.
+        if is_decided and marked_pids <= known_pids:
+            return
+        known_pids |= marked_pids
+        time.sleep(_SCAN_PAUSE_S)
 
 
 def renounce_privileges() -> None:
@@ -164,14 +187,14 @@ class PreciseWait:
         return bool(_libc.ppoll(self._pollfd, 1, self._timespec, None) > 0)
 
 
-def set_up(log_name: str, title: str, log: LogSettings) -> None:
+def set_up(log_name: str, title: str, log_settings: LogSettings) -> None:
     """Set up the log and the title of this process, which only the supervisor ends.
 
     SIGINT and SIGTERM are ignored, because a service manager may send them to every process.
     """
     from shmserve import logs  # not at the top: clients import this module
 
-    logs.configure(log_name, log)
+    logs.configure(log_name, log_settings)
     set_process_title(title)
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)
@@ -235,7 +258,7 @@ SPIN_NS = 400_000  # the time for which a process spins before it sleeps
 _LONGEST_COUNTED_WAIT_NS = 4 * SPIN_NS  # longer waits count as this maximum
 # With more concurrent requests, the cores have other work, and no process spins.
 _MAX_REQUESTS_TO_SPIN = 1.5
-_NO_SPIN = (False, False)
+_NO_SPIN = (False, False)  # a value of `BusyPoll.should_spin`
 
 
 class BusyPoll:
@@ -252,14 +275,14 @@ class BusyPoll:
         # The mean wait while no request is in flight, and while some are.
         self._mean_ns = [2.0 * SPIN_NS, 2.0 * SPIN_NS]
         self._recent_requests = 0.0  # recent number of concurrent requests
-        self.should_spin = _NO_SPIN
+        self.should_spin = _NO_SPIN  # while no request is in flight, and while some are
 
-    def observe(self, requests: int, waited_ns: int) -> None:
-        """Record that the process waited `waited_ns` for work, with `requests` in flight."""
-        has_requests = requests > 0
+    def observe(self, request_count: int, waited_ns: int) -> None:
+        """Record that the process waited `waited_ns` for work, with `request_count` in flight."""
+        has_requests = request_count > 0
         self._recent_requests -= 1 / 32
-        if requests > self._recent_requests:
-            self._recent_requests = requests
+        if request_count > self._recent_requests:
+            self._recent_requests = request_count
         if waited_ns > _LONGEST_COUNTED_WAIT_NS:
             waited_ns = _LONGEST_COUNTED_WAIT_NS
         mean_ns = self._mean_ns

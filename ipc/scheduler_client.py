@@ -105,7 +105,7 @@ class Links(Protocol):
         """Queue a message that may be delayed until other messages go to the same scheduler."""
 
     def drain(self, endpoint: str, on_message: Callable[[str, Any], None]) -> None:
-        """Close the link to a scheduler that has exited.
+        """Pass on the last messages of a scheduler that has exited, and close its link.
 
         Args:
             endpoint: The endpoint of the scheduler.
@@ -123,8 +123,8 @@ class InflightRequest(ABC):
         response_count: The number of responses received, without failures.
     """
 
-    submit: Submit
-    endpoint: str = field(init=False, default="")
+    submit: Submit  # the message of the request
+    endpoint: str = field(init=False, default="")  # of the scheduler
     response_count: int = field(init=False, default=0)
 
     @abstractmethod
@@ -200,8 +200,8 @@ class SchedulerClient(Generic[R]):
         self._links = links
         self._find_scheduler = find_scheduler
         self.successors = Successors() if successors is None else successors
-        self.pending: dict[int, R] = {}
-        self.settling: dict[int, R] = {}
+        self.pending: dict[int, R] = {}  # by id
+        self.settling: dict[int, R] = {}  # failed, but a worker still uses the memory; by id
 
     def __bool__(self) -> bool:
         return bool(self.pending or self.settling)

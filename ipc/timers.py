@@ -25,7 +25,7 @@ class Timers(Generic[R]):
 
     def __init__(self, has_ended: Callable[[R], bool]) -> None:
         self._has_ended = has_ended
-        self._heap: list[tuple[int, int, R]] = []
+        self._heap: list[tuple[int, int, R]] = []  # (expiry, tie breaker, request)
         self._tie_breakers = itertools.count()
         self._sweep_size = _MAX_STALE
         self.due_ns = NEVER

@@ -42,7 +42,7 @@ class TraceContext(NamedTuple):
     span_id: str
     parent_id: str = ""
     is_sampled: bool = False
-    with_tensors: bool = False
+    with_tensors: bool = False  # whether the trace includes the tensors
 
     @classmethod
     def new(cls, is_sampled: bool = False, with_tensors: bool = False) -> TraceContext:
@@ -102,15 +102,15 @@ class Span(NamedTuple):
     model: str
     version: str
     request_id: str
-    arrived_ns: int
+    arrived_ns: int  # the creation of the request
     enqueued_ns: int
     compute_start_ns: int
-    input_end_ns: int
-    output_start_ns: int
+    input_end_ns: int  # the inputs are ready
+    output_start_ns: int  # the model has returned
     compute_end_ns: int
-    responded_ns: int
+    responded_ns: int  # the time of the response
     batch_size: int
-    close_reason: str
+    close_reason: str  # why the batch was closed
 
     def packed(self) -> bytes:
         """Return the encoding for `Finished.spans`, in which spans are concatenated."""
@@ -124,8 +124,8 @@ class TracedTensor(NamedTuple):
     is_output: bool
     name: str
     datatype: str
-    shape: str
-    data: str
+    shape: str  # as text
+    data: str  # the elements as text
 
     def packed(self) -> bytes:
         """Return the encoding for `BatchFinished.spans`."""

@@ -174,12 +174,12 @@ class IllegalEvent(Exception):
 # The errors that a message can contain by code. Subclasses that other modules define are not among
 # them.
 KINDS = tuple(ShmserveError.__subclasses__())
-_BY_CODE = {kind.code: kind for kind in KINDS}
+_KIND_BY_CODE = {kind.code: kind for kind in KINDS}
 
 
 def from_code(code: str, message: str) -> ShmserveError:
     """Return the exception of a (code, message) pair; an unknown code is an `Internal`."""
-    return _BY_CODE.get(code, Internal)(message)
+    return _KIND_BY_CODE.get(code, Internal)(message)
 
 
 def from_status(status: int, message: str) -> ShmserveError:
@@ -204,8 +204,8 @@ def nearest(name: str, names: Iterable[str], min_similarity: float = 0.6) -> str
 
 def suggestion(name: str, names: Iterable[str]) -> str:
     """Return a suffix for an error message: `, did you mean 'NAME'?`, or "" if no name is near."""
-    near = nearest(name, names)
-    return f", did you mean '{near}'?" if near else ""
+    nearest_name = nearest(name, names)
+    return f", did you mean '{nearest_name}'?" if nearest_name else ""
 
 
 def how_to_install(package: str, extra: str) -> str:
@@ -213,15 +213,15 @@ def how_to_install(package: str, extra: str) -> str:
     command = f"pip install 'shmserve[{extra}]'"
     if package != "torch":
         return command
-    index = "https://download.pytorch.org/whl/cpu"
-    return f"{command}, or for the CPU only first: pip install torch --index-url {index}"
+    index_url = "https://download.pytorch.org/whl/cpu"
+    return f"{command}, or for the CPU only first: pip install torch --index-url {index_url}"
 
 
-def missing_package(user: str, error: ImportError, extra: str) -> str:
-    """Return the error message for a component, `user`, whose import of a package failed."""
+def missing_package(component: str, error: ImportError, extra: str) -> str:
+    """Return the error message for a `component` whose import of a package failed."""
     package = (error.name or extra).partition(".")[0]
     return (
-        f"{user} needs the package {package}, which cannot be imported ({error}): "
+        f"{component} needs the package {package}, which cannot be imported ({error}): "
         + how_to_install(package, extra)
     )
 
@@ -240,14 +240,14 @@ class Collector:
     def __init__(self) -> None:
         self.problems: list[str] = []
 
-    def __call__(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function, and collect the InvalidArgument that it raises.
 
         Returns:
             The function's result, or None after an error. Call `check` before using the result.
         """
         try:
-            return make(*args, **kwargs)
+            return function(*args, **kwargs)
         except InvalidArgument as error:
             self.problems += getattr(error, "problems", [error.message])
             return cast("T", None)

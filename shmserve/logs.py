@@ -163,6 +163,7 @@ class LineFormatter(logging.Formatter):
         return f"{letter} {stamp} {self.role}[{record.process}]"
 
 
+# The minimum level of each syslog priority; DEBUG has the priority 7.
 _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 _MODEL_MESSAGE = re.compile(r"(?:inference of )?model '?%s")  # %s is the model's name
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -187,8 +188,8 @@ class Journal:
     def of_stderr(cls, formatter: LineFormatter) -> Journal | None:
         """Return the journal if JOURNAL_STREAM shows that stderr is connected to it, or None."""
         try:
-            stream = os.fstat(2)
-            if os.environ.get("JOURNAL_STREAM") == f"{stream.st_dev}:{stream.st_ino}":
+            stderr_status = os.fstat(2)
+            if os.environ.get("JOURNAL_STREAM") == f"{stderr_status.st_dev}:{stderr_status.st_ino}":
                 return cls(formatter)
         except OSError:
             pass
@@ -200,7 +201,7 @@ class Journal:
         fields: dict[str, object] = {
             **self._fields,
             "MESSAGE": self._formatter.message(record),
-            "PRIORITY": next((number for lowest, number in _PRIORITIES if level >= lowest), 7),
+            "PRIORITY": next((priority for lowest, priority in _PRIORITIES if level >= lowest), 7),
             "CODE_FILE": record.pathname,
             "CODE_LINE": record.lineno,
             "CODE_FUNC": record.funcName,

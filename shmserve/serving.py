@@ -41,7 +41,7 @@ Sources = dict[Path, Path]  # generated file -> the user's file with the class
 _STOP_TIMEOUT_S = 40.0
 # A run directory has at most 85 bytes, since the paths of sockets are limited.
 _LONGEST_TMPDIR = 85 - len("/shmserve-12345678/run")
-_PAUSE_S = 0.05
+_POLL_PAUSE_S = 0.05
 # The program of the server's process. When its parent exits, the kernel sends it SIGTERM. After the
 # server's end it then removes the temporary folder, which its parent may have left.
 _PROGRAM = """
@@ -192,13 +192,13 @@ def _connect_when_ready(
             # The server accepts clients once its models are loaded, then publishes its readiness.
             session = session or open_session(run_dir, 1 << 30, None, token)
             url = next(iter(discovery.addresses(run_dir)), "")
-            http_ready = not url.startswith("http") or session.ready()
-            if session.connection().models.ready and http_ready:
+            is_http_ready = not url.startswith("http") or session.ready()
+            if session.connection().models.ready and is_http_ready:
                 server = LocalServer(session)
                 server.url = url
                 server.run_dir, server.log, server.sources = run_dir, log, sources
                 return server
-        time.sleep(_PAUSE_S)
+        time.sleep(_POLL_PAUSE_S)
     if session is not None:
         session.close()
     raise _start_error(user_log(log, sources), process.poll(), timeout)
@@ -216,14 +216,14 @@ def user_log(log: Path, sources: Sources) -> str:
 
 # A line of the log: the level, the time, the process, the text.
 _ERROR_LINE = re.compile(r"(?m)^E \S+ \S+ (.*(?:\n(?![A-Z] \d{4}-).*)*)")
-_FAILED = re.compile(r"(?s)failed to load '[^']*' version \d+: ([A-Z][a-z ]+): (.*)")
+_LOAD_FAILED = re.compile(r"(?s)failed to load '[^']*' version \d+: ([A-Z][a-z ]+): (.*)")
 
 
 def _start_error(log: str, status: int | None, timeout: float) -> ShmserveError:
     """Return the error of a server that has ended, or that is not ready in time."""
     lines = [line.strip() for line in _ERROR_LINE.findall(log)]
     kinds = {kind.title: kind for kind in KINDS}
-    matches = [match for match in map(_FAILED.match, lines) if match]
+    matches = [match for match in map(_LOAD_FAILED.match, lines) if match]
     if matches:
         kind = kinds.get(matches[0][1], ShmserveError)
         return kind("\n".join(dict.fromkeys(match[2] for match in matches)))
@@ -284,8 +284,8 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
         if "." in cls.__qualname__:
             text += f"{cls.__name__} = {cls.__qualname__}\n"
         if package == path.stem:  # the generated file has the module's name, and is found first
-            resolved = str(path.resolve().parent)
-            text = f"import sys\nsys.path.remove({resolved!r})\ndel sys.modules[__name__]\n{text}"
+            parent_dir = str(path.resolve().parent)
+            text = f"import sys\nsys.path.remove({parent_dir!r})\ndel sys.modules[__name__]\n{text}"
     else:
         text = _source_of(cls)
         sources[path] = _source_file(cls) or path
@@ -396,16 +396,16 @@ def _cells(cls: type) -> list[str] | None:
         return cells
     owners = [base for base in cls.__mro__ if base.__module__ == cls.__module__]
     codes = [getattr(value, "__code__", None) for base in owners for value in vars(base).values()]
-    cell = next((code.co_filename for code in codes if code), "")
-    prefix = re.match(r".*/|<[a-z-]+", cell)
-    if prefix is None or cell == str(_source_file(cls)) or cell not in linecache.cache:
+    cell_file = next((code.co_filename for code in codes if code), "")
+    prefix = re.match(r".*/|<[a-z-]+", cell_file)
+    if prefix is None or cell_file == str(_source_file(cls)) or cell_file not in linecache.cache:
         return None
     files = [
         file
         for file, entry in linecache.cache.items()
-        if file.startswith(prefix[0]) and len(entry) > 1 and entry[1] is None and file != cell
+        if file.startswith(prefix[0]) and len(entry) > 1 and entry[1] is None and file != cell_file
     ]
-    return ["".join(linecache.getlines(file)) for file in [*files, cell]]
+    return ["".join(linecache.getlines(file)) for file in [*files, cell_file]]
 
 
 def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:

@@ -121,6 +121,13 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder_path)
 
 
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Yield a new folder for sockets, whose paths are short."""
+    with tempfile.TemporaryDirectory(prefix="st-") as folder_name:
+        yield Path(folder_name)
+
+
 @pytest.fixture(autouse=True)
 def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that a test leaves no object, process, descriptor or socket behind."""

@@ -35,8 +35,8 @@ class Stopwatch:
     used instead.
     """
 
-    input_end_ns: int = 0
-    output_start_ns: int = 0
+    input_end_ns: int = 0  # inputs are ready
+    output_start_ns: int = 0  # the model has returned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +60,15 @@ class ModelContext(WorkerStart):
     number of compute threads) and `backend_config` (the settings of --backend-config as strings).
     """
 
-    control: SupervisorLink
+    control: SupervisorLink  # to the supervisor
     arena: Arena
     output_memory: OutputMemory
-    mappings: Mappings
+    mappings: Mappings  # of other processes' memory
     workspace: Workspace
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     device_memory: DeviceMemory | None = None
     copy_counter: CopyCounter = field(default_factory=CopyCounter)
-    spans: list[bytes] = field(default_factory=list)
+    spans: list[bytes] = field(default_factory=list)  # of calls of other models, packed
 
     @property
     def version_dir(self) -> Path:
@@ -96,9 +96,10 @@ class ModelContext(WorkerStart):
                 if not os.access(path, os.R_OK):
                     raise Unavailable(f"the server's user has no permission to read '{path}'")
                 return path
+        hint = "" if "/" in display_name else found_files(self.version_dir)
         raise Unavailable(
             f"unable to find '{self.version}/{display_name}' for model instance "
-            f"'{self.instance_name}'{found_files(self.version_dir)}"
+            f"'{self.instance_name}'{hint}"
         )
 
 

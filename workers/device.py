@@ -96,17 +96,17 @@ class Accelerator(Device):
         self._torch.accelerator.synchronize(self._device)
 
 
-def import_torch(dependent: str) -> Any:
+def import_torch(needed_by: str) -> Any:
     """Return the package torch.
 
     Raises:
-        Unavailable: torch is not installed. The message names `dependent`, which needs torch, and
+        Unavailable: torch is not installed. The message names `needed_by`, which needs torch, and
             the command that installs torch.
     """
     try:
         return importlib.import_module("torch")
     except ImportError as error:
-        raise Unavailable(missing_package(dependent, error, "torch")) from None
+        raise Unavailable(missing_package(needed_by, error, "torch")) from None
 
 
 def inference_mode() -> AbstractContextManager[Any]:

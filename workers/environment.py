@@ -83,13 +83,13 @@ def enter(start: WorkerStart) -> None:
 
 
 def _locate_environment(start: WorkerStart) -> Path:
-    setting = start.environment.replace(_MODEL_DIRECTORY, str(start.model_dir))
+    given_path = start.environment.replace(_MODEL_DIRECTORY, str(start.model_dir))
     for folder in (start.model_dir / start.version, start.model_dir, Path.cwd()):
-        path = folder / os.path.expanduser(setting)
+        path = folder / os.path.expanduser(given_path)
         if path.exists():
             return path
     raise InvalidArgument(
-        f"environment '{setting}' does not exist (a relative path begins in the folder of the "
+        f"environment '{given_path}' does not exist (a relative path begins in the folder of the "
         "version or of the model, or in the server's working directory)"
     )
 
@@ -144,10 +144,10 @@ def _check_interpreter(python: Path) -> Path:
             f"{subject} has Python {version_text}, and a worker needs {oldest_text} or later: "
             "create the environment with a later Python"
         )
-    release = tuple(map(int, re.findall(r"\d+", numpy_version)[:2]))
-    if release < _OLDEST_NUMPY:
+    numpy_release = tuple(map(int, re.findall(r"\d+", numpy_version)[:2]))
+    if numpy_release < _OLDEST_NUMPY:
         problem = f"has no numpy for its Python {version_text}"
-        if release:
+        if numpy_release:
             problem = f"has numpy {numpy_version}"
         oldest_numpy = ".".join(map(str, _OLDEST_NUMPY))
         raise InvalidArgument(
@@ -164,20 +164,20 @@ def _unpack_once(archive: Path, copies_folder: Path) -> Path:
     """Return the folder, locked by this process, with the contents of an archive."""
     status = archive.stat()
     copy_key = f"{archive.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
-    copy = copies_folder / hashlib.sha256(os.fsencode(copy_key)).hexdigest()[:16]
+    copy_folder = copies_folder / hashlib.sha256(os.fsencode(copy_key)).hexdigest()[:16]
     try:
         copies_folder.mkdir(mode=0o700, exist_ok=True)
-        copy_lock = os.open(copy.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        copy_lock = os.open(copy_folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         os.set_inheritable(copy_lock, True)
         fcntl.flock(copy_lock, fcntl.LOCK_SH)
         # One of the workers that start together unpacks the archive.
-        with copy.with_suffix(".turn").open("w") as unpack_lock:
+        with copy_folder.with_suffix(".turn").open("w") as unpack_lock:
             fcntl.flock(unpack_lock, fcntl.LOCK_EX)
-            if not copy.is_dir():
-                partial_copy = copy.with_suffix(".part")
+            if not copy_folder.is_dir():
+                partial_copy = copy_folder.with_suffix(".part")
                 shutil.rmtree(partial_copy, ignore_errors=True)
                 _extract(archive, partial_copy)
-                partial_copy.rename(copy)
+                partial_copy.rename(copy_folder)
     except OSError as error:
         raise InvalidArgument(
             f"environment '{archive}' cannot be unpacked to '{copies_folder}': {error} (--run-dir "
@@ -185,7 +185,7 @@ def _unpack_once(archive: Path, copies_folder: Path) -> Path:
         ) from None
     except (EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
         raise InvalidArgument(f"environment '{archive}' cannot be unpacked: {error}") from None
-    return copy
+    return copy_folder
 
 
 def _extract(archive: Path, root: Path) -> None:
@@ -195,7 +195,7 @@ def _extract(archive: Path, root: Path) -> None:
     written through one.
     """
     root.mkdir()
-    links: list[tuple[Path, str]] = []
+    links: list[tuple[Path, str]] = []  # (path, target)
     if not tarfile.is_tarfile(archive):
         raise tarfile.TarError("expected a tar archive, possibly compressed with gzip, bzip2 or xz")
     with tarfile.open(archive) as tar:

@@ -76,15 +76,16 @@ class SupervisorLink:
 
     def __init__(self, dealer: Dealer) -> None:
         self.dealer = dealer
-        self.inbox: deque[Any] = deque()
+        self.inbox: deque[Any] = deque()  # received messages for the loop
         self._on_models_changed: Callable[[Loss], None] = _ignore
         self._follower: Follower | None = None
-        self._readers: dict[int, Callable[[], None]] = {}  # readers by descriptor
+        # The functions that read the messages of a descriptor, by descriptor.
+        self._readers: dict[int, Callable[[], None]] = {}
         self._lock = threading.RLock()
         self._next_number = 1
         # The eventfd that the response to a request signals, by the number of the request.
         self._eventfds: dict[int, int] = {}
-        self._responses: dict[int, Answer] = {}
+        self._responses: dict[int, Answer] = {}  # by number of the request
         self._loop_thread = threading.get_ident()
         self._wake_eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
@@ -293,8 +294,8 @@ class WorkerRequest:
     def __init__(self, work: Work) -> None:
         self.key = work.key
         self.work = work
-        self.cancelled = False
-        self.reader_gone = False
+        self.cancelled = False  # the model should end the request
+        self.reader_gone = False  # the client reads no further responses
         self.on_cancel: Callable[[], object] | None = None
         self.on_credit: Callable[[], object] | None = None
         self._window: SendWindow | None = None
@@ -354,19 +355,19 @@ class InstanceLink:
         _reader_eventfd: The eventfd of the thread that reads the socket; 0 for none.
     """
 
-    _control: SupervisorLink
-    _index: int
+    _control: SupervisorLink  # to the supervisor
+    _index: int  # of the instance
     _pid: int
     _on_released: Callable[[ReleaseOutputs | ReaderExited], None]
-    commands: deque[Command] = field(default_factory=deque)
-    loop_messages: Collection[type[Any]] = ()
-    _dealer: Dealer | None = None
+    commands: deque[Command] = field(default_factory=deque)  # for the loop
+    loop_messages: Collection[type[Any]] = ()  # types of messages that the loop handles
+    _dealer: Dealer | None = None  # socket to the scheduler
     _last_flush_ns: int = 0
     _holds_messages: bool = False
-    _open_requests: dict[int, WorkerRequest] = field(default_factory=dict)
+    _open_requests: dict[int, WorkerRequest] = field(default_factory=dict)  # by key
     _waiting_by_eventfd: dict[int, WorkerRequest] = field(default_factory=dict)
-    _reader_eventfd: int = 0
-    loop_reads: bool = False
+    _reader_eventfd: int = 0  # wakes the thread that reads the socket
+    loop_reads: bool = False  # whether the loop, not another thread, reads the socket
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()

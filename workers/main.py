@@ -220,17 +220,17 @@ class _Worker:
             except BaseException:  # the process ends even if unloading fails
                 logger.exception("model '%s' failed to finalize", self._context.model_name)
 
-    def _run_or_report(self, step: Callable[[], ConfigCompleted | InstanceLoaded]) -> bool:
+    def _run_or_report(self, load_step: Callable[[], ConfigCompleted | InstanceLoaded]) -> bool:
         pid = os.getpid()
         try:
-            report = step()
+            report = load_step()
             if os.getpid() != pid:
                 sys.exit(0)
             self._control.send(report)
         except ShmserveError as error:
             context = self._context
-            position = traceback_line(error.message, context.model_name, context.version_dir)
-            self._control.send(LoadFailed(error.code, error.message, position))
+            frames = traceback_line(error.message, context.model_name, context.version_dir)
+            self._control.send(LoadFailed(error.code, error.message, frames))
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             if os.getpid() != pid:  # a child that the model's code forked shares the links
                 os._exit(1 if getattr(error, "code", 1) else 0)
@@ -263,9 +263,9 @@ class WorkerInstance:
         signature = Signature(config, context.version)
         mappings, counter = context.mappings, context.copy_counter
         unpacker = Unpacker(signature, mappings, counter, backend.device_inputs)
-        strictness = (backend.strict_outputs, backend.strict_shapes)
+        strict_flags = (backend.strict_outputs, backend.strict_shapes)
         expects_all = not config.decoupled and not config.may_omit_outputs
-        scatterer = Scatterer(signature, context, *strictness, expects_all)
+        scatterer = Scatterer(signature, context, *strict_flags, expects_all)
         self._writer = ResponseWriter(self.link, scatterer, self._metrics, context)
         padding = signature.padding
         padder = None if padding is None else Padder(padding, signature, context.copy_counter)
@@ -292,18 +292,18 @@ class WorkerInstance:
             InvalidArgument: A request has failed. The message has Triton's words.
         """
         context = self._context
-        text = f"model '{context.model_name}' instance {context.instance_name}"
+        subject = f"model '{context.model_name}' instance {context.instance_name}"
         for sample in self._samples:
             name = sample.name
             for n in range(1, sample.count + 1):
-                logger.debug("%s is running warmup sample '%s' for iteration %d", text, name, n)
+                logger.debug("%s is running warmup sample '%s' for iteration %d", subject, name, n)
                 try:
                     requests = list(_warmup_requests(sample, self._signature, self._unpacker))
                     errors = self._executor.run_warmup(requests)
                 except ShmserveError as error:
                     errors = [error]
                 if errors:
-                    logger.debug("%s failed to run warmup sample '%s'", text, name)
+                    logger.debug("%s failed to run warmup sample '%s'", subject, name)
                     failure = f"failed to run warmup sample '{name}'"
                     texts = [f"{failure}: {error.message}; " for error in errors]
                     raise InvalidArgument("".join(texts))
@@ -439,12 +439,12 @@ def _warmup_requests(sample: Sample, signature: Signature, unpacker: Unpacker) -
     """
     client_tensors = [tensor for tensor in sample.tensors if tensor.name in signature.inputs]
     # Clients do not send the control inputs of sequences, but a sample may contain them.
-    controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
+    control_tensors = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
     signature.check("", client_tensors, ())
     schema, data = pack_inference(Inference(tuple(client_tensors)))
     for key in range(1, sample.batch_size + 1):
         request = unpacker.request(Work(key, 0, schema, data))
-        for tensor in controls:
+        for tensor in control_tensors:
             assert isinstance(tensor.data, bytes)
             raw = memoryview(bytearray(tensor.data))
             request.inputs[tensor.name] = Input(tensor.name, tensor.datatype, tensor.shape, raw)
@@ -453,8 +453,8 @@ def _warmup_requests(sample: Sample, signature: Signature, unpacker: Unpacker) -
 
 def _create_context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelContext:
     device_memory = DeviceMemory()
-    kind, _, number = device.partition(":")
-    pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
+    kind, _, device_number = device.partition(":")
+    pin = partial(device_memory.pin, device=int(device_number)) if kind == "cuda" else None
     arena = Arena(start.arena_byte_size)
     mappings = Mappings(device_memory.open, pin)
     start_fields = {field.name: getattr(start, field.name) for field in fields(start)}

@@ -74,9 +74,9 @@ class ControlInput(Record):
     """
 
     name: str
-    kind: str
+    kind: str  # such as CONTROL_SEQUENCE_START
     datatype: str
-    values: tuple[bytes, bytes] = (b"", b"")
+    values: tuple[bytes, bytes] = (b"", b"")  # for false and for true
 
     def encode(self, row: SequenceRow) -> bytes:
         """Return the bytes of the control for a row."""
@@ -144,7 +144,7 @@ class StateSpec(Record):
     datatype: str
     shape: tuple[int, ...]
     initial_value: bytes
-    same_buffer: bool
+    same_buffer: bool  # the model may write to its input state
 
 
 class _StateValue(Record):
@@ -152,7 +152,7 @@ class _StateValue(Record):
 
     datatype: str
     shape: tuple[int, ...]
-    raw: Any
+    raw: Any  # bytes
 
 
 class States:
@@ -165,7 +165,7 @@ class States:
         self._specs = specs
         self._copy_states = copy_states
         self._values_by_slot: dict[int, dict[str, _StateValue]] = {}
-        self.outputs = tuple(spec.output_name for spec in specs)
+        self.output_names = tuple(spec.output_name for spec in specs)
 
     def add_inputs(self, request: Request, row: SequenceRow) -> tuple[tuple[int, ...], ...]:
         """Add the states of a sequence to a request's inputs; return their shapes."""
@@ -180,7 +180,7 @@ class States:
                 raw = memoryview(bytearray(spec.initial_value))
                 value = values[spec.input_name] = _StateValue(spec.datatype, spec.shape, raw)
             request.inputs[spec.input_name] = self._create_input(spec, value)
-        request.states = self.outputs
+        request.states = self.output_names
         return tuple(values[spec.input_name].shape for spec in self._specs)
 
     def _create_input(self, spec: StateSpec, value: _StateValue) -> Input:
@@ -216,7 +216,7 @@ class States:
             output = outputs.get(spec.output_name)
             if output is not None:
                 values[spec.input_name] = _updated_value(values[spec.input_name], output)
-        state_names = self.outputs
+        state_names = self.output_names
         response.outputs = [
             o for o in response.outputs if o.name not in state_names or o.name in client_outputs
         ]
@@ -315,7 +315,7 @@ class SequenceExecutor(Executor):
         self._controls = read_controls(config)
         self._supports_batching = config.max_batch_size > 0
         # Always copies, because requests of sequences are not retried with copies.
-        self._policy.copies_inputs = True
+        self._input_policy.copies_inputs = True
         states = read_states(config, self._context.model_dir)
         self._states = States(states, self._backend.read_only_inputs)
         # The outputs that are also sent to clients.
@@ -323,7 +323,7 @@ class SequenceExecutor(Executor):
         sequences = config.sequence_batching
         self._has_fixed_rows = sequences is not None and sequences.oldest is None
         self._max_part_bytes = 1 << 63  # unlimited, because the rows of a batch run together
-        self._rows: list[SequenceRow] = []
+        self._rows: list[SequenceRow] = []  # of the running batch
 
     def handlers(self) -> HandlerTable:
         return {**super().handlers(), EndSequences: self._end_sequences}
@@ -392,10 +392,10 @@ class SequenceExecutor(Executor):
                 for r in row_requests
             ]
         pairs = zip(requests, responses, strict=True)
-        by_request = {id(request): response for request, response in pairs}
+        response_by_id = {id(request): response for request, response in pairs}
         with self._link.lock:
             self._link.pump()
-            replies = [self._respond(r, by_request[id(r.request)]) for r in row_requests]
+            replies = [self._respond(r, response_by_id[id(r.request)]) for r in row_requests]
             self._writer.scatterer.finish_writes()
         return replies
 

@@ -26,19 +26,19 @@ def with_generated_tensors(config: ModelSpec) -> ModelSpec:
     """
     sequences = config.sequence_batching
     states = sequences.state if sequences is not None else ()
-    generated = (
+    added_inputs = (
         *(TensorSpec(control.name, control.datatype, (1,)) for control in read_controls(config)),
         *(TensorSpec(state.input_name, state.datatype, state.dims) for state in states),
         *ragged.generated_inputs(config),
         *_padding_inputs(config),
     )
-    configured = {output.name for output in config.output}
+    configured_names = {output.name for output in config.output}
     outputs = (
         TensorSpec(state.output_name, state.datatype, state.dims)
         for state in states
-        if state.output_name not in configured
+        if state.output_name not in configured_names
     )
-    return replace(config, input=(*config.input, *generated), output=(*config.output, *outputs))
+    return replace(config, input=(*config.input, *added_inputs), output=(*config.output, *outputs))
 
 
 def generated_names(config: ModelSpec) -> frozenset[str]:
@@ -57,8 +57,8 @@ def generated_names(config: ModelSpec) -> frozenset[str]:
 
 
 def _padding_inputs(config: ModelSpec) -> Iterator[TensorSpec]:
-    padded = config.padding
-    for pad in padded.pads.values() if padded else ():
+    model_padding = config.padding
+    for pad in model_padding.pads.values() if model_padding else ():
         if pad.lengths_input:
             yield TensorSpec(pad.lengths_input, "INT64", (len(pad.dims),))
         if pad.mask_input:
@@ -78,7 +78,7 @@ class FileTensor:
     name: str
     datatype: str
     dims: tuple[int, ...]
-    symbols: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()  # names of the variable dimensions
 
     @property
     def leading_symbol(self) -> str:
@@ -92,7 +92,7 @@ class FileDescription:
 
     inputs: tuple[FileTensor, ...]
     outputs: tuple[FileTensor, ...]
-    largest_batch: int
+    largest_batch: int  # 0: no batching
 
 
 def complete(

@@ -43,13 +43,13 @@ def import_file(path: Path, name: str) -> ModuleType:
     for folder in map(str, (folders[len(packages)], folders[0])):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
         raise ImportError(f"'{path.name}' is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(module_spec)
     # Dataclasses and annotations look their module up by name.
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    module_spec.loader.exec_module(module)
     return module
 
 
@@ -82,14 +82,14 @@ def model_traceback(error: BaseException, model_dir: Path) -> str:
 
     The traceback of a SyntaxError shows the line with the error.
     """
-    report = _model_report(error, model_dir)
+    traceback_report = _model_report(error, model_dir)
     if isinstance(error, SyntaxError):  # the lines before the last one show its position
         message_lines = 1
-    elif report.stack:
-        message_lines = len("".join(report.format_exception_only()).splitlines())
+    elif traceback_report.stack:
+        message_lines = len("".join(traceback_report.format_exception_only()).splitlines())
     else:
         return ""
-    return "\n".join("".join(report.format()).splitlines()[:-message_lines])
+    return "\n".join("".join(traceback_report.format()).splitlines()[:-message_lines])
 
 
 def format_error(error: BaseException, model_dir: Path) -> str:
@@ -99,25 +99,25 @@ def format_error(error: BaseException, model_dir: Path) -> str:
     first frame, and frames of the import system, are left out. If the model was given by its file,
     the traceback shows the user's path of this file, not the link in the run directory.
     """
-    report = _model_report(error, model_dir)
-    return "".join(report.format()).rstrip("\n") if report.stack else ""
+    traceback_report = _model_report(error, model_dir)
+    return "".join(traceback_report.format()).rstrip("\n") if traceback_report.stack else ""
 
 
 def _model_report(error: BaseException, model_dir: Path) -> traceback.TracebackException:
     user_folder = _user_path(model_dir)
-    report = traceback.TracebackException.from_exception(error)
-    chained: traceback.TracebackException | None = report
-    while chained is not None:
-        frames = list(itertools.dropwhile(_is_server_frame, chained.stack))
+    traceback_report = traceback.TracebackException.from_exception(error)
+    exception: traceback.TracebackException | None = traceback_report
+    while exception is not None:
+        frames = list(itertools.dropwhile(_is_server_frame, exception.stack))
         model_frames = itertools.dropwhile(lambda f: _LIBRARY_PATHS.match(f.filename), frames)
         frames = list(model_frames) or frames
-        chained.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-        for frame in chained.stack:
+        exception.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+        for frame in exception.stack:
             frame.filename = frame.filename.replace(f"{model_dir}/", f"{user_folder}/")
-        if getattr(chained, "filename", None):  # a SyntaxError has a file name
-            chained.filename = chained.filename.replace(f"{model_dir}/", f"{user_folder}/")
-        chained = chained.__cause__ or chained.__context__
-    return report
+        if getattr(exception, "filename", None):  # a SyntaxError has a file name
+            exception.filename = exception.filename.replace(f"{model_dir}/", f"{user_folder}/")
+        exception = exception.__cause__ or exception.__context__
+    return traceback_report
 
 
 def traceback_line(text: str, model: str, model_dir: Path) -> str:
@@ -195,8 +195,8 @@ class EventLoopThread:
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop, wait, and return its result or raise its exception."""
         errors: list[BaseException] = []
-        guarded = _run_guarded(coroutine, errors.append)
-        future: Future[T] = asyncio.run_coroutine_threadsafe(guarded, self._loop)
+        guarded_coroutine = _run_guarded(coroutine, errors.append)
+        future: Future[T] = asyncio.run_coroutine_threadsafe(guarded_coroutine, self._loop)
         result = future.result()
         if errors:
             raise errors[0]

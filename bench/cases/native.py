@@ -121,7 +121,7 @@ NATIVE = (
 )
 
 
-def run(case: NativeCase, context: Context) -> Row:
+def run(case: NativeCase, context: Context) -> list[Row]:
     """Return samples of both servers, measured in turns. Raises the error of either load."""
     row = Row(case.figure, {})
     analyzer = context.analyzer if case.peer is not None else None
@@ -151,7 +151,7 @@ def run(case: NativeCase, context: Context) -> Row:
                 row.samples.setdefault(PEER, []).append(best)
             figures = [f"{name} {values[-1]:,.0f}" for name, values in row.samples.items()]
             context.log(f"{case.name}: {', '.join(figures)} {case.figure.unit}")
-    return row
+    return [row]
 
 
 def _run_perf(case: NativeCase, server: Server, seconds: float) -> float:

@@ -52,57 +52,45 @@ def through_shm(elements: int, in_flight: int, listener: str = "http") -> Load:
     return Load("identity", in_flight, (*flags, "--shape", f"INPUT0:{elements}"), listener)
 
 
+def _simple_grpc(in_flight: int) -> Load:
+    return Load("simple", in_flight, listener="grpc")
+
+
 def _in_messages(elements: int, in_flight: int, listener: str = "grpc") -> Load:
     """Return a load of `elements` FP32 values in and out in messages."""
     return Load("identity", in_flight, ("--shape", f"INPUT0:{elements}"), listener)
 
 
-_GRPC = tuple(
-    _load(name, title, load, column, must, aim)
-    for name, title, load, column, must, aim in (
-        (
-            "grpc",
-            "simple, gRPC, 16 in flight",
-            Load("simple", 16, (), "grpc"),
-            THROUGHPUT,
-            1.1,
-            1.3,
-        ),
-        (
-            "grpc-64",
-            "simple, gRPC, 64 in flight",
-            Load("simple", 64, (), "grpc"),
-            THROUGHPUT,
-            1.1,
-            1.3,
-        ),
-        (
-            "grpc-p50",
-            "simple, gRPC, 1 in flight: p50",
-            Load("simple", 1, (), "grpc"),
-            P50,
-            0.75,
-            0.7,
-        ),
-        (
-            *("grpc-shm600k", "identity, gRPC, 600 KB by shared memory, 8 in flight"),
-            *(through_shm(153_600, 8, "grpc"), THROUGHPUT, 1.2, 2.0),
-        ),
-        (
-            *("grpc-600k", "identity, gRPC, 600 KB in messages, 8 in flight"),
-            *(_in_messages(153_600, 8), THROUGHPUT, 1.0, 1.2),
-        ),
-        (
-            *("grpc-16m", "identity, gRPC, 16 MiB in messages, 1 in flight: p50"),
-            *(_in_messages(4_194_304, 1), P50, 1.0, 0.8),
-        ),
-    )
-)
-
 LOADS = (
     _load("binary", "simple, binary, 16 in flight", Load("simple", 16), THROUGHPUT, 0.8, 1.2),
     _load("json", "simple, JSON, 16 in flight", Load("simple", 16, _JSON), THROUGHPUT, 0.8, 1.5),
-    *_GRPC,
+    _load("grpc", "simple, gRPC, 16 in flight", _simple_grpc(16), THROUGHPUT, 1.1, 1.3),
+    _load("grpc-64", "simple, gRPC, 64 in flight", _simple_grpc(64), THROUGHPUT, 1.1, 1.3),
+    _load("grpc-p50", "simple, gRPC, 1 in flight: p50", _simple_grpc(1), P50, 0.75, 0.7),
+    _load(
+        "grpc-shm600k",
+        "identity, gRPC, 600 KB by shared memory, 8 in flight",
+        through_shm(153_600, 8, "grpc"),
+        THROUGHPUT,
+        1.2,
+        2.0,
+    ),
+    _load(
+        "grpc-600k",
+        "identity, gRPC, 600 KB in messages, 8 in flight",
+        _in_messages(153_600, 8),
+        THROUGHPUT,
+        1.0,
+        1.2,
+    ),
+    _load(
+        "grpc-16m",
+        "identity, gRPC, 16 MiB in messages, 1 in flight: p50",
+        _in_messages(4_194_304, 1),
+        P50,
+        1.0,
+        0.8,
+    ),
     _load("latency", "simple, binary, 1 in flight: p50", Load("simple", 1), P50, 1.2, 0.8),
     _load(
         "shm600k",

@@ -48,7 +48,7 @@ TRACES = (
 )
 
 
-def run(case: TraceCase, context: Context) -> Row:
+def run(case: TraceCase, context: Context) -> list[Row]:
     """Return samples of both servers; the server without traces has the column of the peer.
 
     Raises:
@@ -74,7 +74,7 @@ def run(case: TraceCase, context: Context) -> Row:
                 row.samples.setdefault(column, []).append(point["per_second"])
         samples = ", ".join(f"{column} {values}" for column, values in row.samples.items())
         context.log(f"{case.name}: {samples}")
-    return row
+    return [row]
 
 
 @contextmanager

@@ -35,12 +35,18 @@ class FreeList:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity - capacity % _ALIGNMENT
         # (offset, size) of each free hole, sorted by offset.
-        self._holes: list[tuple[int, int]] = [(0, self.capacity)]
-        self._block_sizes: dict[int, int] = {}
+        self._holes: list[tuple[int, int]] = [(0, self.capacity)]  # free (offset, size)
+        self._block_sizes: dict[int, int] = {}  # by offset
         self.used_bytes = 0
 
     def allocate(self, byte_size: int) -> int | None:
-        """Return the offset of a new block of at least `byte_size` bytes, or None if none fits."""
+        """Return the offset of a new block of at least `byte_size` bytes, or None if none fits.
+
+        Raises:
+            InvalidArgument: The size is negative.
+        """
+        if byte_size < 0:
+            raise InvalidArgument(f"byte_size: a block cannot have {byte_size} bytes (at least 0)")
         size = (byte_size + _ALIGNMENT - 1) & -_ALIGNMENT or _ALIGNMENT
         if size > self.capacity - self.used_bytes:
             return None

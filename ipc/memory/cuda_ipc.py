@@ -113,7 +113,7 @@ class Driver(Cuda, CudaExporter):
         except Exception as error:  # the package raises its own error if a library is missing
             logger.error("there is no CUDA driver: %s", error)
             raise Unavailable("CUDA shared memory needs a GPU, and this host has none") from None
-        self._contexts: dict[int, Any] = {}
+        self._contexts: dict[int, Any] = {}  # by device
 
     def open(self, handle: bytes, device: int) -> int:
         driver_handle = self._driver.CUipcMemHandle()

@@ -79,28 +79,29 @@ class Block(Token):
         self._free_range(self.memory_range)
 
 
-class Readers(Generic[R]):
+class LentTokens(Generic[R]):
     """The tokens of the blocks that are lent to readers, by reader and by offset of the block.
 
     A block may be lent to a reader several times.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[R, dict[int, Token | _TokenStack]] = {}
+        # By reader, then by offset of the block.
+        self._tokens: dict[R, dict[int, Token | _TokenStack]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._blocks.values()))
+        return sum(map(len, self._tokens.values()))
 
     def __iter__(self) -> Iterator[R]:
-        return iter(self._blocks)
+        return iter(self._tokens)
 
     def lend(self, reader: R, offset: int, token: Token) -> None:
         """Lend a block to a reader; the caller's reference to the token passes to the reader."""
-        blocks = self._blocks.get(reader)
-        if blocks is None:
-            self._blocks[reader] = {offset: token}
+        tokens = self._tokens.get(reader)
+        if tokens is None:
+            self._tokens[reader] = {offset: token}
         else:
-            blocks[offset] = _TokenStack(token, blocks[offset]) if offset in blocks else token
+            tokens[offset] = _TokenStack(token, tokens[offset]) if offset in tokens else token
 
     def release(self, reader: R, offsets: Iterable[int]) -> bool:
         """Release blocks of a reader; offsets that were not lent to the reader are ignored.
@@ -108,25 +109,25 @@ class Readers(Generic[R]):
         Returns:
             Whether at least one block was lent to the reader.
         """
-        blocks = self._blocks.get(reader)
-        if blocks is None:
+        tokens = self._tokens.get(reader)
+        if tokens is None:
             return False
         was_lent = False
         for offset in offsets:
-            token = blocks.pop(offset, None)
+            token = tokens.pop(offset, None)
             if token is not None:
                 was_lent = True
                 if type(token) is _TokenStack:
-                    token, blocks[offset] = token
+                    token, tokens[offset] = token
                 token.release()  # type: ignore[union-attr]
-        if not blocks:
-            self._blocks.pop(reader, None)
+        if not tokens:
+            self._tokens.pop(reader, None)
         return was_lent
 
     def release_all(self, reader: R) -> None:
         """Release all blocks of a reader that has exited."""
-        while blocks := self._blocks.get(reader):
-            self.release(reader, list(blocks))
+        while tokens := self._tokens.get(reader):
+            self.release(reader, list(tokens))
 
 
 class _TokenStack(NamedTuple):
@@ -146,7 +147,7 @@ class LentMemory:
     def __init__(self, byte_size: int) -> None:
         self.byte_size = byte_size
         self._arena: Arena | None = None
-        self._readers: Readers[tuple[int, int]] = Readers()  # by (reader, memory id)
+        self._lent_tokens: LentTokens[tuple[int, int]] = LentTokens()  # by (reader, memory id)
 
     @property
     def used_bytes(self) -> int:
@@ -181,17 +182,17 @@ class LentMemory:
 
     def lend(self, reader: int, memory_range: Range, token: Token) -> None:
         """Lend a range to a reader; the caller's reference to the token passes to the reader."""
-        self._readers.lend((reader, memory_range.memory.id), memory_range.offset, token)
+        self._lent_tokens.lend((reader, memory_range.memory.id), memory_range.offset, token)
 
     def release(self, reader: int, memory_id: int, offsets: Iterable[int]) -> bool:
         """Release blocks of a memory; return whether at least one was lent to the reader."""
-        return self._readers.release((reader, memory_id), offsets)
+        return self._lent_tokens.release((reader, memory_id), offsets)
 
     def drop_reader(self, reader: int) -> None:
         """Release all blocks of a reader that has exited."""
-        for key in list(self._readers):
+        for key in list(self._lent_tokens):
             if key[0] == reader:
-                self._readers.release_all(key)
+                self._lent_tokens.release_all(key)
 
     def close(self) -> None:
         """Unmap the arena; the mappings of readers stay valid."""
@@ -206,7 +207,7 @@ def release_messages(ranges: Iterable[Range], own_memory_ids: Container[int] = (
         ranges: The ranges of the outputs. Ranges in a client's memory need no message.
         own_memory_ids: The ids of the caller's own memories, for which there is no message.
     """
-    offsets: dict[tuple[int, int], list[int]] = {}
+    offsets: dict[tuple[int, int], list[int]] = {}  # by (pid, memory id)
     for memory_range in ranges:
         memory = memory_range.memory
         if memory.sealed and memory.pid and memory.id not in own_memory_ids:

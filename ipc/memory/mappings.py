@@ -52,8 +52,8 @@ class Mapping(Protocol):
         view: The bytes; a slice of it is a view of a part.
     """
 
-    pid: int
-    view: Any
+    pid: int  # the process that holds the memory
+    view: Any  # the bytes
 
     def close(self) -> None:
         """Release the mapping; existing views stay valid."""
@@ -114,15 +114,15 @@ class _HostMapping:
         start -= start % mmap.PAGESIZE
         end = min(-(-end // mmap.PAGESIZE) * mmap.PAGESIZE, len(self.map))
         size = end - start
-        target = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + start
+        old_address = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + start
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        source = _libc.mmap(None, size, protection, flags, -1, 0)
-        if source == _MAP_FAILED:
+        new_address = _libc.mmap(None, size, protection, flags, -1, 0)
+        if new_address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), "mmap")
-        ctypes.memmove(source, target, size)
+        ctypes.memmove(new_address, old_address, size)
         # mremap replaces the pages in one atomic step, because threads of the model may read them.
         flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-        if _libc.mremap(source, size, size, flags, target) == _MAP_FAILED:
+        if _libc.mremap(new_address, size, size, flags, old_address) == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), "mremap")
 
 
@@ -137,8 +137,8 @@ class Mappings:
         _pin: Pins a memory with `pinned` set; None if no memory is pinned.
     """
 
-    _open_device: Callable[[Memory], Mapping] | None = None
-    _pin: Pin | None = None
+    _open_device: Callable[[Memory], Mapping] | None = None  # maps device memory
+    _pin: Pin | None = None  # pins host memory for a device
     _mappings_by_id: dict[int, Any] = field(default_factory=dict)
     _unmapped_ids: deque[int] = field(default_factory=partial(deque, maxlen=_MAX_UNMAPPED_IDS))
 

@@ -28,12 +28,12 @@ class SharedObject:
     """An open shared memory object; the caller that opened it owns `fd`. Sizes are in bytes."""
 
     fd: int
-    device: int
+    device: int  # of the file system
     inode: int
     uid: int
     gid: int
     mode: int
-    size: int
+    size: int  # bytes
 
     @property
     def file(self) -> tuple[int, int]:
@@ -96,30 +96,30 @@ def open_object(key: str) -> SharedObject:
 def describe_object(fd: int) -> SharedObject:
     """Return the description of the object that is open as `fd`."""
     status = os.fstat(fd)
-    owner, mode = (status.st_uid, status.st_gid), stat.S_IMODE(status.st_mode)
-    return SharedObject(fd, status.st_dev, status.st_ino, *owner, mode, status.st_size)
+    owner_ids, mode = (status.st_uid, status.st_gid), stat.S_IMODE(status.st_mode)
+    return SharedObject(fd, status.st_dev, status.st_ino, *owner_ids, mode, status.st_size)
 
 
-def check_range(region: str, shared: SharedObject, offset: int, byte_size: int) -> None:
+def check_range(region: str, shared_object: SharedObject, offset: int, byte_size: int) -> None:
     """Check the range of a region in its object.
 
     Raises:
         InvalidArgument: The range is empty or not within the object.
     """
-    if byte_size == 0 or not is_within(offset, byte_size, shared.size):
+    if byte_size == 0 or not is_within(offset, byte_size, shared_object.size):
         raise InvalidArgument(
             f"failed to register shared memory region '{region}': invalid args (byte_size "
-            f"{byte_size} at offset {offset}; the object has {shared.size} bytes)"
+            f"{byte_size} at offset {offset}; the object has {shared_object.size} bytes)"
         )
 
 
-def unallocated_bytes(shared: SharedObject, byte_size: int) -> int:
+def unallocated_bytes(shared_object: SharedObject, byte_size: int) -> int:
     """Return an upper bound on the number of bytes of the object without allocated memory."""
-    status = os.fstat(shared.fd)
+    status = os.fstat(shared_object.fd)
     return max(0, min(byte_size, status.st_size - status.st_blocks * 512))
 
 
-def allocate_pages(region: str, shared: SharedObject, offset: int, byte_size: int) -> int:
+def allocate_pages(region: str, shared_object: SharedObject, offset: int, byte_size: int) -> int:
     """Allocate the missing memory of [offset, offset + byte_size) of the object.
 
     The first access to a page of a sparse object allocates it; if /dev/shm is full then, the
@@ -132,14 +132,14 @@ def allocate_pages(region: str, shared: SharedObject, offset: int, byte_size: in
     Raises:
         Unavailable: /dev/shm is full.
     """
-    if not unallocated_bytes(shared, byte_size):
+    if not unallocated_bytes(shared_object, byte_size):
         return 0
-    old_blocks = os.fstat(shared.fd).st_blocks
+    old_blocks = os.fstat(shared_object.fd).st_blocks
     try:
-        os.posix_fallocate(shared.fd, offset, byte_size)
+        os.posix_fallocate(shared_object.fd, offset, byte_size)
     except OSError as error:
         raise Unavailable(
             f"failed to register shared memory region '{region}': shared memory is full, "
             f"{byte_size} bytes are needed"
         ) from error
-    return max(0, os.fstat(shared.fd).st_blocks - old_blocks) * 512
+    return max(0, os.fstat(shared_object.fd).st_blocks - old_blocks) * 512

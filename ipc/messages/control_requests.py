@@ -15,7 +15,7 @@ from shmserve.ipc.transport.frames import Message, Record
 class ControlRequest(Record):
     """The base class of requests; `id` is the request's number at the sender."""
 
-    id: int
+    id: int  # number of the request at its sender
 
 
 class Answered(Message):
@@ -24,8 +24,8 @@ class Answered(Message):
     The documentation of each request describes the `payload`.
     """
 
-    id: int
-    payload: dict[str, Any]
+    id: int  # number of the request
+    payload: dict[str, Any]  # the result
 
 
 class Refused(Message):
@@ -54,8 +54,8 @@ class LoadModel(ControlRequest, Message):
     """
 
     name: str
-    config: str
-    files: dict[str, Any]
+    config: str  # JSON override, or ""
+    files: dict[str, Any]  # contents by path
 
 
 class UnloadModel(ControlRequest, Message):
@@ -75,7 +75,7 @@ class IndexRepository(ControlRequest, Message):
     The list is the response to POST /v2/repository/index. With `ready`, it has only ready models.
     """
 
-    ready: bool
+    ready: bool  # whether only ready versions are listed
 
 
 class NameModels(ControlRequest, Message):
@@ -150,13 +150,13 @@ class RegisterRegion(ControlRequest, Message):
     """
 
     name: str
-    key: str
+    key: str  # name of the shared memory object
     offset: int
     byte_size: int
-    uid: int
+    uid: int  # user of the client
     groups: list[int]
-    is_leased: bool
-    pin: bool
+    is_leased: bool  # whether the region ends with the connection
+    pin: bool  # whether workers pin it for their devices
 
 
 class RegisterCudaRegion(ControlRequest, Message):
@@ -168,14 +168,14 @@ class RegisterCudaRegion(ControlRequest, Message):
     """
 
     name: str
-    handle: bytes
+    handle: bytes  # of CUDA IPC
     device_id: int
     device_uuid: bytes
     offset: int
     byte_size: int
     uid: int
     groups: list[int]
-    exporter_pid: int
+    exporter_pid: int  # process that owns the memory
 
 
 class UnregisterRegion(ControlRequest, Message):
@@ -199,7 +199,7 @@ class RegionInUse(Message):
     """
 
     memory_id: int
-    is_used: bool
+    is_used: bool  # whether the use begins
 
 
 class RegionReleased(Message):
@@ -243,7 +243,7 @@ class ReturnWorkspace(Message):
 
     device: str
     memory_id: int
-    offset: int
+    offset: int  # of the leased range
 
 
 class AskTicket(Message):
@@ -253,9 +253,9 @@ class AskTicket(Message):
     follows once the rate limiter has the resources.
     """
 
-    ticket: int
-    index: int
-    pid: int = field(default=0, compare=False)
+    ticket: int  # number of the ticket
+    index: int  # of the instance
+    pid: int = field(default=0, compare=False)  # of the instance
 
 
 class CheckHolders(Message):
@@ -265,8 +265,8 @@ class CheckHolders(Message):
     responds with `ResourcesHeld` if every instance needs resources that these processes hold.
     """
 
-    key: int
-    pids: list[int]
+    key: int  # of the call's request
+    pids: list[int]  # processes that wait for the call
 
 
 class ResourcesHeld(Message):
@@ -275,7 +275,7 @@ class ResourcesHeld(Message):
     The callers of the call, which is request `key`, hold these resources.
     """
 
-    key: int
+    key: int  # of the call's request
 
 
 class CallsWaiting(Message):
@@ -287,7 +287,7 @@ class CallsWaiting(Message):
     """
 
     model: str
-    waits: list[Any]
+    waits: list[Any]  # the waiting calls with their callers
 
 
 class CallDeadlocked(Message):
@@ -297,8 +297,8 @@ class CallDeadlocked(Message):
     each other. The scheduler fails the call, so that the other calls of the deadlock continue.
     """
 
-    key: int
-    chain: str
+    key: int  # of the call's request
+    chain: str  # text of the calls in the cycle
 
 
 class TicketGranted(Message):
@@ -317,7 +317,7 @@ class TicketReturned(Message):
     """
 
     ticket: int
-    was_used: bool
+    was_used: bool  # whether an execution has used the resources
 
 
 # --- local clients: programs of users on this host
@@ -329,7 +329,7 @@ class Hello(Message):
     `version` is the protocol's. The supervisor responds with `Welcome`.
     """
 
-    version: int
+    version: int  # of the protocol
 
 
 class Welcome(Message):
@@ -338,7 +338,7 @@ class Welcome(Message):
     The identity of the client's links to schedulers is "NUMBER.TOKEN.LINK".
     """
 
-    number: int
+    number: int  # of the local client
     token: str
 
 
@@ -351,7 +351,7 @@ class ShareMemory(ControlRequest, Message):
     """
 
     byte_size: int
-    pin: bool
+    pin: bool  # whether workers pin it for their devices
 
 
 class ShareDeviceMemory(ControlRequest, Message):

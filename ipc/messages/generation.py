@@ -32,8 +32,8 @@ class Resumed(Record):
         sent_tokens: The number of tokens already sent to the client.
     """
 
-    sample: int
-    tokens: bytes
+    sample: int  # number of the sample
+    tokens: bytes  # int32
     sent_characters: int
     finish_reason: str = ""
     is_end_sent: bool = False
@@ -49,7 +49,7 @@ class Prepare(Message):
     """
 
     requests: list[Work]
-    resumed: list[Resumed] = field(default_factory=list)
+    resumed: list[Resumed] = field(default_factory=list)  # samples that another instance has begun
 
 
 class BeamSearch(Record):
@@ -62,9 +62,9 @@ class BeamSearch(Record):
         end_tokens: The tokens that end a hypothesis.
     """
 
-    width: int
+    width: int  # number of hypotheses
     length_penalty: float
-    early_stopping: str
+    early_stopping: str  # "true", "false" or "never"
     end_tokens: list[int]
 
 
@@ -84,15 +84,15 @@ class Prepared(Message):
             log probabilities are requested.
     """
 
-    key: int
-    prompt: bytes
+    key: int  # of the request
+    prompt: bytes  # tokens, int32
     max_tokens: int
-    samples: int = 1
+    samples: int = 1  # number of samples
     priority: int = 0
     needs_whole_prompt: bool = False
-    allows_drafts: bool = True
+    allows_drafts: bool = True  # whether draft tokens may be proposed
     beams: list[BeamSearch] = field(default_factory=list)
-    replays_tokens: bool = False
+    replays_tokens: bool = False  # whether earlier tokens are computed again
 
 
 class NewSequence(Record):
@@ -102,11 +102,11 @@ class NewSequence(Record):
     unless that is -1.
     """
 
-    sequence: int
-    key: int
-    sample: int
-    parent: int = 0
-    token: int = -1
+    sequence: int  # number of the new sequence
+    key: int  # of the request
+    sample: int  # number of the sample
+    parent: int = 0  # sequence to copy; 0: none
+    token: int = -1  # follows the parent's tokens; -1: none
 
 
 class Row(Record):
@@ -123,17 +123,17 @@ class Row(Record):
             sequence follows the tokens of the row.
     """
 
-    sequence: int
-    start: int
-    count: int
-    kept_blocks: int
-    blocks: list[int]
+    sequence: int  # number of the sequence
+    start: int  # position of the first token
+    count: int  # number of tokens
+    kept_blocks: int  # number of leading blocks that remain
+    blocks: list[int]  # new blocks after the kept ones
     draft_count: int = 0
-    samples_next: bool = True
+    samples_next: bool = True  # whether the next token is sampled
 
 
 class Step(Message):
-    """Sent by the scheduler to a worker to execute one pass.
+    """Sent by the scheduler to a worker to execute one forward pass of the model.
 
     The worker copies blocks, begins sequences, computes the rows, and releases the sequences
     `ended`, in this order. Blocks are first copied to the host pool (`swap_out`), then from it
@@ -141,13 +141,13 @@ class Step(Message):
     source and destination.
     """
 
-    step: int
+    step: int  # number of the step
     rows: list[Row]
     new_sequences: list[NewSequence] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    swap_out: list[int] = field(default_factory=list)
-    swap_in: list[int] = field(default_factory=list)
-    copies: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)  # sequences to release
+    swap_out: list[int] = field(default_factory=list)  # block pairs: device, host
+    swap_in: list[int] = field(default_factory=list)  # block pairs: host, device
+    copies: list[int] = field(default_factory=list)  # block pairs: source, target
 
 
 class RowResult(Record):
@@ -162,12 +162,12 @@ class RowResult(Record):
         scores: The log probabilities of the candidates.
     """
 
-    sequence: int
+    sequence: int  # number of the sequence
     tokens: list[int]
     finish_reason: str = ""
     draft_count: int = 0
-    candidates: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
+    candidates: list[int] = field(default_factory=list)  # tokens of a beam
+    scores: list[float] = field(default_factory=list)  # of the candidates
 
 
 class Stepped(Message):
@@ -184,14 +184,14 @@ class Stepped(Message):
         skipped: Sequences that were not computed, because their requests have ended.
     """
 
-    step: int
-    results: list[RowResult]
-    gather_ns: int
+    step: int  # number of the step
+    results: list[RowResult]  # of the sampled rows
+    gather_ns: int  # for block tables and copies
     forward_ns: int
     sample_ns: int
-    draft_ns: int = 0
-    text_ns: int = 0
-    skipped: list[int] = field(default_factory=list)
+    draft_ns: int = 0  # part of the other times
+    text_ns: int = 0  # of text processing in parallel
+    skipped: list[int] = field(default_factory=list)  # sequences that were not computed
 
 
 class ResponseSent(Message):
@@ -205,8 +205,8 @@ class ResponseSent(Message):
         sent_tokens: The number of its tokens sent so far.
     """
 
-    key: int
-    sample: int
+    key: int  # of the request
+    sample: int  # number of the sample
     sent_characters: int
     is_end_sent: bool = False
     sent_tokens: int = 0
@@ -218,7 +218,7 @@ class StopStringFound(Message):
     The scheduler plans no more tokens for the sequence.
     """
 
-    sequence: int
+    sequence: int  # number of the sequence
 
 
 class Hypothesis(Record):
@@ -230,7 +230,7 @@ class Hypothesis(Record):
         score: Its score.
     """
 
-    tokens: bytes
+    tokens: bytes  # int32
     finish_reason: str
     score: float
 

@@ -10,7 +10,7 @@ from shmserve.ipc.transport.frames import Message, Record
 
 # The code of a reply by which a model reschedules a request (iterative sequences only).
 RESCHEDULED = "RESCHEDULED"
-_CALLER = re.compile(r"^([0-9]{1,19})/([0-9]{1,19})/(.+)$", re.MULTILINE)
+_CALLER_LINE = re.compile(r"^([0-9]{1,19})/([0-9]{1,19})/(.+)$", re.MULTILINE)
 
 
 class Submit(Message):
@@ -35,21 +35,21 @@ class Submit(Message):
         callers: The executions that wait for the response, as `Caller` lines; "": none.
     """
 
-    id: int
-    schema: bytes
-    data: list[Any]
+    id: int  # number on this link
+    schema: bytes  # describes the tensors
+    data: list[Any]  # of the tensors
     arrived_ns: int
     deadline_ns: int
-    timeout_us: int
+    timeout_us: int  # the request's parameter `timeout`
     priority: int
     request_id: str = ""
-    flags: int = 0
+    flags: int = 0  # start and end of a sequence
     correlation_id: int = 0
     correlation_text: str = ""
-    source: int = 0
+    source: int = 0  # distinguishes clients of one gateway
     trace: str = ""
-    deadline_origin: str = ""
-    callers: str = ""
+    deadline_origin: str = ""  # for the error of an expired request
+    callers: str = ""  # executions that wait for the response
 
 
 class Caller(NamedTuple):
@@ -61,8 +61,8 @@ class Caller(NamedTuple):
         model: The name of the model.
     """
 
-    pid: int
-    key: int
+    pid: int  # of the instance
+    key: int  # of the request that waits
     model: str
 
     @property
@@ -73,7 +73,7 @@ class Caller(NamedTuple):
     @classmethod
     def parse(cls, lines: str) -> list[Caller]:
         """Return the callers in `Submit.callers`, the first one first."""
-        return [cls(int(pid), int(key), model) for pid, key, model in _CALLER.findall(lines)]
+        return [cls(int(pid), int(key), model) for pid, key, model in _CALLER_LINE.findall(lines)]
 
 
 class Cancel(Message):
@@ -83,8 +83,8 @@ class Cancel(Message):
     remaining responses. Otherwise the client has disconnected.
     """
 
-    id: int
-    keeps_reading: bool = False
+    id: int  # number of the request
+    keeps_reading: bool = False  # whether responses are still read
 
 
 class Credit(Message):
@@ -95,8 +95,8 @@ class Credit(Message):
 
     TAG: ClassVar[str] = "Grant"  # the wire name since version 1 of the protocol
 
-    id: int
-    responses: int
+    id: int  # number of the request
+    responses: int  # number of responses that were read
 
 
 class Release(Message):
@@ -106,9 +106,9 @@ class Release(Message):
     that hosts schedulers has several.
     """
 
-    pid: int
-    offsets: list[int]
-    memory: int = field(default=0, compare=False)
+    pid: int  # process that holds the memory
+    offsets: list[int]  # of the outputs
+    memory: int = field(default=0, compare=False)  # id of the memory
 
 
 class ReportStatistics(Message):
@@ -124,13 +124,13 @@ class Finished(Message):
     execution. A request with a `trace` has `spans` (ipc/trace.py).
     """
 
-    id: int
+    id: int  # number of the request
     schema: bytes
     data: list[Any]
-    input_ns: int = field(default=0, compare=False)
-    infer_ns: int = field(default=0, compare=False)
-    output_ns: int = field(default=0, compare=False)
-    spans: bytes = field(default=b"", compare=False)
+    input_ns: int = field(default=0, compare=False)  # time for the inputs
+    infer_ns: int = field(default=0, compare=False)  # time in the model
+    output_ns: int = field(default=0, compare=False)  # time for the outputs
+    spans: bytes = field(default=b"", compare=False)  # of the trace, packed
 
 
 class Responded(Message):
@@ -142,12 +142,12 @@ class Responded(Message):
     durations of the phases and the `spans`, as in `Finished`.
     """
 
-    id: int
-    code: str
+    id: int  # number of the request
+    code: str  # of an error; "": none
     message: str
     schema: bytes
     data: list[Any]
-    final: bool
+    final: bool  # whether it is the last response
     input_ns: int = field(default=0, compare=False)
     infer_ns: int = field(default=0, compare=False)
     output_ns: int = field(default=0, compare=False)
@@ -162,13 +162,13 @@ class Failed(Message):
     as in `Finished`. `is_refused` means that the scheduler did not admit the request.
     """
 
-    id: int
+    id: int  # number of the request
     code: str
     message: str
-    retry_after_s: int
-    early: bool
+    retry_after_s: int  # 0: no advice
+    early: bool  # the deadline expired while a worker had the request
     spans: bytes = field(default=b"", compare=False)
-    is_refused: bool = field(default=False, compare=False)
+    is_refused: bool = field(default=False, compare=False)  # whether the request was not admitted
 
 
 class Settled(Message):
@@ -177,7 +177,7 @@ class Settled(Message):
     `Failed` was sent earlier, with `early` set. The client now frees the memory of the request.
     """
 
-    id: int
+    id: int  # number of the request
 
 
 class StatisticsReported(Message):
@@ -197,19 +197,19 @@ class Work(Record):
     fields are copied from `Submit`. The deadline also applies to the calls that the model makes.
     """
 
-    key: int
-    client_pid: int
+    key: int  # id of the request at the scheduler
+    client_pid: int  # the reader of the outputs
     schema: bytes
-    data: list[Any]
+    data: list[Any]  # of the tensors
     request_id: str = ""
-    flags: int = 0
+    flags: int = 0  # start and end of a sequence
     correlation_id: int = 0
     correlation_text: str = ""
     timeout_us: int = 0
     priority: int = 0
     deadline_ns: int = 0
     trace: str = ""
-    callers: str = ""
+    callers: str = ""  # executions that wait for the response
 
     @property
     def sequence(self) -> int | str:
@@ -223,8 +223,8 @@ class Reply(Record):
     If `code` is empty the request has succeeded, and `schema` and `data` are an `Inferred`.
     """
 
-    key: int
-    code: str
+    key: int  # of the request
+    code: str  # of an error; "": none
     message: str
     schema: bytes = b""
     data: list[Any] = field(default_factory=list)
@@ -236,9 +236,9 @@ class SequenceRow(Record):
     A row with `key` 0 has no request and fills a gap between slots.
     """
 
-    slot: int
-    key: int
-    flags: int = 0
+    slot: int  # of the sequence's state
+    key: int  # of the request; 0: none
+    flags: int = 0  # start and end of a sequence
     correlation_id: int = 0
     correlation_text: str = ""
 
@@ -253,10 +253,10 @@ class Execute(Message):
         rows: For a batch of sequences, the rows, which refer to the requests.
     """
 
-    batch: int
+    batch: int  # number of the batch
     requests: list[Work]
-    in_flight: int = 1
-    rows: list[SequenceRow] = field(default_factory=list)
+    in_flight: int = 1  # requests in flight at the scheduler
+    rows: list[SequenceRow] = field(default_factory=list)  # of a batch of sequences
 
 
 class EndSequences(Message):
@@ -265,7 +265,7 @@ class EndSequences(Message):
     The worker releases the states in these slots.
     """
 
-    slots: list[int]
+    slots: list[int]  # of the sequences
 
 
 class CancelExecution(Message):
@@ -275,7 +275,7 @@ class CancelExecution(Message):
     """
 
     key: int
-    keeps_reading: bool = False
+    keeps_reading: bool = False  # whether responses are still read
 
 
 class CreditExecution(Message):
@@ -285,7 +285,7 @@ class CreditExecution(Message):
     """
 
     key: int
-    responses: int
+    responses: int  # number of responses that were read
 
 
 class ReleaseOutputs(Message):
@@ -295,8 +295,8 @@ class ReleaseOutputs(Message):
     """
 
     client_pid: int
-    offsets: list[int]
-    memory: int = field(default=0, compare=False)
+    offsets: list[int]  # of the outputs
+    memory: int = field(default=0, compare=False)  # id of the memory
 
 
 class ReaderExited(Message):
@@ -315,7 +315,7 @@ class InstanceReady(Message):
     `index` is the index of the instance within its model.
     """
 
-    index: int
+    index: int  # of the instance
     pid: int
 
 
@@ -327,15 +327,15 @@ class BatchFinished(Message):
     from `input_end_ns` to `output_start_ns`. `executed` is false if no request has reached it.
     """
 
-    batch: int
+    batch: int  # number of the batch
     compute_start_ns: int
     input_end_ns: int
     output_start_ns: int
     compute_end_ns: int
-    replies: list[Reply]
+    replies: list[Reply]  # to the requests
     copied_input_bytes: int = 0
     copied_output_bytes: int = 0
-    executed: bool = True
+    executed: bool = True  # whether a request has reached the model
     spans: bytes = b""
 
 
@@ -346,16 +346,16 @@ class ExecutionResponded(Message):
     An error is a response of the model unless `request_failed` is set.
     """
 
-    key: int
+    key: int  # of the request
     code: str
     message: str
     schema: bytes
     data: list[Any]
-    final: bool
-    computed_ns: int
-    written_ns: int
+    final: bool  # whether it is the last response
+    computed_ns: int  # time when the model returned it
+    written_ns: int  # time when the outputs were written
     copied_output_bytes: int = 0
-    request_failed: bool = False
+    request_failed: bool = False  # whether the whole request has failed
     spans: bytes = b""
 
 
@@ -366,7 +366,7 @@ class MetricsReported(Message):
     shmserve.common.model_metrics.
     """
 
-    families: list[list[Any]]
+    families: list[list[Any]]  # metric families with their values
 
 
 Response = Finished | Responded | Failed  # the responses to a request

@@ -16,20 +16,21 @@ from typing import Any, ClassVar, get_args
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport.frames import Message
 
+# Topics of events, and prefixes of a topic for requests.
 MODELS = "models"
 PROCESSES = "processes"
 REGIONS = "regions"
 HEALTH = "health"
 COUNTERS = "counters"
-SNAPSHOT = "snapshot/"
-SEQUENCES = "sequences/"
-RECENT = "recent/"
+SNAPSHOT = "snapshot/"  # prefix: the current state
+SEQUENCES = "sequences/"  # prefix: sequence numbers
+RECENT = "recent/"  # prefix: the latest events
 
 
 class Acknowledged(Message):
     """Sent by a process to the supervisor when it has applied the change with this number."""
 
-    number: int
+    number: int  # the `ack_number` of the change
 
 
 # --- models
@@ -45,12 +46,12 @@ class ModelPublished(Message):
     name: str
     version: str
     config: ModelSpec
-    metadata: dict[str, Any]
-    endpoint: str
+    metadata: dict[str, Any]  # for clients
+    endpoint: str  # of the scheduler
     ready: bool
-    latest: bool
+    latest: bool  # whether it is the latest version
     load_seconds: float
-    ack_number: int
+    ack_number: int  # for `Acknowledged`
 
 
 class ReadinessChanged(Message):
@@ -69,7 +70,7 @@ class ModelWithdrawn(Message):
 
     name: str
     version: str
-    ack_number: int
+    ack_number: int  # for `Acknowledged`
 
 
 class ModelOnDemand(Message):
@@ -83,7 +84,7 @@ class ModelOnDemand(Message):
     version: ClassVar[str] = ""  # empty: the message concerns the whole model
 
     name: str
-    ack_number: int
+    ack_number: int  # for `Acknowledged`
 
 
 class SchedulerLost(Message):
@@ -96,7 +97,7 @@ class SchedulerLost(Message):
     """
 
     endpoint: str
-    successor: str
+    successor: str  # endpoint of the new scheduler; "": none
 
 
 # --- processes and health
@@ -113,7 +114,7 @@ class ProcessExited(Message):
 
     TAG: ClassVar[str] = "Exited"  # not "ProcessExited", which is the tag of `OwnerExited`
 
-    process: int
+    process: int  # pid, or number of a local client
     reason: str
 
 
@@ -135,7 +136,7 @@ class ServerEnding(Message):
     This server still responds to requests in flight. The client confirms with `Acknowledged`.
     """
 
-    ack_number: int
+    ack_number: int  # for `Acknowledged`
 
 
 class HealthChanged(Message):
@@ -145,10 +146,10 @@ class HealthChanged(Message):
     whether the loads of the start have ended.
     """
 
-    live: bool
-    ready: bool
-    exiting: bool
-    started: bool = True
+    live: bool  # result of the liveness check
+    ready: bool  # result of the readiness check
+    exiting: bool  # whether requests for the health fail
+    started: bool = True  # whether the startup is complete
 
 
 # --- regions
@@ -174,11 +175,11 @@ class RegionPublished(Message):
     """
 
     name: str
-    key: str
-    memory_range: list[Any]
+    key: str  # name of the shared memory object
+    memory_range: list[Any]  # packed by `pack_range`
     uid: int
-    group: int
-    ack_number: int
+    group: int  # gid of the owner
+    ack_number: int  # for `Acknowledged`
     draining: bool = False
 
 
@@ -190,7 +191,7 @@ class RegionDrained(Message):
     """
 
     memory_id: int
-    ack_number: int
+    ack_number: int  # for `Acknowledged`
 
 
 class RegionRetired(Message):
@@ -201,7 +202,7 @@ class RegionRetired(Message):
     """
 
     memory_id: int
-    ack_number: int
+    ack_number: int  # for `Acknowledged`
 
 
 class RegionWithdrawn(Message):
@@ -212,7 +213,7 @@ class RegionWithdrawn(Message):
 
     name: str
     memory_id: int
-    ack_number: int
+    ack_number: int  # for `Acknowledged`
 
 
 # --- events of the feed
@@ -224,7 +225,7 @@ class EventHeader(Message):
     The size of a gap in the numbers is the number of lost events.
     """
 
-    sequence: int
+    sequence: int  # number of the event in its topic
     time_ns: int
 
 
@@ -236,7 +237,7 @@ class ModelChanged(Message):
 
     name: str
     version: str
-    state: str
+    state: str  # of the version
     reason: str
 
 
@@ -255,8 +256,8 @@ class InstancesChanged(Message):
 
     name: str
     version: str
-    before: int
-    count: int
+    before: int  # number of instances before
+    count: int  # number of instances now
     reason: str
 
 
@@ -264,7 +265,7 @@ class ProcessStarted(Message):
     """Published when a process of the server has started."""
 
     pid: int
-    title: str
+    title: str  # shown by `ps`
 
 
 class ProcessEnded(Message):
@@ -274,7 +275,7 @@ class ProcessEnded(Message):
     """
 
     pid: int
-    title: str
+    title: str  # shown by `ps`
     reason: str
 
 
@@ -286,11 +287,11 @@ class RegionRegistered(Message):
     """
 
     name: str
-    key: str
+    key: str  # name of the shared memory object
     offset: int
     byte_size: int
     uid: int
-    device: int
+    device: int  # ordinal of the device; -1: host memory
 
 
 class RegionUnregistered(Message):
@@ -328,10 +329,11 @@ class SequenceReached(Message):
     """
 
     topic: str
-    sequence: int
+    sequence: int  # number of the latest event
 
 
 ModelPublication = ModelPublished | ModelOnDemand
+# Reports that a model version, a scheduler or a process is gone.
 Loss = ModelWithdrawn | SchedulerLost | ProcessExited
 RegionChange = RegionPublished | RegionRetired | RegionWithdrawn | RegionDrained
 ModelEvent = ModelChanged | LoadRefused | InstancesChanged | ModelCounted

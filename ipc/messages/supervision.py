@@ -36,9 +36,9 @@ class SchedulingLimits:
     request_timeout_us: int = 0
     request_timeout_is_deadline: bool = False
     max_queue_size: int = 0
-    delay_scheduler: int = 0
-    backlog_delay_scheduler: int = 0
-    quantiles: tuple[float, ...] = ()
+    delay_scheduler: int = 0  # number of waiting requests
+    backlog_delay_scheduler: int = 0  # number of waiting requests
+    quantiles: tuple[float, ...] = ()  # of durations, for metrics
     rate_limited: bool = False  # whether instances execute only with a ticket
 
 
@@ -58,7 +58,7 @@ class CacheStart:
 class HostStart:
     """The start record of a process that hosts schedulers."""
 
-    title: str
+    title: str  # shown by `ps`
     run_dir: Path
     log: LogSettings = field(default_factory=LogSettings)
 
@@ -73,15 +73,15 @@ class SchedulerStart:
     """
 
     kind: str
-    number: int
+    number: int  # of the scheduler
     version: str
     config: ModelSpec
     run_dir: Path
     capability_key: bytes
-    group: int = -1
+    group: int = -1  # gid that may connect; -1: none
     arena_byte_size: int = 0  # size of the output arena
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
-    cache: CacheStart = field(default_factory=CacheStart)
+    cache: CacheStart = field(default_factory=CacheStart)  # of responses
     snapshot: list[Any] = field(default_factory=list)
     worker_pids: list[int] = field(default_factory=list)
 
@@ -95,21 +95,21 @@ class WorkerStart:
     configured path of the model's own Python environment, or "".
     """
 
-    number: int
-    index: int
+    number: int  # of the scheduler
+    index: int  # of the instance
     model_name: str
     version: str
     model_dir: Path
     run_dir: Path
-    device: str
+    device: str  # "cpu" or "gpu:N"
     kind: str
     device_id: int
     instance_name: str
     backend_config: dict[str, str]
     arena_byte_size: int
-    threads: int
+    threads: int  # number of threads for computations
     log: LogSettings = field(default_factory=LogSettings)
-    environment: str = ""
+    environment: str = ""  # path of the model's Python environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class WorkspaceStart:
     """The start record of the process that holds a CUDA device's workspace pool."""
 
     device_id: int
-    byte_size: int
+    byte_size: int  # of the pool
     run_dir: Path
     log: LogSettings = field(default_factory=LogSettings)
 
@@ -166,8 +166,8 @@ class Drain(Message):
         has_successor: Whether another server accepts clients at the gateway's sockets.
     """
 
-    awaits_sequences: bool = False
-    has_successor: bool = False
+    awaits_sequences: bool = False  # whether open sequences count as in flight
+    has_successor: bool = False  # whether another server accepts clients
 
 
 class Drained(Message):
@@ -180,7 +180,7 @@ class Ping(Message):
     The receiver sends `Acknowledged` with this number.
     """
 
-    ack_number: int
+    ack_number: int  # for `Acknowledged`
 
 
 class LoadsFailed(Message):
@@ -190,8 +190,8 @@ class LoadsFailed(Message):
     ("": no version was found). `count` is the number of all failed loads so far.
     """
 
-    models: list[list[str]]
-    count: int
+    models: list[list[str]]  # [name, version] pairs that do not serve
+    count: int  # number of all failed loads so far
 
 
 class SetLogging(Message):
@@ -235,7 +235,7 @@ class SetTokens(Message):
     The tokens are encoded as in common/auth_tokens.py.
     """
 
-    tokens: dict[str, Any]
+    tokens: dict[str, Any]  # bearer tokens of clients
 
 
 class RequestTraced(Message):
@@ -249,11 +249,11 @@ class RequestTraced(Message):
     model: str
     version: str
     request_id: str
-    trace: str
+    trace: str  # the trace context
     is_sampled: bool
     arrived_ns: int
     ended_ns: int
-    spans: bytes
+    spans: bytes  # packed
     error: str
 
 
@@ -266,7 +266,7 @@ class OpenScheduler(Message):
     `start` is an encoded `SchedulerStart`. The scheduler sends its own `SchedulerReady`.
     """
 
-    start: bytes
+    start: bytes  # an encoded `SchedulerStart`
 
 
 class SchedulerClosed(Message):
@@ -275,7 +275,7 @@ class SchedulerClosed(Message):
     With a `reason`, the scheduler could not be opened.
     """
 
-    number: int
+    number: int  # of the scheduler
     reason: str
 
 
@@ -298,8 +298,8 @@ class InstanceExpected(Message):
     No other process is accepted.
     """
 
-    index: int
-    process: int
+    index: int  # of the instance
+    process: int  # pid; 0: none yet
 
 
 class InstanceGone(Message):
@@ -308,7 +308,7 @@ class InstanceGone(Message):
     If it was the last instance, the scheduler fails the waiting requests with `reason`.
     """
 
-    index: int
+    index: int  # of the instance
     reason: str
 
 
@@ -318,7 +318,7 @@ class RetireInstance(Message):
     The instance finishes its batches and sequences, and the scheduler sends `InstanceRetired`.
     """
 
-    index: int
+    index: int  # of the instance
 
 
 class CountChange(Message):
@@ -327,7 +327,7 @@ class CountChange(Message):
     The scheduler counts the change for its metrics.
     """
 
-    is_increase: bool
+    is_increase: bool  # whether instances are added
 
 
 class InstanceRetired(Message):
@@ -336,7 +336,7 @@ class InstanceRetired(Message):
     `process` is the pid of its process, or 0 if it is unknown.
     """
 
-    process: int
+    process: int  # pid; 0: unknown
 
 
 class InstanceServed(Message):
@@ -345,7 +345,7 @@ class InstanceServed(Message):
     A later death of the process is then not counted as a crash loop.
     """
 
-    process: int
+    process: int  # pid
 
 
 class KillInstance(Message):
@@ -354,7 +354,7 @@ class KillInstance(Message):
     The supervisor logs where the instance hangs, and kills its process unless it was replaced.
     """
 
-    process: int
+    process: int  # pid
     reason: str
 
 
@@ -374,7 +374,7 @@ class StatisticsSnapshot(Message):
     """
 
     statistics: dict[str, Any]
-    metrics: list[list[Any]]
+    metrics: list[list[Any]]  # metric families of the model
 
 
 class BaseCounters(Message):
@@ -399,7 +399,7 @@ class WorkerStarted(Message):
     """
 
     pid: int
-    stacks_fd: int = -1
+    stacks_fd: int = -1  # file to which SIGUSR2 writes stacks
 
 
 class CompleteConfig(Message):
@@ -427,7 +427,7 @@ class LoadInstance(Message):
     """
 
     config: ModelSpec
-    endpoint: str
+    endpoint: str  # of the scheduler
 
 
 class InstanceLoaded(Message):
@@ -437,8 +437,8 @@ class InstanceLoaded(Message):
     `CheckReady`. `device_byte_size`: its accelerator memory, as far as torch reports it.
     """
 
-    checks_ready: bool = False
-    device_byte_size: int = 0
+    checks_ready: bool = False  # whether the model has a readiness check
+    device_byte_size: int = 0  # accelerator memory in use
 
 
 class LoadFailed(Message):
@@ -449,7 +449,7 @@ class LoadFailed(Message):
 
     code: str
     message: str
-    frames: str = ""
+    frames: str = ""  # traceback in the model's files
 
 
 class ModelWarned(Message):
@@ -458,7 +458,7 @@ class ModelWarned(Message):
     The supervisor logs the first `text` of each `topic`, so that a version's instances warn once.
     """
 
-    topic: str
+    topic: str  # a topic is logged once per version
     text: str
 
 
@@ -468,7 +468,7 @@ class Attach(Message):
     The worker connects to the scheduler at this endpoint, instead of its previous scheduler.
     """
 
-    endpoint: str
+    endpoint: str  # of the new scheduler
 
 
 class CheckReady(Message):
@@ -477,13 +477,13 @@ class CheckReady(Message):
     The worker responds with `ReadyChecked`.
     """
 
-    id: int
+    id: int  # number of the check
 
 
 class ReadyChecked(Message):
     """Sent by a worker to the supervisor with the result of a `CheckReady`."""
 
-    id: int
+    id: int  # number of the check
     ready: bool
 
 
@@ -494,7 +494,7 @@ class CheckMemory(Message):
     `MemoryChecked`.
     """
 
-    id: int
+    id: int  # number of the check
     handle: bytes
     device_id: int
     device_uuid: bytes
@@ -507,8 +507,8 @@ class MemoryChecked(Message):
     An empty code is success; `message` is for the client.
     """
 
-    id: int
-    code: str
+    id: int  # number of the check
+    code: str  # of an error; "": none
     message: str
 
 
@@ -518,7 +518,7 @@ class WorkspaceAllocated(Message):
     `handle` opens the pool.
     """
 
-    handle: bytes
+    handle: bytes  # of CUDA IPC
     device_uuid: bytes
 
 

@@ -18,7 +18,7 @@ STORAGE_DTYPES: dict[str, np.dtype[Any]] = {
     "BYTES": np.dtype(np.object_),
     "BF16": np.dtype(np.uint16),
 }
-NUMPY_DTYPES = {n: kind for n, kind in STORAGE_DTYPES.items() if n != "BF16"}
+NUMPY_DTYPES = {name: dtype for name, dtype in STORAGE_DTYPES.items() if name != "BF16"}
 
 
 def array_interface(pointer: int, shape: tuple[int, ...], typestr: str) -> dict[str, Any]:

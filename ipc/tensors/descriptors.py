@@ -60,9 +60,9 @@ class CudaHandle(Record):
         uuid: The device's UUID (16 bytes), or empty if the exporter sent none.
     """
 
-    raw: bytes
-    device: int
-    uuid: bytes = b""
+    raw: bytes  # the `cudaIpcMemHandle_t`
+    device: int  # ordinal
+    uuid: bytes = b""  # of the device
 
 
 class Memory(Record):
@@ -84,17 +84,17 @@ class Memory(Record):
         object: The inode or the device handle, which is equal for all memories of one object.
     """
 
-    id: int
-    pid: int
-    fd: int
+    id: int  # number that names the memory in messages
+    pid: int  # process that holds the object open
+    fd: int  # in that process
     inode: int
     byte_size: int
-    sealed: bool
-    copied: bool = False
-    pinned: bool = False
-    cuda: CudaHandle | None = None
-    packed: bytes = field(init=False, compare=False, repr=False)
-    object: int | bytes = field(init=False, compare=False, repr=False)
+    sealed: bool  # cannot shrink
+    copied: bool = False  # accessed by system calls, never mapped
+    pinned: bool = False  # page-locked by workers with a device
+    cuda: CudaHandle | None = None  # None: host memory
+    packed: bytes = field(init=False, compare=False, repr=False)  # for messages
+    object: int | bytes = field(init=False, compare=False, repr=False)  # identifies it
 
     @classmethod
     def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle, pid: int = 0) -> Memory:
@@ -103,13 +103,13 @@ class Memory(Record):
 
     def __post_init__(self) -> None:
         if self.cuda is not None:
-            location: tuple[Any, ...] = (self.cuda.device, self.cuda.raw, self.cuda.uuid)
+            source_fields: tuple[Any, ...] = (self.cuda.device, self.cuda.raw, self.cuda.uuid)
         else:
-            location = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
-        packed = msgpack.packb((self.id, self.pid, self.byte_size, *location))
-        identity = self.inode if self.cuda is None else self.cuda.raw
+            source_fields = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
+        packed = msgpack.packb((self.id, self.pid, self.byte_size, *source_fields))
+        object_id = self.inode if self.cuda is None else self.cuda.raw
         object.__setattr__(self, "packed", packed)
-        object.__setattr__(self, "object", identity)
+        object.__setattr__(self, "object", object_id)
 
 
 class Range(Record):
@@ -137,7 +137,7 @@ class TensorRef(Record):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: bytes | Range
+    data: bytes | Range  # inline, or in memory
 
 
 def pack_range(memory_range: Range) -> tuple[bytes, int, int]:

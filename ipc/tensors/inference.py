@@ -65,7 +65,7 @@ class RequestedOutput(Record):
     """
 
     name: str
-    memory_range: Range | None = None
+    memory_range: Range | None = None  # where it is written
     may_reuse_input: bool = False
 
 
@@ -219,10 +219,10 @@ def tensor_schema(name: str, datatype: str, shape: tuple[int, ...]) -> TensorSch
 
 
 def _output_schema(packed_output: Any) -> OutputSchema:
-    name, kind = packed_output
-    if type(name) is not str or kind not in (_ANYWHERE, _PLACED, _PLACED_OR_INPUT):
+    name, placement = packed_output
+    if type(name) is not str or placement not in (_ANYWHERE, _PLACED, _PLACED_OR_INPUT):
         raise MalformedMessage(f"a requested output is not [name, kind]: {packed_output!r:.80}")
-    return OutputSchema(name, kind != _ANYWHERE, kind == _PLACED_OR_INPUT)
+    return OutputSchema(name, placement != _ANYWHERE, placement == _PLACED_OR_INPUT)
 
 
 def _checked_parameters(parameters: Any) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class BoundedCache(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def is_repeated(self, key: K) -> bool:
+    def mark_seen(self, key: K) -> bool:
         """Record a key, and return whether it was seen before.
 
         A caller that derives values only for repeated keys saves the work for keys used once.
@@ -377,12 +377,12 @@ class BoundedCache(Generic[K, V]):
 
     def store(self, key: K, value: V) -> None:
         """Store or replace the value of a key."""
-        self._reserve(key)
+        self._evict_if_full(key)
         self._values[key] = value
 
     def store_if_absent(self, key: K, value: V) -> V:
         """Store a value unless another thread has stored one; return the stored one."""
-        self._reserve(key)
+        self._evict_if_full(key)
         return self._values.setdefault(key, value)
 
     def remove(self, key: K) -> None:
@@ -394,7 +394,7 @@ class BoundedCache(Generic[K, V]):
         for key in list(self._values):
             self._evict(key)
 
-    def _reserve(self, key: K) -> None:
+    def _evict_if_full(self, key: K) -> None:
         if len(self._values) < self._capacity or key in self._values:
             return
         if self._on_evict is None:

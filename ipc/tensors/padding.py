@@ -38,12 +38,12 @@ class Pad(Record):
     """
 
     name: str
-    dims: Shape
-    value: float
-    buckets: tuple[Shape, ...]
-    lengths_input: str
-    mask_input: str
-    max_waste: float
+    dims: Shape  # as configured
+    value: float  # of padding elements
+    buckets: tuple[Shape, ...]  # padded shapes, ascending
+    lengths_input: str  # input that receives the true lengths
+    mask_input: str  # input that receives the padding mask
+    max_waste: float  # largest share of padding elements
 
     def padded_shape(self, largest: Shape) -> Shape | None:
         """Return the padded shape for the largest sizes of a batch, or None if no bucket fits."""
@@ -78,8 +78,8 @@ class Padding:
         specs = parse_entries(text)
         if not specs:
             return None
-        padded = {name: spec for name, spec in specs.items() if "like" not in spec}
-        pads = [_pad_from_entry(name, dims[name], spec) for name, spec in padded.items()]
+        padded_specs = {name: spec for name, spec in specs.items() if "like" not in spec}
+        pads = [_pad_from_entry(name, dims[name], spec) for name, spec in padded_specs.items()]
         cut_outputs = {name: spec["like"] for name, spec in specs.items() if "like" in spec}
         return cls(pads, cut_outputs)
 
@@ -114,19 +114,19 @@ class PaddedBatch:
     """
 
     _padding: Padding
-    _constant_part: bytes | None = None
+    _constant_part: bytes | None = None  # of the shape keys
     _largest_shapes: Sequence[Shape] = ()
-    _rows: int = 0
+    _rows: int = 0  # number of rows
     _pads: tuple[Pad, ...] = field(init=False)
-    _true_elements: list[int] = field(init=False)
-    _elements_if_alone: list[int] = field(init=False)
+    _true_elements: list[int] = field(init=False)  # without padding, by input
+    _elements_if_alone: list[int] = field(init=False)  # if each request were padded alone
 
     def __post_init__(self) -> None:
         self._pads = tuple(self._padding.pads.values())
         self._true_elements = [0] * len(self._pads)
         self._elements_if_alone = [0] * len(self._pads)
 
-    def may_join(self, key: bytes, rows: int) -> bool:
+    def try_join(self, key: bytes, rows: int) -> bool:
         """Add a request to the batch if it may join.
 
         The first request always joins. A later request joins if the constant part of its key is

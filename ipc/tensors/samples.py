@@ -33,7 +33,7 @@ class Sample:
 
     name: str
     batch_size: int
-    count: int
+    count: int  # number of executions
     tensors: list[TensorRef]
 
 
@@ -44,12 +44,12 @@ def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:
         InvalidArgument: A tensor has variable dimensions or no data, or a file is missing or too
             short. The texts are Triton's.
     """
-    batch = (1,) if config.max_batch_size > 0 else ()
+    batch_dims = (1,) if config.max_batch_size > 0 else ()
     samples = []
     for warmup in config.model_warmup:
         if warmup.batch_size:
             inputs, folder = sorted(warmup.inputs.items()), model_dir / _DATA_FOLDER
-            tensors = [_sample_input(name, tensor, batch, folder) for name, tensor in inputs]
+            tensors = [_sample_input(name, tensor, batch_dims, folder) for name, tensor in inputs]
             samples.append(Sample(warmup.name, warmup.batch_size, warmup.count or 1, tensors))
     return samples
 
@@ -91,15 +91,15 @@ def _random_data(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:
     Floating-point numbers are in [0, 1), integers in [0, 127].
     """
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    random = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     if datatype == "BF16":
-        float_bits = random.random(dims, np.float32).view(np.uint32) >> 16
+        float_bits = generator.random(dims, np.float32).view(np.uint32) >> 16
         return float_bits.astype(np.uint16).tobytes()
     dtype = NUMPY_DTYPES[datatype]
     if dtype.kind == "f":
-        return random.random(dims).astype(dtype).tobytes()
+        return generator.random(dims).astype(dtype).tobytes()
     maximum = 1 if dtype.kind == "b" else _LARGEST_INTEGER
-    return random.integers(0, maximum, dims, endpoint=True).astype(dtype).tobytes()
+    return generator.integers(0, maximum, dims, endpoint=True).astype(dtype).tobytes()
 
 
 def read_data(

@@ -40,7 +40,7 @@ class BatchProperties(Record):
     """
 
     batch_size: int
-    shape_key: bytes
+    shape_key: bytes  # equal keys may share a batch
 
 
 class _UnknownTensorError(InvalidArgument):

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import msgpack
 
-VERSION = 3
+VERSION = 3  # of the protocol; each frame begins with it
 _LARGE_FRAME_SIZE = 64 * 1024
 _PACKER = msgpack.Packer()  # reused, because creating one takes as long as packing a message
 
@@ -179,6 +179,7 @@ class VersionMismatch(MalformedMessage):
         super().__init__(f"the peer has protocol version {version!r:.20}, {text}")
 
 
+# Pairs of the index of a message's field, and a check or the codec of its value.
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
 _NestedFields = tuple[tuple[int, "_Records | _Document"], ...]
 # The class, the types of its fields, the number of required fields, the checks of list elements,
@@ -288,7 +289,7 @@ class Message(Record):
     The tag is the class's name, or `TAG` if the wire name differs.
     """
 
-    TAG: ClassVar[str]
+    TAG: ClassVar[str]  # the name on the wire
 
     def __init_subclass__(cls) -> None:
         cls.TAG = cls.__dict__.get("TAG", cls.__name__)
@@ -322,14 +323,14 @@ def _read_fields(tag: str, record_class: type[Any]) -> None:
 def _with_nested_packed(
     get_fields: Callable[[Any], Any], nested_fields: _NestedFields
 ) -> Callable[[Any], Any]:
-    def values(message: Any) -> list[Any]:
+    def get_values(message: Any) -> list[Any]:
         items = list(get_fields(message))
         for index, codec in nested_fields:
             if items[index + 1]:
                 items[index + 1] = codec.encode(items[index + 1])
         return items
 
-    return values
+    return get_values
 
 
 def pack(messages: Iterable[Any]) -> bytes:

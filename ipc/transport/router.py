@@ -137,12 +137,13 @@ class Router:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.malformed_messages = 0
+        # Messages to send, by the identity of the peer.
         self.pending: defaultdict[bytes, list[Any]] = defaultdict(list)
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
-        self._connections: dict[int, Connection] = {}
-        self._peers: dict[bytes, Connection] = {}
-        self._anonymous_numbers = itertools.count(1)
+        self._connections: dict[int, Connection] = {}  # by descriptor
+        self._peers: dict[bytes, Connection] = {}  # by identity
+        self._anonymous_numbers = itertools.count(1)  # identities of peers that send none
         self._only_connection: Connection | None = None  # the connection of an only peer
         self._unpolled_reads = 0  # reads of the only connection since the last poll
         self._path = endpoint.removeprefix(ENDPOINT_PREFIX)
@@ -184,7 +185,7 @@ class Router:
         A worker is usually the only peer. Its connection is read without a preceding poll.
         """
         connections = self._connections
-        received_messages: list[tuple[bytes, Any]] = []
+        received_messages: list[tuple[bytes, Any]] = []  # (peer, message)
         only_connection = self._only_connection
         if (
             only_connection is not None
@@ -250,8 +251,8 @@ class Router:
     def _update_only_connection(self) -> None:
         """Update `_only_connection` after a change of the connections."""
         peers = self._peers.values()
-        has_one = len(self._connections) == len(peers) == 1
-        self._only_connection = next(iter(peers)) if has_one else None
+        has_only_peer = len(self._connections) == len(peers) == 1
+        self._only_connection = next(iter(peers)) if has_only_peer else None
 
     def _accept(self) -> Connection | None:
         sock = self._listener.accept()

@@ -35,8 +35,8 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 
 _SIGNATURE_SIZE = 10  # the first bytes of a greeting, which identify ZMTP
 _MORE_FLAG, _LONG_FLAG, _COMMAND_FLAG = 1, 2, 4
-_LONG_SIZE = struct.Struct(">Q")
-_VALUE_SIZE = struct.Struct(">I")
+_LONG_SIZE_FORMAT = struct.Struct(">Q")
+_VALUE_SIZE_FORMAT = struct.Struct(">I")
 # Larger than any load request, whose files have up to 2 GiB (gRPC). A larger frame closes the link.
 _MAX_FRAME_SIZE = 1 << 32
 _MAX_HANDSHAKE_FRAME_SIZE = 4096
@@ -48,7 +48,7 @@ def ready_command(socket_type: str, identity: bytes = b"") -> bytes:
     """Return the frame that completes the handshake."""
     body = bytearray(b"\x05READY")
     for name, value in ((b"Socket-Type", socket_type.encode()), (b"Identity", identity)):
-        body += bytes((len(name),)) + name + _VALUE_SIZE.pack(len(value)) + value
+        body += bytes((len(name),)) + name + _VALUE_SIZE_FORMAT.pack(len(value)) + value
     return bytes((_COMMAND_FLAG, len(body))) + body
 
 
@@ -63,13 +63,13 @@ class Decoder:
         dropped_messages: The number of dropped multipart messages; the protocol does not use them.
     """
 
-    max_frame_size: int = _MAX_FRAME_SIZE
-    properties: dict[str, bytes] | None = None
-    violation: str = ""
-    dropped_messages: int = 0
+    max_frame_size: int = _MAX_FRAME_SIZE  # bytes
+    properties: dict[str, bytes] | None = None  # of the peer
+    violation: str = ""  # of the protocol, by the peer
+    dropped_messages: int = 0  # number of multipart messages
     _buffer: bytearray = field(default_factory=bytearray)
     _needed_bytes: int = 0  # minimum size of the buffer that contains a complete frame
-    _is_greeted: bool = False
+    _is_greeted: bool = False  # whether the peer's greeting has arrived
     _is_skipping: bool = False  # whether the current frame belongs to a multipart message
 
     @property
@@ -85,7 +85,7 @@ class Decoder:
             # Most reads return exactly one frame.
             size = len(data)
             if data[0] == _LONG_FLAG and 9 < size <= self.max_frame_size:
-                if _LONG_SIZE.unpack_from(data, 1)[0] == size - 9:
+                if _LONG_SIZE_FORMAT.unpack_from(data, 1)[0] == size - 9:
                     return [data[9:]]
             elif data[0] == 0 and 2 <= size <= self.max_frame_size and data[1] == size - 2:
                 return [data[2:]]
@@ -127,7 +127,7 @@ class Decoder:
                 start = offset + 9
                 if start > size:
                     break
-                end = start + int(_LONG_SIZE.unpack_from(data, offset + 1)[0])
+                end = start + int(_LONG_SIZE_FORMAT.unpack_from(data, offset + 1)[0])
             else:
                 start = offset + 2
                 end = start + data[offset + 1]
@@ -170,7 +170,7 @@ class Decoder:
             value_start = name_end + 4
             value_end = value_start
             if value_start <= len(body):
-                value_end += int(_VALUE_SIZE.unpack_from(body, name_end)[0])
+                value_end += int(_VALUE_SIZE_FORMAT.unpack_from(body, name_end)[0])
             if value_end > len(body) or value_start > len(body):
                 self.violation = "a property that is cut short"
                 return
@@ -193,12 +193,12 @@ class Connection:
 
     sock: socket.socket
     poll: select.epoll
-    unsent: bytearray
+    unsent: bytearray  # bytes to send
     decoder: Decoder = field(default_factory=Decoder)
-    identity: bytes | None = None
-    malformed_messages: int = 0
+    identity: bytes | None = None  # of the peer
+    malformed_messages: int = 0  # number received
     max_unsent: int = sys.maxsize  # while `unsent` is longer, no messages are read from the peer
-    events: int = select.EPOLLIN
+    events: int = select.EPOLLIN  # for which `poll` wakes
 
     def __post_init__(self) -> None:
         self.sock.setblocking(False)
@@ -214,7 +214,7 @@ class Connection:
         if size < 256:
             data, size = b"\0%c%b" % (size, body), size + 2
         else:
-            data, size = b"\2%b%b" % (_LONG_SIZE.pack(size), body), size + 9
+            data, size = b"\2%b%b" % (_LONG_SIZE_FORMAT.pack(size), body), size + 9
         if self.unsent:
             self.unsent += data
             self.push()
@@ -406,15 +406,15 @@ class LinkTable:
         unsent: The number of queued messages, without those that may be delayed.
     """
 
-    _identity: str
-    _watch: Callable[[int], None]
-    _unwatch: Callable[[int], None]
+    _identity: str  # of this end of every link
+    _watch: Callable[[int], None]  # called with a descriptor
+    _unwatch: Callable[[int], None]  # called before a descriptor is closed
     _on_queued: Callable[[], None] = lambda: None  # default: the owner calls `flush`
-    _on_deferred: Callable[[], None] = lambda: None
+    _on_deferred: Callable[[], None] = lambda: None  # called if a message may be delayed
     _links_by_endpoint: dict[str, Dealer] = field(default_factory=dict)
     _links_by_fd: dict[int, Dealer] = field(default_factory=dict)
-    pending: list[Dealer] = field(default_factory=list)
-    unsent: int = 0
+    pending: list[Dealer] = field(default_factory=list)  # links with queued messages
+    unsent: int = 0  # number of messages
     _unsent_bytes: int = 0
 
     def __iter__(self) -> Iterator[Dealer]:
@@ -497,7 +497,7 @@ class LinkTable:
             link.flush()
 
     def drain(self, endpoint: str, on_message: Callable[[str, Any], None]) -> None:
-        """Close the link to a scheduler that has exited.
+        """Pass on the last messages of a scheduler that has exited, and close its link.
 
         Args:
             endpoint: The endpoint of the scheduler.

@@ -100,10 +100,10 @@ def _interrupt_on_signals() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    verb = arguments.pop(0) if arguments else ""
-    if os.path.basename(verb) == _TRITON:  # a container's command may begin with it
-        verb = "serve"
-    match verb:
+    command_name = arguments.pop(0) if arguments else ""
+    if os.path.basename(command_name) == _TRITON:  # a container's command may begin with it
+        command_name = "serve"
+    match command_name:
         case "--version":
             print(f"shmserve {__version__}")
             return 0
@@ -113,21 +113,21 @@ def _run(arguments: list[str]) -> int:
         case "serve":
             return _serve(arguments)
         case "check" | "doctor":
-            return _run_with_server_flags(verb, arguments)
+            return _run_with_server_flags(command_name, arguments)
         case "client":
             from shmserve.cli import client
 
             _unblock_interrupts()
             return client.run(arguments)
-    if verb in _VERBS:
+    if command_name in _VERBS:
         _interrupt_on_signals()
-        return _run_with_own_flags(verb, arguments)
-    if verb:
+        return _run_with_own_flags(command_name, arguments)
+    if command_name:
         from shmserve.cli import client
 
-        hint = f", did you mean 'client {verb}'?" if verb in client.VERBS else ""
-        hint = hint or suggestion(verb, _VERBS)
-        print(f"shmserve: unknown verb '{verb}'{hint}", file=sys.stderr)
+        hint = f", did you mean 'client {command_name}'?" if command_name in client.VERBS else ""
+        hint = hint or suggestion(command_name, _VERBS)
+        print(f"shmserve: unknown verb '{command_name}'{hint}", file=sys.stderr)
     print(_USAGE, end="", file=sys.stderr)
     return 2
 
@@ -152,15 +152,15 @@ def _serve(arguments: list[str]) -> int:
 def _run_with_server_flags(name: str, arguments: list[str]) -> int:
     """Run a verb that also accepts the flags of `shmserve serve`.
 
-    The verb's module defines `HELP` and `run(args, parsed)`. NAME.txt has the verb's own flags.
+    The verb's module defines `run(args, parsed)`. NAME.txt has the verb's own flags.
     """
-    module = importlib.import_module(f"shmserve.cli.{name}")
     if _has_help_flag(arguments):
-        print(module.HELP)
+        print(_VERBS[name][1].replace("\n", "\n\n", 1))
         return 0
     from shmserve.cli.arguments import add_flags
     from shmserve.config import command_line
 
+    module = importlib.import_module(f"shmserve.cli.{name}")
     parser = argparse.ArgumentParser(prog=f"shmserve {name}", add_help=False, allow_abbrev=False)
     _unblock_interrupts()
     add_flags(parser, name)
@@ -196,7 +196,7 @@ def _read_verbs() -> dict[str, tuple[str, str]]:
     """Return, for each verb, its line in the usage text and the description in its help."""
     text = Path(__file__).with_name("verbs.txt").read_text(encoding="utf-8")
     blocks = (block.splitlines() for block in text.split("\n\n")[1:])
-    return {name: (line, " ".join(description)) for name, line, *description in blocks}
+    return {name: (line, "\n".join(description)) for name, line, *description in blocks}
 
 
 _VERBS = _read_verbs()

@@ -27,23 +27,23 @@ def has_table(name: str) -> bool:
     return _table_path(name).exists()
 
 
-def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None:
+def add_flags(parser: argparse.ArgumentParser, table_name: str, *groups: str) -> None:
     """Declare the flags of a table in a parser, in the groups of the table.
 
     Args:
         parser: The parser of the verb.
-        table: The name of the table's file, without its suffix.
+        table_name: The name of the table's file, without its suffix.
         groups: The groups to add; all if none is named.
     """
-    text = _table_path(table).read_text(encoding="utf-8")
-    for title, flags in parse_flag_table(text).items():
-        if groups and title not in groups:
+    text = _table_path(table_name).read_text(encoding="utf-8")
+    for heading, flags in parse_flag_table(text).items():
+        if groups and heading not in groups:
             continue
-        group = parser.add_argument_group(title) if title else parser
+        group = parser.add_argument_group(heading) if heading else parser
         has_exclusive = any(flag.is_exclusive for flag in flags)
-        target = group.add_mutually_exclusive_group() if has_exclusive else group
+        flag_parser = group.add_mutually_exclusive_group() if has_exclusive else group
         for flag in flags:
-            _add_flag(target if flag.is_exclusive else group, flag)
+            _add_flag(flag_parser if flag.is_exclusive else group, flag)
 
 
 def _add_flag(group: Any, flag: Flag) -> None:

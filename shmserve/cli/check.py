@@ -50,28 +50,19 @@ from shmserve.supervisor.supervisor import Supervisor
 _RESPONSE_TIMEOUT_S = 60.0
 _STREAM_TIMEOUT_S = 10.0  # seconds for the responses after the first one
 _TEXT_BACKENDS = ("llm", "vllm")  # backends whose models receive a text prompt
-_PROMPT = "text_input"
+_PROMPT = "text_input"  # the input with the prompt of a text backend
 _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
 )
 # Parts of the errors about a model's outputs, which are the model's fault for any inputs.
-_INVALID_OUTPUTS = ("inference output '", "configuration expects datatype ")
+_INVALID_OUTPUTS = (
+    *("inference output '", "configuration expects datatype "),
+    *(" returned the output(s) ", " output(s), but not ", ".predict' did not return "),
+)
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
 
-
-HELP = """\
-usage: shmserve check DIR [--input NAME=VALUE ...] [flags of serve]
-
-Validate the repository DIR (or a path/model.py:Class), load each model, send requests to it,
-compare its outputs with its configuration, and print one line per model. Each sample of a model's
-model_warmup is a request; a model without samples receives zeros and empty strings. --input sets
-the value of the input NAME in every model that has it: a JSON number, string or list, @FILE.npy, or
-@FILE: the bytes of the file for a BYTES or UINT8 input, or the pixels of an image. --on-cpu loads
-instances of KIND_GPU on the CPU; --json prints one JSON object.
-Exit status: 0 all models respond, or fail only with made-up inputs; 1 outputs differ from a
-configuration; 2 a model does not load or respond, or fails with --input or its model_warmup."""
 
 # The outcomes of a check, with their exit statuses. "refused": the model fails with made-up inputs;
 # "differs": a response does not match the configuration.
@@ -113,14 +104,14 @@ def _check_models(config: ServerConfig, values: dict[str, Any], *, as_json: bool
 
 async def _check(supervisor: Supervisor, values: dict[str, Any], as_json: bool = False) -> int:
     supervisor.open()
-    report = asyncio.ensure_future(_report(supervisor, values, as_json))
+    report_task = asyncio.ensure_future(_report(supervisor, values, as_json))
     end_signal = asyncio.ensure_future(supervisor.end_signals.get())
-    await asyncio.wait({report, end_signal}, return_when=asyncio.FIRST_COMPLETED)
-    is_interrupted = not report.done()
-    for task in (report, end_signal):
+    await asyncio.wait({report_task, end_signal}, return_when=asyncio.FIRST_COMPLETED)
+    is_interrupted = not report_task.done()
+    for task in (report_task, end_signal):
         task.cancel()
     await supervisor.end(int(is_interrupted))
-    return 128 + end_signal.result() if is_interrupted else report.result()
+    return 128 + end_signal.result() if is_interrupted else report_task.result()
 
 
 async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool) -> int:
@@ -132,7 +123,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
     rows = await supervisor.models.index(ready_only=False)
     for row in rows:
         failure = row.get("reason", "" if "version" in row else _NOT_LOADED)
-        verdict, seconds = _Verdict("FAILED", failure), 0.0
+        verdict, duration_s = _Verdict("FAILED", failure), 0.0
         if not failure:
             start_s = time.monotonic()
             try:
@@ -143,13 +134,13 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
                 verdict = await asyncio.to_thread(model.verdict)
             except ShmserveError as error:
                 verdict = _Verdict("FAILED", error.message)
-            seconds = time.monotonic() - start_s
+            duration_s = time.monotonic() - start_s
         name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
         text = verdict.text.rstrip("; \n")
-        outcome = {"outcome": verdict.outcome, "milliseconds": round(seconds * 1e3, 1)}
+        outcome = {"outcome": verdict.outcome, "milliseconds": round(duration_s * 1e3, 1)}
         results.append({"model": name, **outcome, "message": text})
         if not as_json:
-            summary_text = text or f"one batch in {seconds * 1e3:.1f} ms"
+            summary_text = text or f"one batch in {duration_s * 1e3:.1f} ms"
             lines = summary_text.replace("\n", "\n" + " " * 8)
             print(f"{name:<32} {verdict.outcome:<7} {lines}", flush=True)
     outcomes = [result["outcome"] for result in results]
@@ -219,8 +210,8 @@ class _Model:
 
     def _flag_input(self, name: str) -> TensorRef:
         spec = self.signature.inputs[name]
-        batch = (-1,) if self.signature.max_batch_size > 0 else ()
-        tensor = ModelTensor(name, spec.datatype, (*batch, *spec.dims))
+        batch_dims = (-1,) if self.signature.max_batch_size > 0 else ()
+        tensor = ModelTensor(name, spec.datatype, (*batch_dims, *spec.dims))
         shape, raw = encode(tensor, self._values[name])
         return TensorRef(name, spec.datatype, tuple(shape), raw)
 
@@ -229,7 +220,7 @@ class _Model:
         batch_size = self.signature.check("check", inputs, ()).batch_size
         sequences = self._config.sequence_batching
         has_text_ids = sequences is not None and sequences.correlation_input[1] == "BYTES"
-        sequence = "check" if has_text_ids else 1
+        sequence_id = "check" if has_text_ids else 1
         is_realistic = bool(self._samples or self._values)
         outcome = "FAILED" if is_realistic else "refused"
         note = "" if is_realistic else _ZEROS_NOTE if inputs else _NO_INPUTS_NOTE
@@ -237,7 +228,7 @@ class _Model:
         with contextlib.closing(Dealer(self._endpoint, identity)) as dealer:
             now_ns, flags = time.monotonic_ns(), SEQUENCE_START | SEQUENCE_END
             submit = make_submit(
-                1, schema, data, now_ns, request_id="check", flags=flags, correlation_id=sequence
+                1, schema, data, now_ns, request_id="check", flags=flags, correlation_id=sequence_id
             )
             dealer.send(submit)
             response_count, deadline = 0, time.monotonic() + _RESPONSE_TIMEOUT_S
@@ -284,21 +275,21 @@ class _Model:
             is_batched = self.signature.max_batch_size > 0
             expected_dims = (batch_size, *spec.dims) if is_batched else spec.dims
             tensor = returned_tensors.get(name)
-            configured = f"{TO_CONFIG[spec.datatype]} {shape_text(expected_dims)}"
+            configured_text = f"{TO_CONFIG[spec.datatype]} {shape_text(expected_dims)}"
             if tensor is None:
-                mismatches += [(name, configured, "missing")] if all_required else []
+                mismatches += [(name, configured_text, "missing")] if all_required else []
                 continue
             # A scalar is one element; configurations have no scalars.
             is_scalar = not tensor.shape and element_count([*map(abs, expected_dims)]) == 1
             fits = name in split_outputs or is_scalar or shapes_match(expected_dims, tensor.shape)
             if tensor.datatype != spec.datatype or not fits:
                 shape = shape_text(tensor.shape)
-                mismatches.append((name, configured, f"{TO_CONFIG[tensor.datatype]} {shape}"))
+                mismatches.append((name, configured_text, f"{TO_CONFIG[tensor.datatype]} {shape}"))
         if not mismatches:
             return ""
-        table = [("output", "configuration", "response"), *mismatches]
-        widths = [max(len(row[column]) for row in table) for column in range(2)]
-        lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table)
+        table_rows = [("output", "configuration", "response"), *mismatches]
+        widths = [max(len(row[column]) for row in table_rows) for column in range(2)]
+        lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table_rows)
         return "the outputs differ from the configuration:\n" + "\n".join(lines)
 
 

@@ -107,8 +107,8 @@ def _parse_parameter(text: str) -> tuple[str, Parameter]:
 
 def _call(server: AdminTransport, name: str, args: argparse.Namespace) -> Iterable[Any]:
     """Call the transport's operation for a verb, and return the objects to print."""
-    names = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
-    result = getattr(server, name)(*(value or "" for value in names))
+    arguments = [getattr(args, key) for key in ("model", "model_version") if hasattr(args, key)]
+    result = getattr(server, name)(*(value or "" for value in arguments))
     if name == "ready":
         return [{"ready": True}]
     if result is None:
@@ -166,12 +166,12 @@ def run(arguments: Sequence[str]) -> int:
     if args is None:
         print(_HELP, end="")
         return _SUCCESS
-    prefix, is_inference = "", name == "infer"
+    error_prefix, is_inference = "", name == "infer"
     try:
         create = servers.create_transport if is_inference else servers.create_admin_transport
         transport: Any = create(args)
         with contextlib.closing(transport):
-            prefix = f"{transport.address_text}: "
+            error_prefix = f"{transport.address_text}: "
             results = _infer(transport, args) if is_inference else _call(transport, name, args)
             for result in results:
                 print(json.dumps(result), flush=True)
@@ -180,7 +180,7 @@ def run(arguments: Sequence[str]) -> int:
     except ShmserveError as error:
         is_unknown = is_inference and "Request for unknown model" in str(error)
         hint = _STATES_HINT if is_unknown or (name == "ready" and args.model) else ""
-        return _report_error(name, f"{prefix}{error}{hint}", _FAILED)
+        return _report_error(name, f"{error_prefix}{error}{hint}", _FAILED)
     return _SUCCESS
 
 

@@ -20,16 +20,6 @@ _CLAUSE = re.compile(r"(?<=[,;]) |(?<=\)) | (?=or )")
 _EXIT_STATUSES = {OK: 0, WARNING: 1, WRONG: 2}
 
 
-HELP = """\
-usage: shmserve doctor [--json] [--peer PID] [flags of serve]
-
-Check whether this host meets the requirements of a server with these flags, or with those of
---config FILE. Each check prints a line: ok, warning or wrong, the finding, and after an arrow the
-remedy. With --peer PID, check whether that process can share memory with the server of the run
-directory, or with a server that this user would start. --json prints a JSON object.
-Exit status: 0 all checks passed, 1 there are warnings, 2 there are errors."""
-
-
 def run(args: argparse.Namespace, parsed: Parsed) -> int:
     """Print the verdict of each check of this host, or of the process of `--peer`.
 
@@ -52,7 +42,7 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
         verdicts.append({"name": name, **verdict._asdict()})
         if not args.json:
             print(text(name, verdict), flush=True)
-    status = max(_EXIT_STATUSES[printed["state"]] for printed in verdicts)
+    status = max(_EXIT_STATUSES[verdict_fields["state"]] for verdict_fields in verdicts)
     if args.json:
         print(json.dumps({"status": status, "checks": verdicts}, indent=2))
     return status
@@ -60,16 +50,16 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
 
 def text(name: str, verdict: Verdict) -> str:
     """Return a verdict as text, wrapped at 80 columns; long commands are not broken."""
-    label = f"{verdict.state:8}{name:16}"
+    line_start = f"{verdict.state:8}{name:16}"
     parts = (verdict.found, verdict.fix)
-    facts, fix = ("".join(c if c.isprintable() else " " for c in part) for part in parts)
-    width = _WIDTH - len(label)
+    facts, remedy = ("".join(c if c.isprintable() else " " for c in part) for part in parts)
+    width = _WIDTH - len(line_start)
     fact_lines = textwrap.wrap(facts, width, break_on_hyphens=False, break_long_words=False) or [""]
-    lines = [label + fact_lines[0], *(" " * len(label) + line for line in fact_lines[1:])]
-    indent, line = f"{'->':>{len(label) - 1}} ", ""
-    for clause in filter(None, _CLAUSE.split(fix)):
+    lines = [line_start + fact_lines[0], *(" " * len(line_start) + line for line in fact_lines[1:])]
+    line_prefix, line = f"{'->':>{len(line_start) - 1}} ", ""
+    for clause in filter(None, _CLAUSE.split(remedy)):
         if line and len(f"{line} {clause}") > width:
-            lines.append(indent + line)
-            indent, line = " " * len(label), ""
+            lines.append(line_prefix + line)
+            line_prefix, line = " " * len(line_start), ""
         line = f"{line} {clause}".lstrip()
-    return "\n".join([*lines, *([indent + line] if line else [])])
+    return "\n".join([*lines, *([line_prefix + line] if line else [])])

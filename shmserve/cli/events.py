@@ -62,7 +62,7 @@ def _format_loss(received_event: ReceivedEvent, as_json: bool) -> str:
 
 def _as_text(received_event: ReceivedEvent) -> str:
     line = f"{_format_time(received_event)} {_describe(received_event.event)}"
-    return "".join(c if c.isprintable() else "?" for c in line)
+    return "".join(char if char.isprintable() else "?" for char in line)
 
 
 def _describe(event: Any) -> str:
@@ -73,8 +73,8 @@ def _describe(event: Any) -> str:
         case m.LoadRefused(name, reason):
             return f"model {name}: not loaded{_reason_suffix(reason)}"
         case m.InstancesChanged(name, version, count_before, count, reason):
-            change = f"{count} instances (before: {count_before}){_reason_suffix(reason)}"
-            return f"model {name} version {version}: {change}"
+            change_text = f"{count} instances (before: {count_before}){_reason_suffix(reason)}"
+            return f"model {name} version {version}: {change_text}"
         case m.ProcessStarted(pid, title):
             return f"process {pid} {title}: runs"
         case m.ProcessEnded(pid, title, reason):

@@ -24,10 +24,10 @@ import shmserve
 from shmserve.config.flags import GROUPS, IGNORED_BY_REASON, Flag
 from shmserve.errors import InvalidArgument, nearest
 
-_CONTENTS = "contents"
+_CONTENTS_PAGE = "contents"
 # Pages that a search lists last: the contents, and the pages for developers of the server.
 _LISTED_LAST = frozenset(
-    f"{_CONTENTS} architecture design differences events measurements protocol trust".split()
+    f"{_CONTENTS_PAGE} architecture design differences events measurements protocol trust".split()
 )
 _MAX_WIDTH = 140  # columns of text in a wide terminal
 # Methods of a region that only other modules of the client use.
@@ -37,7 +37,7 @@ _INTERNAL_METHODS = ("memory_range", "ref", "store_request", "output_range", "at
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
     parser.add_argument(
-        "topic", nargs="?", default=_CONTENTS, metavar="TOPIC", help="the name of the page"
+        "topic", nargs="?", default=_CONTENTS_PAGE, metavar="TOPIC", help="the name of the page"
     )
     parser.add_argument(
         "--search", nargs="+", metavar="WORD", help="list the sections with these words"
@@ -60,7 +60,7 @@ def _pages() -> dict[str, Callable[[], str]]:
     """Return, for each topic, the function that returns the text of its page."""
     files = sorted(Path(shmserve.__path__[0]).glob("**/*.md"))
     readers = {file.stem.lower(): partial(file.read_text, encoding="utf-8") for file in files}
-    return {**readers, **_GENERATED}
+    return {**readers, **_GENERATED_PAGES}
 
 
 def page(topic: str) -> str:
@@ -109,23 +109,23 @@ def _format_table(rows: list[list[str]], width: int) -> Iterator[str]:
         return
     widths = [max(map(len, column)) for column in zip(rows[0], *rows[2:], strict=True)]
     free_width = width - 2 * (len(widths) - 1)
-    for placed_count, index in enumerate(sorted(range(len(widths)), key=widths.__getitem__)):
-        widths[index] = max(1, min(widths[index], free_width // (len(widths) - placed_count)))
+    for placed_columns, index in enumerate(sorted(range(len(widths)), key=widths.__getitem__)):
+        widths[index] = max(1, min(widths[index], free_width // (len(widths) - placed_columns)))
         free_width -= widths[index]
     rows = [*(rows[:1] if any(rows[0]) else []), ["-" * size for size in widths], *rows[2:]]
-    wrapped = [
+    wrapped_rows = [
         [
             textwrap.wrap(cell, size, break_on_hyphens=False)
             for cell, size in zip(row, widths, strict=True)
         ]
         for row in rows
     ]
-    for row in wrapped:
+    for row in wrapped_rows:
         lines = list(itertools.zip_longest(*row, fillvalue=""))
         for line in lines:
-            cells = (part.ljust(size) for part, size in zip(line, widths, strict=True))
+            cells = (cell_line.ljust(size) for cell_line, size in zip(line, widths, strict=True))
             yield "  ".join(cells).rstrip() + "\n"
-        if len(lines) > 1 and row is not wrapped[-1]:
+        if len(lines) > 1 and row is not wrapped_rows[-1]:
             yield "\n"
 
 
@@ -148,7 +148,7 @@ def search(words: str) -> str:
     title_patterns = [re.compile(rf"(?<![a-z]){singular}s?(?![a-z])") for singular in singulars]
     ranked_sections: list[tuple[tuple[int, bool, bool, bool, int], str]] = []
     for topic, read_page in _pages().items():
-        rank = 2 if topic in _LISTED_LAST else topic in _GENERATED
+        topic_rank = 2 if topic in _LISTED_LAST else topic in _GENERATED_PAGES
         for section in _sections(read_page()):
             matches = [len(pattern.findall(section.lower())) for pattern in patterns]
             if not section or not all(matches):
@@ -159,7 +159,7 @@ def search(words: str) -> str:
             entry = (f"shmserve guide {topic}   {title}", *_indented("\n".join(lines[:2])), "")
             has_phrase = words.lower() in section.lower()
             is_page = topic == words.lower() and section.startswith("# ")
-            sort_key = (rank, not in_title, not is_page, not has_phrase, -sum(matches))
+            sort_key = (topic_rank, not in_title, not is_page, not has_phrase, -sum(matches))
             ranked_sections.append((sort_key, "\n".join(entry)))
     if not ranked_sections:
         raise InvalidArgument(f"guide: no section has '{words}'; `shmserve guide` lists the pages")
@@ -184,20 +184,20 @@ def client_reference() -> str:
     from shmserve.client import aio
     from shmserve.errors import ShmserveError
 
-    public = {name: getattr(client, name) for name in client.__all__}
-    classes = filter(inspect.isclass, public.values())
+    public_objects = {name: getattr(client, name) for name in client.__all__}
+    classes = filter(inspect.isclass, public_objects.values())
     error_classes = [value for value in classes if issubclass(value, ShmserveError)]
-    documented = [value for value in public.values() if value not in error_classes]
+    documented_objects = [value for value in public_objects.values() if value not in error_classes]
     lines = ["# The client: shmserve.client", ""]
-    for member in sorted(documented, key=inspect.isclass):
+    for member in sorted(documented_objects, key=inspect.isclass):
         lines += _describe(client, member)
     lines += ["# For asyncio: shmserve.client.aio", ""]
     for member in (aio.connect, aio.Server, aio.ResponseStream):
         lines += _describe(aio, member)
     lines += ["# Errors", "", "All are ShmserveError, and have `code`, `status` and `message`.", ""]
     for error in error_classes:
-        parents = ", ".join(base.__name__ for base in error.__bases__)
-        lines += [f"{error.__name__}({parents})  {error.code}, {error.status}"]
+        base_names = ", ".join(base.__name__ for base in error.__bases__)
+        lines += [f"{error.__name__}({base_names})  {error.code}, {error.status}"]
         lines += [*_indented(inspect.getdoc(error)), ""]
     return "\n".join(lines)
 
@@ -246,12 +246,12 @@ def flags_reference() -> str:
 
 
 def _flag_help(flag: Flag) -> list[str]:
-    kind = "|".join(flag.choices) or {"bool": "true|false"}.get(
+    value_kind = "|".join(flag.choices) or {"bool": "true|false"}.get(
         flag.kind.__name__, flag.kind.__name__.upper().replace("STR", "TEXT")
     )
     default = "" if flag.default is None else f" [{str(flag.default).lower()}]"
     return [
-        f"  --{flag.name} {kind}{' (repeatable)' if flag.is_repeatable else ''}",
+        f"  --{flag.name} {value_kind}{' (repeatable)' if flag.is_repeatable else ''}",
         *_wrapped(flag.help + default, "      ", "      "),
     ]
 
@@ -262,4 +262,4 @@ def _wrapped(text: str, indent: str, next_indent: str) -> list[str]:
     )
 
 
-_GENERATED = {"client": client_reference, "flags": flags_reference}
+_GENERATED_PAGES = {"client": client_reference, "flags": flags_reference}

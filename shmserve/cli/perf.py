@@ -44,27 +44,27 @@ def run(args: argparse.Namespace) -> int:
         loop = stack.enter_context(contextlib.closing(EventLoop()))
         target = targets.connect(args, loop, stack)
         points: list[measure.Point] = []
-        failure = None
+        stop_error = None
         try:
             for value in values:
                 points.append(_measure(args, plan, loop, target, kind, value))
-                if interrupted := points[-1].interrupted:
+                if was_interrupted := points[-1].interrupted:
                     break
         except KeyboardInterrupt:  # the interrupt arrived between two loads
-            interrupted = True
+            was_interrupted = True
         except Unavailable as error:  # the report has the loads before the server's failure
             if not points:
                 raise
-            failure = error
+            stop_error = error
     if not points:
         return 130
     print(f"{args.model} at {target.title}\n{report.format_table(points)}")
     if old_report is not None:
         print(f"\n{report.comparison(old_report, points)}")
     _write_files(args, target.title, points)
-    if failure:
-        raise failure
-    if interrupted:
+    if stop_error:
+        raise stop_error
+    if was_interrupted:
         return 130
     return 0 if all(point.requests for point in points) else 1
 
@@ -80,17 +80,17 @@ def _measure(
     plan: measure.MeasurementPlan,
     loop: EventLoop,
     target: targets.LoadTarget,
-    kind: str,
-    value: float,
+    load_kind: str,
+    load_value: float,
 ) -> measure.Point:
-    schedule, slots = None, int(value)
-    if kind == "rate":
-        schedule = SCHEDULES[args.arrivals](value, args.seed)
-        slots = args.max_in_flight
-    requests = target.requests(slots)
-    load = LoadGenerator(loop, target.lane_factory, requests, slots, schedule, args.patience)
+    send_times, slot_count = None, int(load_value)
+    if load_kind == "rate":
+        send_times = SCHEDULES[args.arrivals](load_value, args.seed)
+        slot_count = args.max_in_flight
+    requests = target.requests(slot_count)
+    load = LoadGenerator(loop, target.lane_factory, requests, slot_count, send_times, args.patience)
     with contextlib.closing(load):
-        point = measure.measure_load(load, plan, kind, value, target.statistics)
+        point = measure.measure_load(load, plan, load_kind, load_value, target.statistics)
     print(f"{point.name}: {point.per_second:,.1f} requests/s", file=sys.stderr)
     return point
 
@@ -109,7 +109,7 @@ def _write_files(args: argparse.Namespace, server: str, points: Sequence[measure
         "csv": lambda: report.as_csv(points),
         "plot": lambda: report.draw(f"{args.model} at {server}", points),
     }
-    for flag, render in writers.items():
+    for flag, render_report in writers.items():
         path = getattr(args, flag)
         if path:
-            write_file(flag, path, render())
+            write_file(flag, path, render_report())

@@ -46,11 +46,11 @@ class Profile(NamedTuple):
     """
 
     seconds: float
-    steps: float
-    tokens: float
-    rows: float
+    steps: float  # number of steps
+    tokens: float  # number of generated tokens
+    rows: float  # number of computed sequences, over all steps
     phases: dict[str, float]
-    throughput: list[float]
+    throughput: list[float]  # the tokens per second in each second
     was_interrupted: bool = False
 
 
@@ -89,8 +89,8 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
         except KeyboardInterrupt:
             was_interrupted = True
         sample, sampled_s = _scrape(url, token, model), time.monotonic()
-        generated = sample["tokens_generated_total"] - last_sample["tokens_generated_total"]
-        throughput.append(generated / (sampled_s - last_s))
+        generated_tokens = sample["tokens_generated_total"] - last_sample["tokens_generated_total"]
+        throughput.append(generated_tokens / (sampled_s - last_s))
         last_sample, last_s = sample, sampled_s
 
     def delta(name: str) -> float:
@@ -115,12 +115,12 @@ def _scrape(url: str, token: str, model: str) -> defaultdict[str, float]:
         request.add_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
-            page = response.read().decode()
+            metrics_text = response.read().decode()
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if type(error) is urllib.error.URLError else error
         raise Unavailable(f"{url}: {str(reason).strip()}") from None
     try:
-        families = list(text_string_to_metric_families(page))
+        families = list(text_string_to_metric_families(metrics_text))
     except ValueError as error:
         raise InvalidArgument(f"--metrics-url: {url} does not return metrics: {error}") from None
     samples: defaultdict[str, float] = defaultdict(float)
@@ -174,17 +174,17 @@ def plot(path: str, model: str, profile: Profile) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise Unavailable("--plot needs matplotlib: pip install matplotlib") from None
-    figure, (bars, line) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure, (bars_axes, line_axes) = pyplot.subplots(1, 2, figsize=(11, 4))
     steps = max(profile.steps, 1)
-    heights = [profile.phases[phase] / steps * 1e3 for phase in _PHASES]
-    bars.barh(list(_PHASES), heights)
-    bars.invert_yaxis()
-    bars.set_xlabel("ms a step")
-    bars.set_title(f"{model}: a step")
-    line.plot(range(1, len(profile.throughput) + 1), profile.throughput)
-    line.set_xlabel("second")
-    line.set_ylabel("tokens/s")
-    line.set_ylim(bottom=0)
+    phase_ms = [profile.phases[phase] / steps * 1e3 for phase in _PHASES]
+    bars_axes.barh(list(_PHASES), phase_ms)
+    bars_axes.invert_yaxis()
+    bars_axes.set_xlabel("ms a step")
+    bars_axes.set_title(f"{model}: a step")
+    line_axes.plot(range(1, len(profile.throughput) + 1), profile.throughput)
+    line_axes.set_xlabel("second")
+    line_axes.set_ylabel("tokens/s")
+    line_axes.set_ylim(bottom=0)
     figure.tight_layout()
     with convert_os_errors(f"--plot: cannot write '{path}'", "the format must be .png or .svg"):
         figure.savefig(path)

@@ -39,7 +39,7 @@ _COLUMN_WIDTH = 8  # width of a column of figures; names are twice as wide
 _KEYS_HELP = "q: quit  sort: h problems n name r rate f fail w wait p p99  arrows Enter: open"
 _SORT_KEYS = {"h": "hurts", "n": "name", "r": "rate", "f": "fail", "w": "pending", "p": "p99"}
 _CURSOR_STEPS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10}
-_KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
+_KEY_PATTERN = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
 _COLUMNS = {
     "name": "MODEL",
     "rate": "REQ/S",
@@ -171,11 +171,11 @@ class Top:
             self.selected_name = keys[0] if keys else ""
         header = self._header()[: 1 if height < _LOW_HEIGHT else 2]
         # Three lines remain for the problem, the help on keys, and an empty line.
-        free_lines = max(height - len(header) - 3, 1)
+        model_lines = max(height - len(header) - 3, 1)
         if self.is_open and self.selected_name:
-            body = self._details(free_lines)
+            body = self._details(model_lines)
         else:
-            body = self._overview(keys, free_lines, width)
+            body = self._overview(keys, model_lines, width)
         problem = self.models.get(self.selected_name, {}).get("because") or ""
         title = _title(self.selected_name)
         problem_line = Text(clean(f"{title}: {problem}") if problem else "", "red")
@@ -192,7 +192,7 @@ class Top:
         rate, failed_rate, waiting_count = (
             sum(_number(row, key) for row in rows) for key in ("rate", "fail", "pending")
         )
-        died, sequences = (
+        exits, sequence_count = (
             sum(int(row.get(key) or 0) for row in rows) for key in ("workers_lost", "sequences")
         )
         return [
@@ -204,10 +204,10 @@ class Top:
                 "bold",
             ),
             Text(
-                f"{server['processes']} processes {_gib(server['pss_bytes'])} GiB PSS  {died} died"
+                f"{server['processes']} processes {_gib(server['pss_bytes'])} GiB PSS  {exits} died"
                 f"  {server['regions']} regions {_gib(server['region_bytes'])} GiB"
                 f"  arena {_gib(server['arena_used'])}/{_gib(server['arena_size'])}"
-                f"  {sequences} sequences"
+                f"  {sequence_count} sequences"
             ),
         ]
 
@@ -233,8 +233,8 @@ class Top:
         columns = self._columns(width)
         for key in columns:
             name = f"{_COLUMNS[key]}*" if key == self.sort_key else _COLUMNS[key]
-            sizing: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
-            table.add_column(name, no_wrap=True, overflow="ellipsis", **sizing)
+            column_options: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
+            table.add_column(name, no_wrap=True, overflow="ellipsis", **column_options)
         selected_row = keys.index(self.selected_name) if self.selected_name else 0
         row_count = free_lines - 1  # without the table's header
         first_row = max(0, min(selected_row - row_count // 2, len(keys) - row_count))
@@ -242,8 +242,8 @@ class Top:
             row = self.models[key]
             style = "red" if row.get("because") else ""
             cells = [_cell_text(row, column) for column in columns[1:]]
-            reverse = " reverse" if key == self.selected_name else ""
-            table.add_row(_ShortenedName(_title(key)), *cells, style=style + reverse)
+            row_style = " reverse" if key == self.selected_name else ""
+            table.add_row(_ShortenedName(_title(key)), *cells, style=style + row_style)
         return table
 
     def _details(self, free_lines: int) -> list[RenderableType]:
@@ -265,8 +265,8 @@ class Top:
             subject = str(event.get("name") or event.get("title") or "")
             if name in subject:
                 time_text = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-                words = (event.get("state"), event.get("reason"))
-                text = f"{event['event']} {subject} {' '.join(filter(None, words))}"
+                state_and_reason = (event.get("state"), event.get("reason"))
+                text = f"{event['event']} {subject} {' '.join(filter(None, state_and_reason))}"
                 yield time_text, clean(" ".join(text.split()))
 
 
@@ -287,8 +287,8 @@ def details(row: Row) -> Iterator[tuple[str, str]]:
     if row["sequences"]:
         yield "sequences", f"open {row['sequences']}"
     if row.get("cache"):
-        hits = {"hits": row["cache_hit"], "misses": row["cache_miss"]}
-        yield "cache", _format_counts(hits | row["cache"])
+        cache_counts = {"hits": row["cache_hit"], "misses": row["cache_miss"]}
+        yield "cache", _format_counts(cache_counts | row["cache"])
     if row.get("steps"):
         yield "steps", "  ".join(row["steps"])
     for name, value in row.get("generation", {}).items():
@@ -326,8 +326,8 @@ class _ShortenedName:
         name, width = self._name, options.max_width
         if cell_len(name) > width:
             # `set_cell_size` replaces half of a wide character by a space, which is removed.
-            end = set_cell_size(name[::-1], (width - 1) // 2).rstrip()[::-1]
-            name = f"{set_cell_size(name, width // 2).rstrip()}\u2026{end}"
+            name_end = set_cell_size(name[::-1], (width - 1) // 2).rstrip()[::-1]
+            name = f"{set_cell_size(name, width // 2).rstrip()}\u2026{name_end}"
         yield _single_line(Text(name, self._style))
 
 
@@ -355,13 +355,13 @@ def _cell_text(row: Row, key: str) -> str:
     if key == "busy":
         if not row["instances"]:
             return "-"  # an ensemble has no instances
-        busy, idle = (row["instances"].get(state, 0) for state in ("busy", "idle"))
-        return f"{busy}/{busy + idle}"
+        busy_count, idle_count = (row["instances"].get(state, 0) for state in ("busy", "idle"))
+        return f"{busy_count}/{busy_count + idle_count}"
     return _format(_number(row, key)) if "recent" in row or key == "pending" else "-"
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g}"
+def _gib(byte_size: int) -> str:
+    return f"{byte_size / 2**30:.3g}"
 
 
 def _format(number: float) -> str:
@@ -402,7 +402,7 @@ class _Screen:
     def _read_keys(self, stdin: int) -> None:
         with contextlib.suppress(OSError):  # the terminal was closed
             while text := os.read(stdin, 64).decode(errors="replace"):
-                for key in _KEY.findall(text):
+                for key in _KEY_PATTERN.findall(text):
                     self._changes.put(partial(self._top.key, key))
         self._changes.put(partial(self._top.key, "q"))
 

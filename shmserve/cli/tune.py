@@ -20,7 +20,7 @@ from shmserve.perf.search import Candidate, Search, Trial
 from shmserve.protocols import AdminTransport, TransportError, servers
 from shmserve.protocols.connection import EventLoop
 
-_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
+_TIME_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
 _MS_PER_UNIT = {"us": 0.001, "ms": 1.0, "s": 1000.0}
 _MIN_WINDOW_S = 0.7
 _MIN_WINDOW_LATENCIES = 10  # minimum window, in multiples of the target latency
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parse_milliseconds(text: str) -> float:
-    match = _TIME.fullmatch(text)
+    match = _TIME_PATTERN.fullmatch(text)
     value = float(match[1]) * _MS_PER_UNIT[match[2] or "ms"] if match else 0.0
     if not 0 < value < math.inf:
         raise InvalidArgument(f"--p99: '{text}' is not a time (for example, 30ms, 1.5s or 800us)")
@@ -68,22 +68,22 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
     server = stack.enter_context(contextlib.closing(servers.create_admin_transport(args)))
     with targets.prefix_errors(server):
         config = server.config(args.model, "")
-    start = search.current_candidate(config)
+    first_candidate = search.current_candidate(config)
     cpu_count = len(os.sched_getaffinity(0))
     max_instances = args.most_instances or cpu_count
     space = search.search_space(config, target_ms, cpu_count, max_instances, args.largest_batch)
     loop = stack.enter_context(contextlib.closing(EventLoop()))
     target = targets.connect(args, loop, stack)
     runner = _TrialRunner(args, server, loop, target, config, target_ms)
-    tuning = Search(runner.run_trial, target_ms, space, args.runs)
-    interrupted = False
+    candidate_search = Search(runner.run_trial, target_ms, space, args.runs)
+    was_interrupted = False
     with targets.prefix_errors(server), _restore_at_end(server, args.model, config):
         try:
-            best_trial = tuning.run(start)
+            best_trial = candidate_search.run(first_candidate)
         except KeyboardInterrupt:
-            best_trial, interrupted = tuning.best, True
+            best_trial, was_interrupted = candidate_search.best, True
             print("interrupted: the model's configuration is restored", file=sys.stderr)
-    trials = list(tuning.trials.values())
+    trials = list(candidate_search.trials.values())
     if not trials:
         return 130
     if args.plot:
@@ -92,17 +92,17 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
     if best_trial is None:
         print(search.format_table(trials, target_ms))
         print(f"no tested configuration has a p99 within {target_ms:g} ms", file=sys.stderr)
-        return 130 if interrupted else 1
-    if args.apply and not interrupted:
+        return 130 if was_interrupted else 1
+    if args.apply and not was_interrupted:
         server.load(args.model, search.with_candidate(config, best_trial.candidate, target_ms))
     text = search.recommendation(config, trials, best_trial, target_ms)
-    if interrupted:
+    if was_interrupted:
         text = f"# interrupted after {len(trials)} runs: the best so far, measured once\n{text}"
     if args.write:
         write_file("write", args.write, text)
     else:
         print(text, end="")
-    return 130 if interrupted else 0
+    return 130 if was_interrupted else 0
 
 
 @contextlib.contextmanager

@@ -54,7 +54,6 @@ class _LoopChannel:
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
-        self._is_flushing = False
         self.requests = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
@@ -67,20 +66,10 @@ class _LoopChannel:
         if not self.loop.is_closed():
             self.loop.remove_reader(fd)
 
-    def flush_soon(self) -> None:
-        """Send the queued requests at the end of this iteration of the loop."""
-        if not self._is_flushing:
-            self._is_flushing = True
-            self.loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._is_flushing = False
-        self.requests.flush()  # a closed channel has no links, so that nothing is sent
-
     def cancel(self, pending: ClientRequest) -> None:
         """Cancel a request at the end of this iteration of the loop."""
         self.requests.cancel(pending)
-        self.flush_soon()
+        self.requests.flush_soon(self.loop.call_soon)
 
     def close(self) -> None:
         """Stop watching descriptors and close the channel."""
@@ -127,7 +116,7 @@ class ResponseStream:
         credit = pending.record_read()
         if credit:
             self._channel.requests.schedulers.credit(pending, credit)
-            self._channel.flush_soon()
+            self._channel.requests.flush_soon(self._channel.loop.call_soon)
         if not pending.items:
             await self._wait_for_item(pending)
             if not pending.items:
@@ -218,8 +207,8 @@ class Server:
         except TimedOut:
             raise
         except ShmserveError:
-            attempt = (channel.connection, call[4], packed)
-            if not await asyncio.to_thread(self._session.should_retry, *attempt):
+            attempt_state = (channel.connection, call[4], packed)
+            if not await asyncio.to_thread(self._session.should_retry, *attempt_state):
                 raise
         channel = await self._get_channel()
         await self._load_on_demand(channel, *call)
@@ -240,7 +229,7 @@ class Server:
                 future.set_result(None)
 
         pending = channel.requests.submit(packed, on_done)
-        channel.flush_soon()
+        channel.requests.flush_soon(channel.loop.call_soon)
         try:
             if deadline_ns:
                 async with asyncio.timeout((deadline_ns - time.monotonic_ns()) / 1e9):
@@ -277,7 +266,7 @@ class Server:
             await self._load_on_demand(channel, *call)
             packed = self._session.pack(channel.connection, call, stream=True)
             pending = channel.requests.start(ClientStream(channel.requests, packed, on_item))
-            channel.flush_soon()
+            channel.requests.flush_soon(channel.loop.call_soon)
             return channel, pending
 
         return ResponseStream(begin)

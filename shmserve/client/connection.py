@@ -93,8 +93,8 @@ class ListenerLink:
         SO_PEERCRED returns pid 0 for a server that is not visible in this program's namespace. A
         server in a container on this host is visible, but is in more nested namespaces.
         """
-        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid = int.from_bytes(raw[:4], sys.byteorder)
+        peer_credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid = int.from_bytes(peer_credentials[:4], sys.byteorder)
         return not pid or _namespace_depth(pid) > _namespace_depth(os.getpid())
 
     def fileno(self) -> int:
@@ -162,8 +162,8 @@ class ListenerLink:
 
     def close(self) -> None:
         """Close the link; requests in flight fail."""
-        for number in list(self._futures):
-            self.respond(number, Disconnected(SERVER_EXITED))
+        for request_number in list(self._futures):
+            self.respond(request_number, Disconnected(SERVER_EXITED))
         self._socket.close()
 
 
@@ -174,10 +174,10 @@ def _connect(client_socket: socket.socket, path: str, timeout_s: float) -> None:
     timeout.
     """
     seconds, fraction = divmod(timeout_s, 1)
-    limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
-    client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    packed_timeout = struct.pack("ll", int(seconds), int(fraction * 1e6))
+    client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed_timeout)
     client_socket.connect(path)
-    client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(limit)))
+    client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(packed_timeout)))
 
 
 class ServerConnection(ServerState):
@@ -229,7 +229,7 @@ class ServerConnection(ServerState):
                 case m.ModelPublished():
                     self.models.publish(message)
                 case m.ModelOnDemand(name):
-                    self.models.on_demand.add(name)
+                    self.models.on_demand_names.add(name)
                 case m.ModelWithdrawn(name, version):
                     self.models.withdraw(name, version)
                 case m.SchedulerLost(endpoint, successor):
@@ -272,13 +272,13 @@ class ServerConnection(ServerState):
         with self._lock:
             if not self.alive:
                 raise Disconnected(SERVER_EXITED)
-            number, response = self._link.request()
+            number, response_future = self._link.request()
         self._link.send_message(*build(number))
         # In a future's callback, the caller is the connection's thread, so no other thread would
         # read the response.
         if self.is_current_thread():
-            self._read_until(response)
-        payload: dict[str, Any] = response.result()
+            self._read_until(response_future)
+        payload: dict[str, Any] = response_future.result()
         return payload
 
     def load_on_demand(self, model: str, timeout_s: float) -> None:
@@ -294,9 +294,9 @@ class ServerConnection(ServerState):
         """Share a segment with the server and wait for its confirmation."""
         segment.on_shared(self._send_request(segment.make_share_request)["memory"])
 
-    def _read_until(self, response: Future[Any]) -> None:
+    def _read_until(self, response_future: Future[Any]) -> None:
         try:
-            while not response.done():
+            while not response_future.done():
                 self._handle_messages()
         except (OSError, MalformedMessage) as error:
             raise Disconnected(SERVER_EXITED) from error
@@ -335,7 +335,7 @@ class ServerConnection(ServerState):
     # --- the thread
 
     def _run(self) -> None:
-        listener, channel = self._link.fileno(), self._channel
+        listener_fd, channel = self._link.fileno(), self._channel
         try:
             while self.alive:
                 for number in self.timers.take_expired(time.monotonic_ns()):
@@ -345,7 +345,7 @@ class ServerConnection(ServerState):
                 if (due_ns := self.timers.due_ns) != NEVER:
                     timeout_s = max(due_ns - time.monotonic_ns(), 0) / 1e9
                 events = dict(self._poll.poll(timeout_s))
-                if listener in events:
+                if listener_fd in events:
                     self._handle_messages()
                 # `process_events` resets the wakeup. It precedes the tasks, so that a task that is
                 # added after the loop below wakes the thread again.

@@ -44,17 +44,17 @@ def find(run_dir: str | os.PathLike[str] | None, previous: Path | None = None) -
         return path
     default = endpoints.default_run_directory(os.environ)
     run_dirs = list(_candidates(default))
-    running = [path for path in run_dirs if _is_locked(path)]
-    if previous in running:
+    running_dirs = [path for path in run_dirs if _is_locked(path)]
+    if previous in running_dirs:
         return previous
-    if len(running) > 1:
-        server_list = "; ".join(" ".join([str(path), *addresses(path)]) for path in running)
+    if len(running_dirs) > 1:
+        server_list = "; ".join(" ".join([str(path), *addresses(path)]) for path in running_dirs)
         raise InvalidArgument(
-            f"{len(running)} servers are running for this user; choose one with --run-dir, "
+            f"{len(running_dirs)} servers are running for this user; choose one with --run-dir, "
             f"{RUN_DIR_VARIABLE} or connect(DIR): {server_list}"
         )
-    if running:
-        return running[0]
+    if running_dirs:
+        return running_dirs[0]
     if default in run_dirs:
         raise _server_exited(default)
     if os.path.lexists(default):
@@ -77,8 +77,8 @@ def _candidates(default: Path) -> Iterator[Path]:
     siblings = sorted(default.parent.glob(endpoints.sibling_run_directory(default, "*").name))
     for path in [default, *siblings]:
         with contextlib.suppress(OSError):
-            status = path.lstat()
-            if stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.getuid()):
+            folder_status = path.lstat()
+            if stat.S_ISDIR(folder_status.st_mode) and folder_status.st_uid in (0, os.getuid()):
                 yield path
 
 

@@ -59,17 +59,17 @@ class GapDetector:
     def __init__(self) -> None:
         self._latest_by_topic: dict[str, int] = {}
 
-    def count_before(self, topic: str, sequence: int) -> int:
+    def count_before(self, topic: str, number: int) -> int:
         """Return the number of lost events between this event and the last one received."""
-        latest = self._latest_by_topic.get(topic, sequence - 1)
-        self._latest_by_topic[topic] = sequence
-        return max(sequence - latest - 1, 0)
+        latest_number = self._latest_by_topic.get(topic, number - 1)
+        self._latest_by_topic[topic] = number
+        return max(number - latest_number - 1, 0)
 
-    def count_up_to(self, topic: str, sequence: int) -> int:
-        """Return the number of lost events if the server's latest event is number `sequence`."""
-        latest = self._latest_by_topic.get(topic, sequence)
-        self._latest_by_topic[topic] = max(latest, sequence)
-        return max(sequence - latest, 0)
+    def count_up_to(self, topic: str, number: int) -> int:
+        """Return the number of lost events if the server's latest event has this number."""
+        latest = self._latest_by_topic.get(topic, number)
+        self._latest_by_topic[topic] = max(latest, number)
+        return max(number - latest, 0)
 
 
 class EventReader:
@@ -141,12 +141,12 @@ class EventReader:
         self._output_fd = output_fd
         is_silent = False
         while True:
-            publication = self._receive(None if is_silent else _SILENCE_MS)
-            if publication is None:
+            received = self._receive(None if is_silent else _SILENCE_MS)
+            if received is None:
                 is_silent = True
                 self._socket.subscribe(SEQUENCES + secrets.token_hex(8))
                 continue
-            topic, header, events = publication
+            topic, header, events = received
             if topic.startswith(SEQUENCES):
                 self._socket.unsubscribe(topic)
                 yield from self._report_losses(header, events)
@@ -160,10 +160,10 @@ class EventReader:
     def _report_losses(
         self, header: EventHeader, events: list[SequenceReached]
     ) -> Iterator[ReceivedEvent]:
-        for reached in events:
-            lost_count = self._gaps.count_up_to(reached.topic, reached.sequence)
-            if lost_count and reached.topic in self._topics:
-                yield ReceivedEvent(reached.topic, None, header.time_ns, lost_count)
+        for sequence_reached in events:
+            lost_count = self._gaps.count_up_to(sequence_reached.topic, sequence_reached.sequence)
+            if lost_count and sequence_reached.topic in self._topics:
+                yield ReceivedEvent(sequence_reached.topic, None, header.time_ns, lost_count)
 
     def _receive(self, timeout_ms: int | None) -> tuple[str, EventHeader, list[Any]] | None:
         poller = zmq.Poller()

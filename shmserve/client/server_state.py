@@ -16,7 +16,7 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import BoundedCache, ResponseSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature
 
-_MAX_TEMPLATES = 64
+_MAX_TEMPLATES = 64  # maximum number of request templates of a model
 _MAX_RESPONSE_SCHEMAS = 64
 
 
@@ -25,7 +25,7 @@ class ClientModel:
 
     Attributes:
         templates: Templates of the client's requests.
-        responses: The schemas of received responses.
+        response_schemas: The schemas of received responses.
         source: The table of all published models, which contains this model.
         decoupled: Whether the model sends any number of responses to a request.
         may_omit_outputs: Whether a response may lack requested outputs.
@@ -43,7 +43,7 @@ class ClientModel:
         self.templates: BoundedCache[Any, ClientTemplate] = BoundedCache(
             _MAX_TEMPLATES, ClientTemplate.close
         )
-        self.responses = Schemas(ResponseSchema, _MAX_RESPONSE_SCHEMAS)
+        self.response_schemas = Schemas(ResponseSchema, _MAX_RESPONSE_SCHEMAS)
         self.is_closed = False
 
     @property
@@ -70,14 +70,14 @@ class ClientModels:
     One thread changes this table, and all threads may read it.
 
     Attributes:
-        on_demand: The names of models that can be loaded on demand, including loaded ones.
+        on_demand_names: The names of models that can be loaded on demand, including loaded ones.
         ready: Whether the server is ready. The failure of a model changes this to False.
         started: Whether the loads at the server's start have ended, successfully or not.
     """
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str], ClientModel] = {}
-        self.on_demand: set[str] = set()
+        self.on_demand_names: set[str] = set()
         self.ready = True
         self.started = True
 
@@ -93,9 +93,9 @@ class ClientModels:
             self._models[message.name, ""] = model
 
     def withdraw(self, name: str, version: str) -> None:
-        """Remove a version, or with version "" the model's entry in `on_demand`."""
+        """Remove a version, or with version "" the model's entry in `on_demand_names`."""
         if not version:
-            self.on_demand.discard(name)
+            self.on_demand_names.discard(name)
             return
         model = self._models.pop((name, version), None)
         if model is not None:
@@ -116,7 +116,7 @@ class ClientModels:
 
     def needs_load(self, name: str, version: str) -> bool:
         """Check whether a version is not available but its model can be loaded on demand."""
-        return name in self.on_demand and self.find(name, version) is None
+        return name in self.on_demand_names and self.find(name, version) is None
 
     def resolve(self, name: str, version: str) -> ClientModel:
         """Return a model.
@@ -131,15 +131,15 @@ class ClientModels:
     def _raise_not_found(self, name: str, version: str) -> Never:
         if not isinstance(version, str):
             raise InvalidArgument(f"version must be a string, got {version!r:.80}")
-        unknown = f"Request for unknown model: '{name}'"
-        versions = [key for key in list(self._models) if key[0] == name]
-        if not versions and not self.started:
-            raise Unavailable(f"{unknown} is not found, and the server is not ready yet")
-        if not versions:
-            raise NotFound(f"{unknown} is not found")
+        unknown_text = f"Request for unknown model: '{name}'"
+        version_keys = [key for key in list(self._models) if key[0] == name]
+        if not version_keys and not self.started:
+            raise Unavailable(f"{unknown_text} is not found, and the server is not ready yet")
+        if not version_keys:
+            raise NotFound(f"{unknown_text} is not found")
         if not version:
-            raise Unavailable(f"{unknown} has no available versions")
-        raise NotFound(f"{unknown} version {version} is not found")
+            raise Unavailable(f"{unknown_text} has no available versions")
+        raise NotFound(f"{unknown_text} version {version} is not found")
 
     def names(self) -> list[tuple[str, str]]:
         """Return name and version of each model, sorted.
@@ -148,14 +148,14 @@ class ClientModels:
         """
         loaded_keys = [key for key in list(self._models) if key[1]]
         loaded_names = {name for name, _ in loaded_keys}
-        return sorted([*loaded_keys, *((name, "") for name in self.on_demand - loaded_names)])
+        return sorted([*loaded_keys, *((name, "") for name in self.on_demand_names - loaded_names)])
 
     def close(self) -> None:
         """Remove all models."""
         for model in list(self._models.values()):
             model.close()
         self._models.clear()
-        self.on_demand.clear()
+        self.on_demand_names.clear()
 
 
 class Wakeable(Protocol):

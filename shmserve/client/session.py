@@ -82,8 +82,8 @@ def call_of(
     Raises:
         InvalidArgument: An option is invalid.
     """
-    sequence_options = (sequence, start, end)
-    options = options_of(request_id, parameters, priority, timeout, *sequence_options, traceparent)
+    sequence_position = (sequence, start, end)
+    options = options_of(request_id, parameters, priority, timeout, *sequence_position, traceparent)
     return model, inputs, outputs, version, options, tensors
 
 
@@ -131,11 +131,11 @@ def model_path(model: str, version: str = "", *subpath: str) -> str:
     """Return the path of a model, or of one of its versions, in the HTTP API."""
     from urllib.parse import quote
 
-    for name, text in (("model", model), ("version", version)):
-        if not isinstance(text, str):
-            raise InvalidArgument(f"{name} must be a string, got {text!r:.80}")
-    parts = [model, *(("versions", version) if version else ()), *subpath]
-    return "/v2/models/" + "/".join(quote(part, safe="") for part in parts)
+    for name, value in (("model", model), ("version", version)):
+        if not isinstance(value, str):
+            raise InvalidArgument(f"{name} must be a string, got {value!r:.80}")
+    path_segments = [model, *(("versions", version) if version else ()), *subpath]
+    return "/v2/models/" + "/".join(quote(part, safe="") for part in path_segments)
 
 
 def open_session(
@@ -370,15 +370,15 @@ class Session:
         finally:
             connection.close()
         try:
-            reply = json.loads(content) if content else None
+            decoded_body = json.loads(content) if content else None
         except ValueError:
-            reply = None
+            decoded_body = None
         if response.status >= http.client.BAD_REQUEST:
-            text = reply.get("error") if isinstance(reply, dict) else None
+            text = decoded_body.get("error") if isinstance(decoded_body, dict) else None
             text = text or f"{response.status} {response.reason}"
             hint = " (connect(token=...))" if response.status == http.client.UNAUTHORIZED else ""
             raise from_status(response.status, f"{text}{hint}")
-        return reply
+        return decoded_body
 
     def __reduce__(self) -> Any:
         raise TypeError("a client cannot be pickled or copied: call connect() in the other process")

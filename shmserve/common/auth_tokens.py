@@ -108,11 +108,11 @@ class Authorisation:
         if auth_scheme.lower() != "bearer":
             return None
         digest = hashlib.sha256(token.strip().encode(errors="surrogateescape")).digest()
-        granted: frozenset[str] | None = None
+        granted_scopes: frozenset[str] | None = None
         for accepted_digest, scopes in self._tokens:
             if hmac.compare_digest(accepted_digest, digest):
-                granted = scopes
-        return granted
+                granted_scopes = scopes
+        return granted_scopes
 
     @staticmethod
     def refuse_scope(scope: str, scopes: frozenset[str] | None) -> ShmserveError | None:
@@ -155,9 +155,9 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
         InvalidArgument: The file is invalid; the message never contains a token.
     """
     with convert_os_errors(f"{_TOKENS_FILE}: cannot read '{path}'", "not text"):
-        mode = path.stat().st_mode
+        file_mode = path.stat().st_mode
     text = read_text(_TOKENS_FILE, path)
-    if mode & 0o022:
+    if file_mode & 0o022:
         raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' is writable by users other than its owner")
     tokens: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -198,7 +198,7 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
     Raises:
         InvalidArgument: A value has another form, or an API is unknown or repeated.
     """
-    kind = flag.rpartition("-")[2]  # the noun in error texts: "api" or "protocol"
+    noun = flag.rpartition("-")[2]  # the noun in error texts: "api" or "protocol"
     restrictions: dict[str, Restriction] = {}
     for text in values:
         names, _, setting = text.partition(":")
@@ -209,11 +209,11 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
         for name in names.split(","):
             if name not in RESTRICTABLE:
                 allowed_names = ", ".join(RESTRICTABLE)
-                message = f"{flag}: unknown restricted {kind} '{name}' (allowed: {allowed_names})"
+                message = f"{flag}: unknown restricted {noun} '{name}' (allowed: {allowed_names})"
                 raise InvalidArgument(message)
             if name in restrictions:
                 raise InvalidArgument(
-                    f"{flag}: restricted {kind} '{name}' can not be specified in multiple config "
+                    f"{flag}: restricted {noun} '{name}' can not be specified in multiple config "
                     "groups"
                 )
             restrictions[name] = Restriction(prefix + header, value)

@@ -11,7 +11,7 @@ _UNLIMITED = 1 << 20  # the count that represents RLIM_INFINITY
 _RESERVED = 128  # a gateway's descriptors that are not connections
 MIN_FDS = 2 * _RESERVED  # the minimum for a server to start
 _MAX_SHARE_OF_PEER = 0.75
-_MAX_SCRAPE_CONNECTIONS = 256
+_MAX_SCRAPE_CONNECTIONS = 256  # maximum connections of a metrics listener
 
 
 def fill_standard_streams() -> None:
@@ -32,9 +32,9 @@ def raise_limit() -> None:
     Regions, connections and models need descriptors. The usual soft limit of 1024 exists for
     programs that use select().
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def limit() -> int:

@@ -33,20 +33,20 @@ class CpuUtilization:
     def read(self) -> float:
         """Return the share of busy time since the last call; for the first call, since boot."""
         first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
-        fields = [int(word) for word in first_line.split()[1:9]]
-        total, idle = sum(fields), fields[3] + fields[4]
+        cpu_times = [int(word) for word in first_line.split()[1:9]]
+        total_ticks, idle_ticks = sum(cpu_times), cpu_times[3] + cpu_times[4]
         previous_total, previous_idle = self._previous_times
-        self._previous_times = (total, idle)
-        ticks = total - previous_total
-        return 1.0 - (idle - previous_idle) / ticks if ticks > 0 else 0.0
+        self._previous_times = (total_ticks, idle_ticks)
+        elapsed_ticks = total_ticks - previous_total
+        return 1.0 - (idle_ticks - previous_idle) / elapsed_ticks if elapsed_ticks > 0 else 0.0
 
 
 def memory_bytes() -> tuple[int, int]:
     """Return the host's memory in bytes, and how many of these bytes are not available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total = fields["MemTotal"]
-    return total, total - fields.get("MemAvailable", fields["MemFree"])
+    byte_counts = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total = byte_counts["MemTotal"]
+    return total, total - byte_counts.get("MemAvailable", byte_counts["MemFree"])
 
 
 def processors() -> tuple[int, float | None]:
@@ -199,7 +199,7 @@ def accelerators(folder: Path = Path("/dev"), visible_devices: str | None = None
 
 def _count_visible(visible_devices: str, count: int) -> int:
     # Like the driver, ignore the first invalid name and all names after it ("-1": no device).
-    names = [part.strip() for part in visible_devices.split(",")]
+    names = [device_name.strip() for device_name in visible_devices.split(",")]
 
     def is_device(name: str) -> bool:
         return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)

@@ -90,13 +90,13 @@ def to_lists(families: Families) -> list[Any]:
     ]
 
 
-def sum_families(parts: Iterable[Families]) -> Families:
-    """Return the sum of the families in `parts`.
+def sum_families(families_of_instances: Iterable[Families]) -> Families:
+    """Return the sum of the families in `families_of_instances`.
 
     If families differ in kind or buckets, the first one is kept.
     """
     total: Families = {}
-    for part in parts:
+    for part in families_of_instances:
         for name, family in part.items():
             first_family = total.get(name)
             if first_family is None:
@@ -138,8 +138,8 @@ class ModelMetrics:
         Raises:
             ValueError: `snapshot` has another format.
         """
-        exited, *instances = snapshot
-        self._exited_families = parse(exited)
+        exited_families, *instances = snapshot
+        self._exited_families = parse(exited_families)
         self._families_by_pid = {int(pid): parse(families) for pid, families in instances}
         for pid in self._families_by_pid.keys() - set(alive_pids):
             self.process_exited(pid)
@@ -152,8 +152,8 @@ class ModelMetrics:
         """Remove an instance that has exited, and keep its counters and histograms."""
         families = self._families_by_pid.pop(pid, None)
         if families is not None:
-            totals = {name: f for name, f in families.items() if f.kind != "GAUGE"}
-            self._exited_families = sum_families((self._exited_families, totals))
+            counters = {name: f for name, f in families.items() if f.kind != "GAUGE"}
+            self._exited_families = sum_families((self._exited_families, counters))
 
     def total(self) -> Families:
         """Return the families, summed over all instances of the version."""
@@ -216,9 +216,9 @@ def sum_counters(snapshot: dict[str, Any]) -> dict[str, Any]:
 
     The result is the base of the successor. Raises KeyError if the snapshot has no base.
     """
-    table = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
-    combined: dict[str, Any] = add_tables(table, snapshot["base"])
-    return combined
+    counts = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
+    counters: dict[str, Any] = add_tables(counts, snapshot["base"])
+    return counters
 
 
 def add_tables(table: Any, base: Any) -> Any:

@@ -49,14 +49,14 @@ _SOCK_DIAG_BY_FAMILY = 20
 _NLMSG_ERROR = 2
 _NLM_F_REQUEST = 1
 _ANY_STATE = 0xFFFFFFFF
-_HEADER = struct.Struct("=IHHII")  # fields: length, type, flags, sequence number, port
-_REQUEST = struct.Struct("=BBBBI")  # fields: family, protocol, extensions, padding, states
+_HEADER_STRUCT = struct.Struct("=IHHII")  # fields: length, type, flags, sequence number, port
+_REQUEST_STRUCT = struct.Struct("=BBBBI")  # fields: family, protocol, extensions, padding, states
 # Fields: source and destination port, source and destination address, interface, cookie.
 _SOCKET_ID = struct.Struct("!HH16s16s12s")
 _ANY_COOKIE = bytes(4) + b"\xff" * 8
-_PORTS = struct.Struct("!HH")
-_PORTS_OFFSET = _HEADER.size + 4
-_OWNER = struct.Struct("=II")  # fields: uid, inode
+_PORTS_STRUCT = struct.Struct("!HH")
+_PORTS_OFFSET = _HEADER_STRUCT.size + 4
+_OWNER_STRUCT = struct.Struct("=II")  # fields: uid, inode
 _OWNER_OFFSET = _PORTS_OFFSET + _SOCKET_ID.size + 12
 _MAX_RESPONSE_BYTES = 4096
 
@@ -99,14 +99,14 @@ class ShmPolicy:
         overlap: The action for outputs of two requests in the same range: error, warn or ignore.
     """
 
-    allow: bool | None
-    group: int
+    allow: bool | None  # None: only listeners that other hosts cannot reach
+    group: int  # a gid, or NO_GROUP
     max_regions: int
     max_regions_per_uid: int
     max_byte_size: int
     max_byte_size_per_uid: int
-    sparse_byte_size: int
-    overlap: str
+    sparse_byte_size: int  # maximum bytes of pages that the server allocates for clients
+    overlap: str  # for outputs in the same range: "error", "warn" or "ignore"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Ownership:
 
     uid: int
     group: int
-    copied: bool
+    copied: bool  # whether the memory is accessed by system calls and never mapped
 
     def admits(self, peer: Peer) -> bool:
         """Check whether `peer` may use the region."""
@@ -152,8 +152,8 @@ def credentials(sock: Any) -> tuple[int, int, int]:
 
     The pid is 0 for a process of another pid namespace.
     """
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    packed_credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(packed_credentials)
     return pid, uid, gid
 
 
@@ -170,8 +170,8 @@ def unix_pid(transport: asyncio.BaseTransport | None) -> int:
     if sock is None or sock.family != socket.AF_UNIX:
         return 0
     # Event loops return a wrapper, not a socket.
-    with socket.socket(fileno=os.dup(sock.fileno())) as duplicate:
-        return credentials(duplicate)[0]
+    with socket.socket(fileno=os.dup(sock.fileno())) as duplicate_socket:
+        return credentials(duplicate_socket)[0]
 
 
 def loopback_peer(local: Address, remote: Address) -> Peer | None:
@@ -180,13 +180,13 @@ def loopback_peer(local: Address, remote: Address) -> Peer | None:
     The result is None if the kernel reports no user, for instance because that end is closed.
     """
     try:
-        owner = tcp_owner(remote, local)
+        owner_ids = tcp_owner(remote, local)
     except OSError:
-        owner = _find_in_proc(local, remote)
+        owner_ids = _find_in_proc(local, remote)
     # A socket that no process owns any more (inode 0) is reported as root's.
-    if owner is None or not owner[1]:
+    if owner_ids is None or not owner_ids[1]:
         return None
-    return Peer(owner[0], groups_of(owner[0]))
+    return Peer(owner_ids[0], groups_of(owner_ids[0]))
 
 
 def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
@@ -203,13 +203,13 @@ def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
 
 def _proc_net_tables(local: Address, remote: Address) -> list[tuple[Path, list[str]]]:
     folder, ports = Path("/proc/net"), (remote[1], local[1])
-    ips = [_parse_ip(remote[0]).packed, _parse_ip(local[0]).packed]
+    packed_addresses = [_parse_ip(remote[0]).packed, _parse_ip(local[0]).packed]
     tables = []
-    if all(len(ip) == 4 for ip in ips):
-        tables.append((folder / "tcp", list(map(_proc_address, ips, ports))))
+    if all(len(ip) == 4 for ip in packed_addresses):
+        tables.append((folder / "tcp", list(map(_proc_address, packed_addresses, ports))))
         # A client may use an IPv6 socket for IPv4.
-        ips = [bytes(10) + b"\xff\xff" + ip for ip in ips]
-    tables.append((folder / "tcp6", list(map(_proc_address, ips, ports))))
+        packed_addresses = [bytes(10) + b"\xff\xff" + ip for ip in packed_addresses]
+    tables.append((folder / "tcp6", list(map(_proc_address, packed_addresses, ports))))
     return tables
 
 
@@ -253,8 +253,8 @@ def network(address: str) -> str:
     return str(parsed_address)
 
 
-def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
-    """Return uid and inode of the socket at `end` of a local connection with `other`.
+def tcp_owner(owned_end: Address, other_end: Address) -> tuple[int, int] | None:
+    """Return uid and inode of the socket at `owned_end` of a local connection with `other_end`.
 
     Returns:
         None if there is no such socket. The inode is 0 if no process owns the socket any more.
@@ -262,15 +262,15 @@ def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
     Raises:
         OSError: The kernel does not support sock_diag queries.
     """
-    response = _query_sock_diag(end, other)
+    response = _query_sock_diag(owned_end, other_end)
     if response is None:
         if not _supports_sock_diag():
             raise OSError(errno.ENOENT, "sock_diag")
         return None
     # If the connection does not exist, the kernel returns the listener at that port.
-    if _PORTS.unpack_from(response, _PORTS_OFFSET) != (end[1], other[1]):
+    if _PORTS_STRUCT.unpack_from(response, _PORTS_OFFSET) != (owned_end[1], other_end[1]):
         return None
-    uid, inode = _OWNER.unpack_from(response, _OWNER_OFFSET)
+    uid, inode = _OWNER_STRUCT.unpack_from(response, _OWNER_OFFSET)
     return uid, inode
 
 
@@ -280,22 +280,22 @@ def _query_sock_diag(end: Address, other: Address) -> bytes | None:
     Raises:
         OSError: The kernel rejects the query, or does not respond at once.
     """
-    source, target = _parse_ip(end[0]), _parse_ip(other[0])
-    family = socket.AF_INET if source.version == target.version == 4 else socket.AF_INET6
-    body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
-    body += _SOCKET_ID.pack(end[1], other[1], source.packed, target.packed, _ANY_COOKIE)
-    size = _HEADER.size + len(body)
+    source_ip, target_ip = _parse_ip(end[0]), _parse_ip(other[0])
+    family = socket.AF_INET if source_ip.version == target_ip.version == 4 else socket.AF_INET6
+    body = _REQUEST_STRUCT.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
+    body += _SOCKET_ID.pack(end[1], other[1], source_ip.packed, target_ip.packed, _ANY_COOKIE)
+    message_size = _HEADER_STRUCT.size + len(body)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
-        header = _HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
+        header = _HEADER_STRUCT.pack(message_size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
         netlink.sendto(header + body, (0, 0))
         response = netlink.recv(_MAX_RESPONSE_BYTES, socket.MSG_DONTWAIT)
-    _, kind, *_ = _HEADER.unpack_from(response)
-    if kind != _NLMSG_ERROR:
+    _, message_type, *_ = _HEADER_STRUCT.unpack_from(response)
+    if message_type != _NLMSG_ERROR:
         return response
-    number = -struct.unpack_from("=i", response, _HEADER.size)[0]
-    if number == errno.ENOENT:
+    error_number = -struct.unpack_from("=i", response, _HEADER_STRUCT.size)[0]
+    if error_number == errno.ENOENT:
         return None
-    raise OSError(number, "sock_diag")
+    raise OSError(error_number, "sock_diag")
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, Unsupported, how_to_install
 
-_FLAG = "--trace-config"
-_NUMBER = re.compile(r"[+-]?[0-9]{1,64}")
+_FLAG = "--trace-config"  # for error messages
+_INTEGER_PATTERN = re.compile(r"[+-]?[0-9]{1,64}")
 _RANGES = {
     "trace_rate": range(2**32),
     "trace_count": range(-1, 2**31),
@@ -36,7 +36,7 @@ _FIELDS = {
         )
     },
 }
-_DIGITS = re.compile(r"[1-9][0-9]{0,8}")
+_COUNT_PATTERN = re.compile(r"[1-9][0-9]{0,8}")
 # As in Triton, a URL may lack its scheme (collector:4318/v1/traces).
 _EXPORTER_PATTERNS = {
     "url": re.compile(r"(https?://\S+)|[^\s/:=]+(:[0-9]+)?(/\S*)?"),
@@ -64,9 +64,9 @@ class TraceSettings:
     """
 
     trace_level: tuple[str, ...] = (OFF,)
-    trace_rate: int = 1000
+    trace_rate: int = 1000  # one request in this many is traced
     trace_count: int = -1
-    log_frequency: int = 0
+    log_frequency: int = 0  # number of traces per file; 0: one file
     trace_file: str = ""
     trace_mode: str = TRITON
     exporter: tuple[tuple[str, str], ...] = ()
@@ -94,8 +94,8 @@ class TraceSettings:
 
     def with_changes(self, changes: Mapping[str, Any]) -> TraceSettings:
         """Return these settings with the changes returned by `read_changes`."""
-        set_values = {key: value for key, value in changes.items() if value is not None}
-        return replace(self, **set_values) if set_values else self
+        changed_values = {key: value for key, value in changes.items() if value is not None}
+        return replace(self, **changed_values) if changed_values else self
 
     def as_string_lists(self) -> dict[str, list[str]]:
         """Return the settings as lists of strings, the protocol's format."""
@@ -143,14 +143,14 @@ def _parse_levels(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parse_number(name: str, text: str) -> int:
-    if not _NUMBER.fullmatch(text):
+    if not _INTEGER_PATTERN.fullmatch(text):
         raise InvalidArgument(f"Unable to parse '{name}', got: {text}")
     number, allowed_range = int(text), _RANGES[name]
     if name == "trace_count" and number < -1:
         raise InvalidArgument(f"Unable to parse 'trace_count'. Expecting value >= -1, got:{text}")
     if number not in allowed_range:
-        bounds = f"[ {allowed_range.start}, {allowed_range.stop - 1} ]"
-        message = f"Unable to parse '{name}', value is out of range {bounds}, got: {text}"
+        bounds_text = f"[ {allowed_range.start}, {allowed_range.stop - 1} ]"
+        message = f"Unable to parse '{name}', value is out of range {bounds_text}, got: {text}"
         raise InvalidArgument(message)
     return number
 
@@ -200,12 +200,12 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
         for value in values
     )
     for name, value in exporter:
-        if not _EXPORTER_PATTERNS.get(name, _DIGITS).fullmatch(value):
+        if not _EXPORTER_PATTERNS.get(name, _COUNT_PATTERN).fullmatch(value):
             expected_texts = {"url": "an http or https URL", "resource": "KEY=VALUE"}
             expected_text = expected_texts.get(name, "a number")
             raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {expected_text}")
-    file = latest_values.get("triton,file", [""])[0]
-    return replace(settings, trace_file=file, trace_mode=mode, exporter=exporter)
+    trace_file = latest_values.get("triton,file", [""])[0]
+    return replace(settings, trace_file=trace_file, trace_mode=mode, exporter=exporter)
 
 
 @dataclass(slots=True, eq=False)
@@ -219,8 +219,8 @@ class Sampler:
     """
 
     settings: TraceSettings
-    remaining_count: int = field(init=False)
-    pending: list[Any] = field(default_factory=list)
+    remaining_count: int = field(init=False)  # number of requests still to trace
+    pending: list[Any] = field(default_factory=list)  # traces that are not written yet
     _request_count: int = 0
     _is_enabled: bool = field(init=False)
 

@@ -36,10 +36,10 @@ class FlagValues:
         positions: The position of each flag that a file sets: "'FILE' line N".
     """
 
-    values: dict[str, Value | None] = field(default_factory=dict)
-    repeated: dict[str, list[str]] = field(default_factory=dict)
-    without_effect: list[str] = field(default_factory=list)
-    positions: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Value | None] = field(default_factory=dict)  # by flag
+    repeated: dict[str, list[str]] = field(default_factory=dict)  # values by flag
+    without_effect: list[str] = field(default_factory=list)  # flags that are accepted and ignored
+    positions: dict[str, str] = field(default_factory=dict)  # by flag: "'FILE' line N"
 
     def add(self, flag: Flag, value: Value) -> None:
         """Store a value of `flag`; the values of a repeatable flag are collected in order."""
@@ -61,8 +61,8 @@ class Parsed(FlagValues):
             value, the name of this flag.
     """
 
-    positional: list[str] = field(default_factory=list)
-    boolean_flag_before: dict[str, str] = field(default_factory=dict)
+    positional: list[str] = field(default_factory=list)  # the arguments that are not flags
+    boolean_flag_before: dict[str, str] = field(default_factory=dict)  # by argument
 
     def with_position(self, problem: str) -> str:
         """Return `problem` prefixed with the flag's position in the file, if the file sets it."""
@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     file_path = flag_values.values.get("config")
     file_values = FlagValues() if file_path is None else collector(read, str(file_path))
     collector.check()
-    on_command_line = {*flag_values.values, *flag_values.repeated}
+    command_line_flags = {*flag_values.values, *flag_values.repeated}
     defaults = {flag.name: flag.default for flag in SUPPORTED_FLAGS if not flag.is_repeatable}
     values = {**defaults, **file_values.values, **flag_values.values}
     repeated: dict[str, list[str]] = {
@@ -116,7 +116,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     }
     repeated |= file_values.repeated | flag_values.repeated
     without_effect = file_values.without_effect + flag_values.without_effect
-    positions = {k: v for k, v in file_values.positions.items() if k not in on_command_line}
+    positions = {k: v for k, v in file_values.positions.items() if k not in command_line_flags}
     return Parsed(values, repeated, without_effect, positions, positional, boolean_flag_before)
 
 
@@ -167,19 +167,19 @@ def parse_file(text: str, path: str) -> FlagValues:
     if root is None:
         return FlagValues()
     if not isinstance(root, yaml.MappingNode):
-        kind = "list" if isinstance(root, yaml.SequenceNode) else "string"
-        problem = f"expected a mapping (FLAG: VALUE), found a {kind}"
+        root_kind = "list" if isinstance(root, yaml.SequenceNode) else "string"
+        problem = f"expected a mapping (FLAG: VALUE), found a {root_kind}"
         raise Problems([f"{_position(path, root.start_mark)}: {problem}"])
     settings = FlagValues()
-    lines: dict[str, int] = {}
+    line_numbers: dict[str, int] = {}
     problems: list[str] = []
     for key, value in root.value:
         position = _position(path, key.start_mark)
         name = clip(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
         try:
-            if name in lines:
-                raise InvalidArgument(f"already set in line {lines[name]}")
-            lines[name] = key.start_mark.line + 1
+            if name in line_numbers:
+                raise InvalidArgument(f"already set in line {line_numbers[name]}")
+            line_numbers[name] = key.start_mark.line + 1
             flag = _find_file_flag(name)
             for text in _value_texts(flag, value):
                 settings.add(flag, flag.parse(text))
@@ -192,8 +192,8 @@ def parse_file(text: str, path: str) -> FlagValues:
     return settings
 
 
-def _position(path: str, mark: yaml.Mark | None) -> str:
-    return f"--config: '{path}'" + ("" if mark is None else f" line {mark.line + 1}")
+def _position(path: str, yaml_mark: yaml.Mark | None) -> str:
+    return f"--config: '{path}'" + ("" if yaml_mark is None else f" line {yaml_mark.line + 1}")
 
 
 def _find_file_flag(name: str) -> Flag:

@@ -51,18 +51,18 @@ class Flag:
 
     name: str
     help: str = ""
-    kind: type = str
+    kind: type = str  # str, int, float or bool
     default: Value | None = None
-    low: float = 0
-    high: float = 2**63 - 1
+    low: float = 0  # the lowest number allowed
+    high: float = 2**63 - 1  # the highest number allowed
     choices: tuple[str, ...] = ()
     is_repeatable: bool = False
     has_effect: bool = True
-    allows_words: bool = False
-    metavar: str = ""
+    allows_words: bool = False  # whether true and false stand for 1 and 0
+    metavar: str = ""  # the name of the value in help texts
     is_exclusive: bool = False
     is_required: bool = False
-    prefix: str = ""
+    prefix: str = ""  # the text before the value, for an older name of another flag
 
     def parse(self, text: str) -> Value:
         """Return the value of `text` as the flag's kind.
@@ -75,13 +75,13 @@ class Flag:
                 return text.lower() in _TRUE
             raise InvalidArgument(f"--{self.name}: '{text}' is not a boolean (true or false)")
         if self.kind is str:
-            by_text = {choice.lower(): choice for choice in self.choices}
-            if by_text and text.lower() not in by_text:
+            choices_by_text = {choice.lower(): choice for choice in self.choices}
+            if choices_by_text and text.lower() not in choices_by_text:
                 allowed_choices = ", ".join(self.choices)
                 similar = suggestion(text, self.choices)
                 message = f"--{self.name}: '{text}' is not one of {allowed_choices}{similar}"
                 raise InvalidArgument(message)
-            return by_text.get(text.lower(), text)
+            return choices_by_text.get(text.lower(), text)
         if self.allows_words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
         if not _NUMBER[self.kind].fullmatch(text):
@@ -244,7 +244,7 @@ def workspace_byte_sizes(settings: Sequence[str]) -> dict[str, int]:
 
 
 _RATE_LIMIT = "--rate-limit-resource"
-_COUNT = Flag("rate-limit-resource", kind=int, high=2**31 - 1)
+_COUNT = Flag("rate-limit-resource", kind=int, high=2**31 - 1)  # parses a count and a device
 _GLOBAL = -1  # the device of a resource that all devices share
 
 Resources = tuple[tuple[str, int | None, int], ...]
@@ -266,14 +266,14 @@ def _parse_resource(text: str) -> tuple[str, int | None, int]:
     count, _, device = value_text.partition(":")
     if not (name and colon and count) or value_text.endswith(":"):
         raise InvalidArgument(f"{_RATE_LIMIT}: '{text}' is not NAME:COUNT or NAME:COUNT:DEVICE")
-    number = int(_COUNT.parse(count))
+    limit = int(_COUNT.parse(count))
     if not device:
-        return name, None, number
-    return name, _GLOBAL if device.lower() == "global" else int(_COUNT.parse(device)), number
+        return name, None, limit
+    return name, _GLOBAL if device.lower() == "global" else int(_COUNT.parse(device)), limit
 
 
 _METRICS = "--metrics-config"
-_BOOLEAN = Flag("metrics-config", kind=bool)
+_METRICS_BOOLEAN = Flag("metrics-config", kind=bool)
 # Like C++'s stod, a number is the longest valid prefix; the remainder is ignored.
 _LEADING_NUMBER = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
@@ -330,9 +330,9 @@ def _parse_quantiles(text: str) -> tuple[float, ...]:
 
 
 _METRICS_PARSERS: dict[str, Callable[[str], Any]] = {
-    "counter_latencies": _BOOLEAN.parse,
-    "histogram_latencies": _BOOLEAN.parse,
-    "summary_latencies": _BOOLEAN.parse,
+    "counter_latencies": _METRICS_BOOLEAN.parse,
+    "histogram_latencies": _METRICS_BOOLEAN.parse,
+    "summary_latencies": _METRICS_BOOLEAN.parse,
     "summary_quantiles": _parse_quantiles,
 }
 
@@ -347,7 +347,7 @@ _RE2_TOKEN = re.compile(
     r"|(?P<open>\()|(?P<close>\))|(?P<bar>\|)|.",
     re.DOTALL,
 )
-_CLASSES = {
+_POSIX_CLASSES = {
     "[:alnum:]": "0-9A-Za-z",
     "[:alpha:]": "A-Za-z",
     "[:digit:]": "0-9",
@@ -382,7 +382,7 @@ def _convert_re2(re2: str) -> str:
     (ungreedy) is dropped because it does not affect whether a text matches.
     """
     group_flags: list[list[str]] = [[]]  # the RE2 flags set in each open group
-    parts: list[str] = []
+    pattern_parts: list[str] = []
     for match in _RE2_TOKEN.finditer(re2):
         text = match.group()
         match match.lastgroup:
@@ -403,12 +403,12 @@ def _convert_re2(re2: str) -> str:
             case "close" if len(group_flags) > 1:
                 text = ")" * len(group_flags.pop()) + ")"
             case None if text.startswith("["):
-                for name, ranges in _CLASSES.items():
-                    text = text.replace(name, ranges)
+                for name, posix_ranges in _POSIX_CLASSES.items():
+                    text = text.replace(name, posix_ranges)
         if match.lastgroup in ("open", "name"):
             group_flags.append([])
-        parts.append(text)
-    return "".join(parts) + ")" * sum(map(len, group_flags))
+        pattern_parts.append(text)
+    return "".join(pattern_parts) + ")" * sum(map(len, group_flags))
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -440,7 +440,7 @@ def parse_served_name(text: str) -> tuple[str, str]:
     Raises:
         InvalidArgument: The text has another form.
     """
-    model, equals, name = text.rpartition("=")
-    if not name or (equals and not model):
+    model_name, equals, name = text.rpartition("=")
+    if not name or (equals and not model_name):
         raise InvalidArgument(f"--served-model-name: '{text}' is neither NAME nor MODEL=NAME")
-    return model, name
+    return model_name, name

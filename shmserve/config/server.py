@@ -45,7 +45,7 @@ T = TypeVar("T")
 class HttpConfig:
     """The settings of the HTTP listener; `allow` enables TCP."""
 
-    allow: bool
+    allow: bool  # whether the server listens on TCP
     address: str
     port: int
     unix_socket: Path | None
@@ -58,7 +58,7 @@ class GrpcConfig:
     address: str
     port: int
     unix_socket: Path | None
-    workers: int
+    workers: int  # number of processes
     settings: GrpcSettings
 
 
@@ -93,7 +93,7 @@ class ServerConfig:
     on_cpu: bool = field(default=False, kw_only=True)
     load_timeout_s: float
     http: HttpConfig
-    gateways: int
+    gateways: int  # number of HTTP gateway processes
     grpc: GrpcConfig | None
     allow_metrics: bool
     metrics_address: str
@@ -105,7 +105,7 @@ class ServerConfig:
     gateway: GatewaySettings
     scheduling: SchedulingLimits
     run_dir: Path | None
-    take_over: bool
+    take_over: bool  # whether the server takes over the sockets of a running one
     arena_byte_size: int
     cache_byte_size: int
     ensemble_scheduling: str
@@ -118,8 +118,8 @@ class ServerConfig:
     log: LogSettings
     trace: TraceSettings
     visible_devices: str | None
-    without_effect: tuple[str, ...]
-    flags: Mapping[str, Any]
+    without_effect: tuple[str, ...]  # flags that are accepted and ignored
+    flags: Mapping[str, Any]  # the value of each flag, given or default
 
     @property
     def allows_remote(self) -> bool:
@@ -164,16 +164,16 @@ def _from_flags(
     if values["reload"]:
         values = {**values, "model-control-mode": "poll", "repository-poll-secs": 1}
     repositories, files = _split_models(parsed, needs_models, collector)
-    repeated = parsed.repeated
+    repeated_flags = parsed.repeated
 
     def parse_all(parse: Callable[[str], T], flag: str) -> tuple[T, ...]:
-        return tuple(collector(parse, text) for text in repeated[flag])
+        return tuple(collector(parse, text) for text in repeated_flags[flag])
 
     return ServerConfig(
         **_select_values(values, *_UNCHANGED_FLAGS),
         model_repositories=tuple(dict.fromkeys(repositories)),
         model_files=tuple(files),
-        class_settings=collector(_parse_class_settings, repeated["set"], files),
+        class_settings=collector(_parse_class_settings, repeated_flags["set"], files),
         load_models=collector(_check_load_models, parsed),
         idle_unload_s=collector(_require_load_on_demand, values, "idle-unload-secs"),
         max_models_byte_size=collector(_require_load_on_demand, values, "max-loaded-byte-size"),
@@ -191,7 +191,7 @@ def _from_flags(
         ),
         grpc=collector(_read_grpc, values),
         metrics_address=values["metrics-address"] or values["http-address"],
-        metrics=collector(parse_metrics_config, repeated["metrics-config"]),
+        metrics=collector(parse_metrics_config, repeated_flags["metrics-config"]),
         tokens=collector(_read_tokens, values["auth-token-file"]),
         gateway=GatewaySettings(
             **_select_values(values, "id", "slow-request-ms", "arena-byte-size", "http-address"),
@@ -200,12 +200,12 @@ def _from_flags(
             max_input_size=values["http-max-input-size"],
             body_timeout_s=values["http-body-timeout-secs"],
             http_restricted=collector(
-                parse_restrictions, "--http-restricted-api", repeated["http-restricted-api"]
+                parse_restrictions, "--http-restricted-api", repeated_flags["http-restricted-api"]
             ),
             grpc_restricted=collector(
                 parse_restrictions,
                 "--grpc-restricted-protocol",
-                repeated["grpc-restricted-protocol"],
+                repeated_flags["grpc-restricted-protocol"],
                 GRPC_HEADER_PREFIX,
             ),
             allow_client_shm=values["allow-client-shm"],
@@ -234,20 +234,20 @@ def _from_flags(
         shm=collector(_read_shm_policy, values),
         run_dir=_path(values["run-dir"]),
         cache_byte_size=collector(
-            cache_byte_size, repeated["cache-config"], values["response-cache-byte-size"]
+            cache_byte_size, repeated_flags["cache-config"], values["response-cache-byte-size"]
         ),
-        rate_limit_resources=collector(parse_resources, repeated["rate-limit-resource"]),
-        workspace_byte_sizes=collector(workspace_byte_sizes, repeated["workspace-byte-size"]),
+        rate_limit_resources=collector(parse_resources, repeated_flags["rate-limit-resource"]),
+        workspace_byte_sizes=collector(workspace_byte_sizes, repeated_flags["workspace-byte-size"]),
         exit_timeout_s=values["exit-timeout-secs"],
         log=LogSettings(
             **_select_values(values, "log-info", "log-warning", "log-error", "log-format"),
             log_file=values["log-file"] or "",
             log_verbose_level=values["log-verbose"],
         ),
-        trace=collector(parse_trace_config, repeated["trace-config"]),
+        trace=collector(parse_trace_config, repeated_flags["trace-config"]),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
-        flags={**parsed.values, **repeated},
+        flags={**parsed.values, **repeated_flags},
     )
 
 
@@ -255,8 +255,8 @@ def _select_values(values: Mapping[str, Any], *flags: str) -> dict[str, Any]:
     return {flag.replace("-", "_"): values[flag] for flag in flags}
 
 
-def _path(text: str | None) -> Path | None:
-    return Path(text) if text else None
+def _path(path_text: str | None) -> Path | None:
+    return Path(path_text) if path_text else None
 
 
 def _check_load_models(parsed: Parsed) -> tuple[str, ...]:
@@ -283,10 +283,10 @@ def _check_config_name(name: str | None) -> str:
     return name or ""
 
 
-def _read_tokens(file: str | None) -> Tokens:
-    if file == "":  # an unset shell variable must not disable authentication
+def _read_tokens(token_path: str | None) -> Tokens:
+    if token_path == "":  # an unset shell variable must not disable authentication
         raise InvalidArgument("--auth-token-file: the path is empty; name a file, or omit the flag")
-    return {} if file is None else read_tokens(Path(file))
+    return {} if token_path is None else read_tokens(Path(token_path))
 
 
 def _read_shm_policy(values: Mapping[str, Any]) -> ShmPolicy:
@@ -323,22 +323,22 @@ def _split_models(
     for text in (*parsed.repeated["model-repository"], *parsed.positional):
         collector(_reject_url, text)
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]
-    files: list[str] = []
+    model_files: list[str] = []
     if "" in (*parsed.repeated["model-repository"], *parsed.positional):
         # Path("") is the current folder, which an unset shell variable must not select.
         collector.problems.append("--model-repository: '' is not a folder")
-    for word in parsed.positional:
-        if names_one_model(word):
-            files.append(word)
+    for argument in parsed.positional:
+        if names_one_model(argument):
+            model_files.append(argument)
         else:
-            repositories.append(Path(word))
+            repositories.append(Path(argument))
     for path in repositories:
         if not _URL.match(str(path)):
             collector(_check_folder, path, parsed)
-    if are_needed and not repositories and not files:
+    if are_needed and not repositories and not model_files:
         text = "--model-repository: at least one folder is needed (or a path/model.py:Class)"
         collector.problems.append(text)
-    return repositories, files
+    return repositories, model_files
 
 
 # The command that copies models from an object store to a folder, by the scheme of the URL.
@@ -365,8 +365,8 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
             if path.suffix not in (".onnx", ".pt", ".pt2", ".om"):
                 text = f"'{path}' is a file that no backend reads: write a class that loads it"
                 raise InvalidArgument(f"{text} (shmserve guide models), and serve FILE.py:CLASS")
-            model = f"FOLDER/{path.stem}/1/model{path.suffix}"
-            raise InvalidArgument(f"'{path}' is a file: move it to {model}, and serve FOLDER")
+            example = f"FOLDER/{path.stem}/1/model{path.suffix}"
+            raise InvalidArgument(f"'{path}' is a file: move it to {example}, and serve FOLDER")
         # A missing folder may be a volume that is mounted later, so it is not rejected here. With
         # --exit-on-error=false, the server starts without it and logs the error.
         may_be_missing = not parsed.values["exit-on-error"] and not path.exists()
@@ -465,13 +465,13 @@ def _read_grpc(values: Mapping[str, Any]) -> GrpcConfig | None:
 
 
 def _read_tls(values: Mapping[str, Any]) -> Tls | None:
-    is_mutual: bool = values["grpc-use-ssl-mutual"]
-    if not (values["grpc-use-ssl"] or is_mutual):
+    requires_client_cert: bool = values["grpc-use-ssl-mutual"]
+    if not (values["grpc-use-ssl"] or requires_client_cert):
         return None
     tls = Tls(
         server_cert=_resolve_file(values, "grpc-server-cert"),
         server_key=_resolve_file(values, "grpc-server-key"),
-        root_cert=_resolve_file(values, "grpc-root-cert") if is_mutual else None,
+        root_cert=_resolve_file(values, "grpc-root-cert") if requires_client_cert else None,
     )
     tls.context()  # checks the files, because a gateway with an invalid file would restart forever
     return tls

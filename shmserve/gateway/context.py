@@ -31,7 +31,7 @@ from shmserve.ipc.tensors.descriptors import MAX_INT64
 from shmserve.ipc.tensors.inference import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
-_MAX_TEMPLATES = 256
+_MAX_TEMPLATES = 256  # maximum number of request templates of a model version
 _INVALID_VERSION = (
     "failed to get model version from specified version string '{text}' (details: stol), version "
     "should be an integral value > 0"
@@ -52,6 +52,8 @@ class GatewayModel:
         labels: The classification labels of each output, by index.
         templates: The templates of HTTP requests by fingerprint.
         steps: The models of an ensemble's steps.
+        aliases: Further names of the model in OpenAI's API, with those of its LoRA adapters.
+        adapters: The names of its LoRA adapters.
     """
 
     def __init__(self, publication: ModelPublished) -> None:
@@ -86,10 +88,13 @@ class GatewayModel:
                 engine_settings = EngineSettings.read(engine_text)
         self.max_model_len = engine_settings.max_model_len or None
         self.aliases = list(engine_settings.aliases)
+        self.adapters: list[str] = []
         is_vllm = publication.config.backend == "vllm"
         if is_vllm:
             max_length = publication.config.parameters.get("max_model_len", "")
             self.max_model_len = int(max_length) if max_length.isdecimal() else None
+            self.adapters = publication.config.parameters.get("adapters", "").splitlines()
+            self.aliases += self.adapters
         # Whether requests with the parameter `task` convert between texts and tokens.
         self.has_task_parameter = is_vllm or publication.config.backend == LLM_BACKEND
         # Whether texts may contain reasoning. vLLM's engine separates it only with a parser.
@@ -103,19 +108,19 @@ class ModelTable:
     """The models by name and version.
 
     Attributes:
-        on_demand: The names of models that are loaded on demand, loaded or not.
+        on_demand_names: The names of models that are loaded on demand, loaded or not.
         revision: A number that changes when a version is published or withdrawn.
         is_server_live: False if the start of the server failed.
     """
 
     def __init__(self, schedulers: GatewaySchedulers) -> None:
         self._schedulers = schedulers
-        self._models: dict[str, dict[str, GatewayModel]] = {}
+        self._models: dict[str, dict[str, GatewayModel]] = {}  # by name and version
         self._latest_models: dict[str, GatewayModel] = {}
         self._withdrawn_versions: dict[str, set[str]] = {}
         self.revision = 0
         self.is_server_live = True
-        self.on_demand: set[str] = set()
+        self.on_demand_names: set[str] = set()
         self._aliases: dict[str, str] = {}
 
     def publish(self, message: ModelPublished) -> None:
@@ -150,7 +155,7 @@ class ModelTable:
         """
         self.revision += 1
         if not version:
-            self.on_demand.discard(name)
+            self.on_demand_names.discard(name)
         versions = self._models.get(name, {})
         model = versions.pop(version, None)
         if not versions:
@@ -177,7 +182,7 @@ class ModelTable:
 
     def __contains__(self, name: str) -> bool:
         """Return whether a model has this name, loaded or on demand."""
-        return name in self._models or name in self.on_demand
+        return name in self._models or name in self.on_demand_names
 
     def resolve(self, name: str, version: str) -> GatewayModel:
         """Return the model for a request; version "" means the latest.
@@ -318,7 +323,7 @@ class Gateway:
 def needs_load(gateway: Gateway, name: str, version: str) -> bool:
     """Return whether a model is loaded on demand, and not loaded yet."""
     models = gateway.models
-    return name in models.on_demand and models.find(name, version) is None
+    return name in models.on_demand_names and models.find(name, version) is None
 
 
 # A limit in microseconds from a request's arrival (0: none), and the origin of the limit.

@@ -292,22 +292,22 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
 
 
 class ActiveCount:
-    """The number (`active`) of requests or connections that a drain waits for."""
+    """The number (`active_count`) of requests or connections that a drain waits for."""
 
     def __init__(self) -> None:
-        self.active = 0
+        self.active_count = 0
         self._on_idle: Callable[[], None] | None = None
 
     def decrement(self) -> None:
         """Decrease the count by one."""
-        self.active -= 1
-        if not self.active and self._on_idle is not None:
+        self.active_count -= 1
+        if not self.active_count and self._on_idle is not None:
             self.call_when_idle(self._on_idle)
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
         """Call `on_idle` once, as soon as the count is 0."""
-        self._on_idle = on_idle if self.active else None
-        if not self.active:
+        self._on_idle = on_idle if self.active_count else None
+        if not self.active_count:
             on_idle()
 
 
@@ -418,9 +418,9 @@ class Acceptor:
         evicted = _oldest(candidates, attrgetter("idle_since"), max(1, limit // 64))
         evicted = evicted or _oldest(candidates, attrgetter("incomplete_since"), 1)
         level = logging.WARNING if self._warning_count < _MAX_WARNINGS else logging.DEBUG
-        source = "" if limit == self._max_connections else " of one peer"
+        limit_text = "" if limit == self._max_connections else " of one peer"
         outcome = f"closed {len(evicted)} of them" if evicted else "refused the new connection"
-        logger.log(level, "more than %d connections%s: %s", limit, source, outcome)
+        logger.log(level, "more than %d connections%s: %s", limit, limit_text, outcome)
         self._warning_count += 1
         for connection in evicted or [newest]:
             connection.abort()

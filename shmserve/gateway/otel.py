@@ -136,7 +136,8 @@ class Exporter:
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
             parent_id = span.parent_id
-            if span.span_id == trace.scheduler.span_id:  # it begins when the gateway has submitted
+            # The scheduler's span begins when the gateway has submitted.
+            if span.span_id == trace.scheduler_context.span_id:
                 times = (trace.submitted_ns + epoch_ns, times[1])
                 parent_id = trace.context.span_id
             attributes = _attributes(span.model, span.version, span.request_id)

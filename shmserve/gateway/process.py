@@ -49,7 +49,7 @@ from shmserve.logs import LogSettings
 logger = logging.getLogger(__name__)
 
 
-_UNMAP_DELAY_S = 1.0
+_UNMAP_DELAY_S = 1.0  # the memory of an exited process is unmapped after this time
 _LISTEN_BACKLOG = 1024
 
 
@@ -101,17 +101,17 @@ class ProtocolServer(ABC):
             has_successor: Whether a successor accepts connections.
         """
         self._refuse_connections()
-        refuses = self.refuses_while_busy and not has_successor
+        refuses_requests = self.refuses_while_busy and not has_successor
         # Deferred, because asyncio may still create connections in this iteration of the loop.
-        asyncio.get_running_loop().call_soon(self._drain_acceptors, on_notified, refuses)
+        asyncio.get_running_loop().call_soon(self._drain_acceptors, on_notified, refuses_requests)
 
     def _drain_acceptors(self, on_drained: Callable[[], None], refuses: bool = False) -> None:
         """Drain all acceptors, and call `on_drained` once; see `Acceptor.drain`."""
-        listeners = ActiveCount()
-        listeners.active = len(self.acceptors)
+        draining_listeners = ActiveCount()
+        draining_listeners.active_count = len(self.acceptors)
         for acceptor in self.acceptors:
-            acceptor.drain(listeners.decrement, refuses_requests=refuses)
-        listeners.call_when_idle(on_drained)
+            acceptor.drain(draining_listeners.decrement, refuses_requests=refuses)
+        draining_listeners.call_when_idle(on_drained)
 
     @abstractmethod
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
@@ -194,8 +194,8 @@ class _Process:
         try:
             self._apply(message)
         finally:  # without this response, a model that cannot be registered would block all loads
-            if number := getattr(message, "ack_number", 0):
-                self._gateway.supervisor.post(Acknowledged(number))
+            if ack_number := getattr(message, "ack_number", 0):
+                self._gateway.supervisor.post(Acknowledged(ack_number))
 
     def _apply(self, message: Any) -> None:
         gateway = self._gateway
@@ -203,7 +203,7 @@ class _Process:
             case ModelPublished():
                 gateway.models.publish(message)
             case ModelOnDemand(name):
-                gateway.models.on_demand.add(name)
+                gateway.models.on_demand_names.add(name)
             case ReadinessChanged(name, version, ready):
                 gateway.models.set_ready(name, version, ready)
             case ModelWithdrawn(name, version):

@@ -98,21 +98,21 @@ class WrittenRanges:
         self.ranges: list[tuple[int, int]] = []
         self.has_warned = False
 
-    def add(self, span: tuple[int, int]) -> bool:
+    def add(self, new_range: tuple[int, int]) -> bool:
         """Add a range; return False, and add nothing, if it overlaps another range."""
         ranges = self.ranges
-        index = bisect_left(ranges, span)
+        index = bisect_left(ranges, new_range)
         for other_start, _ in ranges[index : index + 1]:
-            if other_start < span[1]:
+            if other_start < new_range[1]:
                 return False
-        if index and ranges[index - 1][1] > span[0]:
+        if index and ranges[index - 1][1] > new_range[0]:
             return False
-        ranges.insert(index, span)
+        ranges.insert(index, new_range)
         return True
 
-    def remove(self, span: tuple[int, int]) -> None:
+    def remove(self, written_range: tuple[int, int]) -> None:
         """Remove the range of an output, since its request has ended."""
-        del self.ranges[bisect_left(self.ranges, span)]
+        del self.ranges[bisect_left(self.ranges, written_range)]
 
 
 # An output of a request: its region, and its start and end in the region's memory object.

@@ -36,7 +36,7 @@ class RequestTrace:
     Attributes:
         on_end: Called at the end of the request.
         context: The ids of the gateway's span.
-        scheduler: The ids of the scheduler's span.
+        scheduler_context: The ids of the scheduler's span.
         spans: The scheduler's span and the spans within it, once the response has arrived.
         tensors: The traced inputs and outputs of these spans.
         has_explanation: Whether the response contains an explanation.
@@ -54,7 +54,7 @@ class RequestTrace:
     has_explanation: bool
     is_sampled: bool
     is_local: bool = False
-    scheduler: TraceContext = field(init=False)
+    scheduler_context: TraceContext = field(init=False)
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     responded_ns: int = 0
     ended_ns: int = 0
@@ -63,7 +63,7 @@ class RequestTrace:
     error: str = ""
 
     def __post_init__(self) -> None:
-        self.scheduler = self.context.child()
+        self.scheduler_context = self.context.child()
 
     def on_response(self, message: Response) -> None:
         """Record the time, the error and the spans of the last response."""
@@ -75,12 +75,12 @@ class RequestTrace:
 
     def read_spans(self, spans: bytes) -> None:
         """Store this request's spans, which are among the packed `spans` of its last response."""
-        self.spans = span_subtree(unpack_spans(spans, self.tensors), self.scheduler.span_id)
+        self.spans = span_subtree(unpack_spans(spans, self.tensors), self.scheduler_context.span_id)
 
     def explanation(self, now_ns: int) -> dict[str, Any]:
         """Return the durations of the phases until `now_ns`; see `ipc.trace.phase_durations`."""
         times = (self.arrived_ns, self.submitted_ns, now_ns)
-        return phase_durations(self.spans, self.scheduler.span_id, *times)
+        return phase_durations(self.spans, self.scheduler_context.span_id, *times)
 
     def explain(self, inferred: Inferred) -> Inferred:
         """Return the response, with an explanation if the request has requested it."""
@@ -128,30 +128,30 @@ def _tensor_entries(trace: RequestTrace) -> Iterator[dict[str, Any]]:
 
 def _timestamp_entries(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
     responded_ns = trace.responded_ns or trace.ended_ns
-    receive_timestamps: list[tuple[str, int]] = []
-    send_timestamps: list[tuple[str, int]] = []
+    receive_events: list[tuple[str, int]] = []
+    send_events: list[tuple[str, int]] = []
     if protocol:
-        receive, send = _ACTIVITIES[protocol]
-        receive_timestamps = [
-            (f"{receive}_START", trace.arrived_ns),
-            (f"{receive}_END", trace.submitted_ns),
+        receive_name, send_name = _ACTIVITIES[protocol]
+        receive_events = [
+            (f"{receive_name}_START", trace.arrived_ns),
+            (f"{receive_name}_END", trace.submitted_ns),
         ]
-        send_timestamps = [(f"{send}_START", responded_ns), (f"{send}_END", trace.ended_ns)]
-    root_span_id = trace.scheduler.span_id
+        send_events = [(f"{send_name}_START", responded_ns), (f"{send_name}_END", trace.ended_ns)]
+    root_span_id = trace.scheduler_context.span_id
     entries: list[dict[str, Any]] = []
     for span in trace.spans:
         timestamps = _span_timestamps(span)
         if span.span_id == root_span_id:
-            start = ("REQUEST_START", trace.submitted_ns)
-            timestamps = [*receive_timestamps, start, *timestamps[1:], *send_timestamps]
-        parent = "" if span.span_id == root_span_id else span.parent_id
-        fields = (span.span_id, span.model, span.version, span.request_id)
-        entries += _span_entries(*fields, parent, timestamps)
+            start_timestamp = ("REQUEST_START", trace.submitted_ns)
+            timestamps = [*receive_events, start_timestamp, *timestamps[1:], *send_events]
+        parent_id = "" if span.span_id == root_span_id else span.parent_id
+        span_fields = (span.span_id, span.model, span.version, span.request_id)
+        entries += _span_entries(*span_fields, parent_id, timestamps)
     if not entries:  # the request failed before a scheduler recorded a span
-        timestamps = [*receive_timestamps, ("REQUEST_START", trace.submitted_ns)]
-        timestamps += [("REQUEST_END", responded_ns), *send_timestamps]
-        fields = (root_span_id, trace.model, trace.version, trace.request_id)
-        entries = _span_entries(*fields, "", timestamps)
+        timestamps = [*receive_events, ("REQUEST_START", trace.submitted_ns)]
+        timestamps += [("REQUEST_END", responded_ns), *send_events]
+        span_fields = (root_span_id, trace.model, trace.version, trace.request_id)
+        entries = _span_entries(*span_fields, "", timestamps)
     return entries
 
 

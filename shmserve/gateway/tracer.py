@@ -130,7 +130,7 @@ class Tracer:
         trace = RequestTrace(
             self.finish, *request_fields, message.arrived_ns, False, message.is_sampled, True
         )
-        trace.scheduler, trace.submitted_ns = scheduler_context, message.arrived_ns
+        trace.scheduler_context, trace.submitted_ns = scheduler_context, message.arrived_ns
         trace.ended_ns, trace.error = message.ended_ns, message.error
         trace.read_spans(message.spans)
         self.finish(trace)

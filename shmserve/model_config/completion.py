@@ -58,7 +58,7 @@ _COMPLETABLE_FIELDS = (
     *("model_transaction_policy", "batch_input", "batch_output", "instance_group"),
 )
 # The parameters that a model or its backend may add to a configuration.
-_PARAMETERS = (*MODEL_SETTINGS, ENGINE, "max_model_len")
+_PARAMETERS = (*MODEL_SETTINGS, ENGINE, "max_model_len", "adapters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +176,12 @@ def unknown_backend_error(config: ModelConfig) -> str:
 def merge_duplicates(config: ModelConfig) -> list[str]:
     """Remove repeated equal inputs and outputs; return their names as text ("input 'x'")."""
     removed_names = []
-    for kind, tensors in (("input", config.input), ("output", config.output)):
+    for noun, tensors in (("input", config.input), ("output", config.output)):
         names = [tensor.name for tensor in tensors]
         for index in reversed(range(len(names))):
             first_index = names.index(names[index])
             if first_index < index and tensors[first_index] == tensors[index]:
-                removed_names.append(f"{kind} '{names[index]}'")
+                removed_names.append(f"{noun} '{names[index]}'")
                 del tensors[index]
     return removed_names
 
@@ -213,11 +213,11 @@ def _fill_scheduling(config: ModelConfig) -> None:
         if not config.dynamic_batching.preferred_batch_size:
             config.dynamic_batching.preferred_batch_size.extend(preferred_sizes)
     elif config.HasField("sequence_batching"):
-        batching = config.sequence_batching
-        if batching.max_sequence_idle_microseconds == 0:
-            batching.max_sequence_idle_microseconds = _DEFAULT_SEQUENCE_IDLE_US
-        if batching.HasField("oldest") and not batching.oldest.preferred_batch_size:
-            batching.oldest.preferred_batch_size.extend(preferred_sizes)
+        sequences = config.sequence_batching
+        if sequences.max_sequence_idle_microseconds == 0:
+            sequences.max_sequence_idle_microseconds = _DEFAULT_SEQUENCE_IDLE_US
+        if sequences.HasField("oldest") and not sequences.oldest.preferred_batch_size:
+            sequences.oldest.preferred_batch_size.extend(preferred_sizes)
 
 
 def _fill_pinned_memory(config: ModelConfig) -> None:
@@ -235,12 +235,12 @@ def _fill_instances(config: ModelConfig, gpu_count: int) -> None:
         if not group.name:
             group.name = f"{config.name}_{index}"
         if group.kind == ModelInstanceGroup.KIND_AUTO:
-            usable = gpu_count > 0 and all(0 <= gpu < gpu_count for gpu in group.gpus)
-            group.kind = ModelInstanceGroup.KIND_GPU if usable else ModelInstanceGroup.KIND_CPU
+            gpus_exist = gpu_count > 0 and all(0 <= gpu < gpu_count for gpu in group.gpus)
+            group.kind = ModelInstanceGroup.KIND_GPU if gpus_exist else ModelInstanceGroup.KIND_CPU
         if group.count < 1:
-            on_cpu = group.kind == ModelInstanceGroup.KIND_CPU
+            is_on_cpu = group.kind == ModelInstanceGroup.KIND_CPU
             # Triton's onnxruntime backend has two instances per group on a CPU.
-            is_doubled = on_cpu and config.backend == "onnxruntime"
+            is_doubled = is_on_cpu and config.backend == "onnxruntime"
             group.count = _ONNX_CPU_INSTANCES if is_doubled else 1
         if group.kind == ModelInstanceGroup.KIND_GPU and not group.gpus:
             group.gpus.extend(range(gpu_count))
@@ -254,8 +254,9 @@ def merge_autocomplete(
     These fields of `completed` are used: max_batch_size, input, output, batch_input, batch_output,
     model_transaction_policy, dynamic_batching and sequence_batching (only if `config` has no
     scheduler), instance_group (only of a Python class), and these parameters: `batching_strategy`,
-    `target_p99_ms`, `max_streams`, `min_instances`, `max_instances`, `padding` and `engine`. A
-    field in `source` is not replaced, except for a max_batch_size that the model raises.
+    `target_p99_ms`, `max_streams`, `min_instances`, `max_instances`, `padding`, `engine`,
+    `max_model_len` and `adapters`. A field in `source` is not replaced, except for a max_batch_size
+    that the model raises.
 
     Args:
         config: The configuration.

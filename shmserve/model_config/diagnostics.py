@@ -29,7 +29,7 @@ class Problem(NamedTuple):
     key: Key
     text: str
     related_keys: tuple[Key, ...] = ()
-    at: str = ""
+    at: str = ""  # the position, such as "12:7", or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,9 @@ def find_repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, 
     """Yield each repeated value: its key, the value, and the first key with that value."""
     first_keys: dict[Any, Key] = {}
     for key, value in values:
-        earlier = first_keys.setdefault(value, key)
-        if earlier is not key:
-            yield key, value, earlier
+        first_key = first_keys.setdefault(value, key)
+        if first_key is not key:
+            yield key, value, first_key
 
 
 def _has_value(config: ModelConfig, key: Key) -> bool:
@@ -154,7 +154,7 @@ def _has_value(config: ModelConfig, key: Key) -> bool:
     current: Any = config
     for part in key:
         if isinstance(current, Message):
-            current = {target.name: value for target, value in current.ListFields()}.get(str(part))
+            current = {field.name: value for field, value in current.ListFields()}.get(str(part))
             if current is None:
                 return False
         elif isinstance(part, int):

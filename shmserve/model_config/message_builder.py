@@ -83,19 +83,19 @@ class Builder:
         descriptor = cast("Descriptor", message.DESCRIPTOR)
         set_fields: dict[str, str] = {}
         for entry in block.entries:
-            target = self._find_field(descriptor, entry)
-            if target is None:
+            field = self._find_field(descriptor, entry)
+            if field is None:
                 self._add_problem(
                     entry.at, (*path, entry.name), _unknown_field(descriptor, entry.name)
                 )
                 continue
-            field_path = (*path, target.name)
+            field_path = (*path, field.name)
             self.positions.setdefault(field_path, entry.at)
-            conflict = _describe_conflict(target, set_fields)
+            conflict = _describe_conflict(field, set_fields)
             if conflict:
                 self._add_problem(entry.at, field_path, conflict)
                 continue
-            self._set(message, target, entry, field_path)
+            self._set(message, field, entry, field_path)
 
     def _add_problem(self, at: str, key: Key, text: str) -> None:
         self.problems.append(Problem(key, text, at=at))
@@ -106,50 +106,50 @@ class Builder:
             descriptor_field = descriptor.fields_by_camelcase_name.get(entry.name)
         return descriptor_field
 
-    def _set(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
-        is_message = target.message_type is not None
+    def _set(self, message: Message, field: FieldDescriptor, entry: Entry, path: Key) -> None:
+        is_message = field.message_type is not None
         if not is_message and not entry.has_colon:
             self._add_problem(entry.at, path, 'expected ":" between the name and its value')
             return
-        if is_map(target):
-            self._set_map(message, target, entry, path)
+        if is_map(field):
+            self._set_map(message, field, entry, path)
             return
-        repeated = is_repeated(target)
+        repeated = is_repeated(field)
         if entry.is_list and not repeated:
             self._add_problem(entry.at, path, "takes one value, found a list")
             return
         for value in entry.values:
-            position = path
+            value_path = path
             if repeated:
-                position = (*path, len(getattr(message, target.name)))
-                self.positions[position] = value.at if entry.is_list else entry.at
+                value_path = (*path, len(getattr(message, field.name)))
+                self.positions[value_path] = value.at if entry.is_list else entry.at
             try:
                 if is_message:
-                    self._set_message(message, target, value, position)
+                    self._set_message(message, field, value, value_path)
                 else:
-                    _assign(message, target, self._convert_scalar(target, value))
+                    _assign(message, field, self._convert_scalar(field, value))
             except _Misfit as misfit:
-                self._add_problem(value.at, position, str(misfit))
+                self._add_problem(value.at, value_path, str(misfit))
                 if repeated:
-                    _add_empty(getattr(message, target.name), target)
+                    _add_empty(getattr(message, field.name), field)
 
     def _set_message(
-        self, message: Message, target: FieldDescriptor, value: Scalar | MessageValue, path: Key
+        self, message: Message, field: FieldDescriptor, value: Scalar | MessageValue, path: Key
     ) -> None:
         if isinstance(value, Scalar):
             raise _Misfit(f"expected {{ ... }}, found {clip(value.source)}")
-        child = getattr(message, target.name)
-        if is_repeated(target):
+        child = getattr(message, field.name)
+        if is_repeated(field):
             child = child.add()
         else:
             child.SetInParent()
         self.fill(child, value, path)
 
-    def _set_map(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
+    def _set_map(self, message: Message, field: FieldDescriptor, entry: Entry, path: Key) -> None:
         if self.is_json and entry.is_list:
             self._add_problem(entry.at, path, "expected { ... }, found a list")
             return
-        container: Any = getattr(message, target.name)
+        container: Any = getattr(message, field.name)
         for value in entry.values:
             if isinstance(value, Scalar):
                 self._add_problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
@@ -164,18 +164,18 @@ class Builder:
                     self.positions[*path, map_key(pair.key)] = block.at
                     _store_pair(container, pair)
 
-    def _convert_scalar(self, target: FieldDescriptor, value: Scalar | MessageValue) -> Any:
+    def _convert_scalar(self, field: FieldDescriptor, value: Scalar | MessageValue) -> Any:
         if isinstance(value, MessageValue):
-            raise _Misfit(f"expected {_describe_kind(target)}, found {{ ... }}")
-        kind = target.cpp_type
-        if kind in _INT_RANGES:
-            return self._convert_integer(target, value)
-        if kind in FLOAT_TYPES:
-            return self._convert_float(target, value)
-        if kind == FieldDescriptor.CPPTYPE_BOOL:
+            raise _Misfit(f"expected {_describe_kind(field)}, found {{ ... }}")
+        cpp_type = field.cpp_type
+        if cpp_type in _INT_RANGES:
+            return self._convert_integer(field, value)
+        if cpp_type in FLOAT_TYPES:
+            return self._convert_float(field, value)
+        if cpp_type == FieldDescriptor.CPPTYPE_BOOL:
             return self._convert_bool(value)
-        if kind == FieldDescriptor.CPPTYPE_ENUM:
-            return self._convert_enum(target, value)
+        if cpp_type == FieldDescriptor.CPPTYPE_ENUM:
+            return self._convert_enum(field, value)
         if value.kind != "string" or not isinstance(value.value, bytes):
             raise _Misfit(f"expected a string, found {clip(value.source)}")
         try:
@@ -183,23 +183,23 @@ class Builder:
         except UnicodeDecodeError:
             raise _Misfit("the string is not valid UTF-8") from None
 
-    def _convert_integer(self, target: FieldDescriptor, value: Scalar) -> int:
+    def _convert_integer(self, field: FieldDescriptor, value: Scalar) -> int:
         number = self._find_number(value)
         if self.is_json and isinstance(number, float) and number.is_integer():
             number = int(number)
         if not isinstance(number, int):
             raise _Misfit(f"expected an integer, found {clip(value.source)}")
-        low, high = _INT_RANGES[target.cpp_type]
-        if not low <= number <= high:
-            raise _Misfit(f"{clip(value.source)} is out of range [{low}, {high}]")
+        lowest, highest = _INT_RANGES[field.cpp_type]
+        if not lowest <= number <= highest:
+            raise _Misfit(f"{clip(value.source)} is out of range [{lowest}, {highest}]")
         return number
 
-    def _convert_float(self, target: FieldDescriptor, value: Scalar) -> float:
+    def _convert_float(self, field: FieldDescriptor, value: Scalar) -> float:
         number = self._find_number(value)
         if number is None and value.kind == "word":
             number = _FLOAT_WORDS.get(str(value.value).lower())
         if number is None:
-            raise _Misfit(f"expected {_describe_kind(target)}, found {clip(value.source)}")
+            raise _Misfit(f"expected {_describe_kind(field)}, found {clip(value.source)}")
         try:
             return float(number)
         except OverflowError:
@@ -225,8 +225,8 @@ class Builder:
                 return bool(value.value)
         raise _Misfit(f"expected true or false, found {clip(value.source)}")
 
-    def _convert_enum(self, target: FieldDescriptor, value: Scalar) -> int:
-        enum = target.enum_type
+    def _convert_enum(self, field: FieldDescriptor, value: Scalar) -> int:
+        enum = field.enum_type
         assert enum is not None
         if isinstance(value.value, bytes):
             name = value.value.decode("utf-8", "replace").upper() if self.is_json else ""
@@ -240,49 +240,49 @@ class Builder:
         raise _Misfit(f"unknown value {clip(value.source)}{_enum_hint(enum, name or value.source)}")
 
 
-def is_repeated(target: FieldDescriptor) -> bool:
+def is_repeated(field: FieldDescriptor) -> bool:
     """Check whether a field holds a list or a map."""
     # protobuf 5 has only `label`, which newer runtimes deprecate in favour of `is_repeated`.
-    repeated = getattr(target, "is_repeated", None)
-    if repeated is not None:
-        return bool(repeated)
-    return bool(getattr(target, "label") == FieldDescriptor.LABEL_REPEATED)  # noqa: B009
+    is_repeated_field = getattr(field, "is_repeated", None)
+    if is_repeated_field is not None:
+        return bool(is_repeated_field)
+    return bool(getattr(field, "label") == FieldDescriptor.LABEL_REPEATED)  # noqa: B009
 
 
-def is_map(target: FieldDescriptor) -> bool:
+def is_map(field: FieldDescriptor) -> bool:
     """Check whether a field holds a map."""
-    return target.message_type is not None and bool(target.message_type.GetOptions().map_entry)
+    return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
-def _describe_conflict(target: FieldDescriptor, set_fields: dict[str, str]) -> str | None:
+def _describe_conflict(field: FieldDescriptor, set_fields: dict[str, str]) -> str | None:
     """Return why a singular field cannot be set, or None, and record the field in `set_fields`.
 
     A field is rejected if it, or another field of its oneof, is set already.
     """
-    if is_repeated(target):
+    if is_repeated(field):
         return None
-    oneof_name = target.containing_oneof.name if target.containing_oneof else target.name
-    earlier = set_fields.get(oneof_name)
-    set_fields[oneof_name] = target.name
-    if earlier is None:
+    oneof_name = field.containing_oneof.name if field.containing_oneof else field.name
+    earlier_field = set_fields.get(oneof_name)
+    set_fields[oneof_name] = field.name
+    if earlier_field is None:
         return None
-    if earlier == target.name:
+    if earlier_field == field.name:
         return "is set more than once"
-    return f'cannot be set together with "{earlier}"'
+    return f'cannot be set together with "{earlier_field}"'
 
 
-def _assign(message: Message, target: FieldDescriptor, value: Any) -> None:
-    if is_repeated(target):
-        getattr(message, target.name).append(value)
+def _assign(message: Message, field: FieldDescriptor, value: Any) -> None:
+    if is_repeated(field):
+        getattr(message, field.name).append(value)
     else:
-        setattr(message, target.name, value)
+        setattr(message, field.name, value)
 
 
-def _add_empty(container: Any, target: FieldDescriptor) -> None:
-    if target.message_type is not None:
+def _add_empty(container: Any, field: FieldDescriptor) -> None:
+    if field.message_type is not None:
         container.add()
     else:
-        container.append("" if target.cpp_type == FieldDescriptor.CPPTYPE_STRING else 0)
+        container.append("" if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else 0)
 
 
 def _store_pair(container: Any, pair: Any) -> None:
@@ -292,11 +292,11 @@ def _store_pair(container: Any, pair: Any) -> None:
         container[pair.key] = pair.value
 
 
-def _pair(item: Entry) -> MessageValue:
+def _pair(entry: Entry) -> MessageValue:
     """Convert a JSON map's entry `"NAME": VALUE` to text format: { key: "NAME" value: VALUE }."""
-    key = Scalar("string", item.name.encode("utf-8", "surrogatepass"), item.name, item.at)
-    value = Entry("value", item.values, item.is_list, True, item.at)
-    return MessageValue(item.at, [Entry("key", [key], False, True, item.at), value])
+    key = Scalar("string", entry.name.encode("utf-8", "surrogatepass"), entry.name, entry.at)
+    value = Entry("value", entry.values, entry.is_list, True, entry.at)
+    return MessageValue(entry.at, [Entry("key", [key], False, True, entry.at), value])
 
 
 def _number_in_string(text: bytes) -> int | float | None:
@@ -307,15 +307,15 @@ def _number_in_string(text: bytes) -> int | float | None:
     return float(text) if _JSON_NUMBER.fullmatch(text) else None
 
 
-def _describe_kind(target: FieldDescriptor) -> str:
-    if target.cpp_type in _INT_RANGES:
+def _describe_kind(field: FieldDescriptor) -> str:
+    if field.cpp_type in _INT_RANGES:
         return "an integer"
-    if target.cpp_type in FLOAT_TYPES:
+    if field.cpp_type in FLOAT_TYPES:
         return "a number"
     return {
         FieldDescriptor.CPPTYPE_BOOL: "true or false",
         FieldDescriptor.CPPTYPE_STRING: "a string",
-    }.get(target.cpp_type, "one of its names")
+    }.get(field.cpp_type, "one of its names")
 
 
 def _unknown_field(descriptor: Descriptor, name: str) -> str:
@@ -357,21 +357,21 @@ def to_dict(message: Message) -> dict[str, Any]:
     return fields
 
 
-def _is_always_shown(target: FieldDescriptor) -> bool:
+def _is_always_shown(field: FieldDescriptor) -> bool:
     # A proto3 `optional` field is the only member of a oneof named after it; JSON treats it as a
     # primitive field.
-    group = target.containing_oneof
-    return target.message_type is None and (group is None or group.name == f"_{target.name}")
+    oneof = field.containing_oneof
+    return field.message_type is None and (oneof is None or oneof.name == f"_{field.name}")
 
 
-def _json_value(target: FieldDescriptor, value: Any) -> Any:
-    if target.message_type is not None:
+def _json_value(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is not None:
         return to_dict(value)
-    if target.enum_type is not None:
-        enum_value = target.enum_type.values_by_number.get(value)
+    if field.enum_type is not None:
+        enum_value = field.enum_type.values_by_number.get(value)
         return enum_value.name if enum_value else value
-    if target.cpp_type in FLOAT_TYPES:
-        return _json_float(value, is_float32=target.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
+    if field.cpp_type in FLOAT_TYPES:
+        return _json_float(value, is_float32=field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
     return value
 
 

@@ -37,8 +37,8 @@ class Scalar:
 
     kind: Kind
     value: str | int | float | bytes | bool
-    source: str
-    at: str
+    source: str  # the text of the value
+    at: str  # the position ("12:7")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Entry:
     values: list[Scalar | MessageValue]
     is_list: bool
     has_colon: bool
-    at: str
+    at: str  # the position ("12:7")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,24 +232,24 @@ class _Parser:
 
     def _parse_strings(self) -> Scalar:
         first_token = self._peek()
-        parts = []
+        string_tokens = []
         while self._peek().kind == "string":
-            parts.append(self._take())
-        value = b"".join(self._unescape(part) for part in parts)
-        source = " ".join(part.text for part in parts)
+            string_tokens.append(self._take())
+        value = b"".join(self._unescape(part) for part in string_tokens)
+        source = " ".join(part.text for part in string_tokens)
         return Scalar("string", value, source, self._at(first_token.offset))
 
     def _unescape(self, token: _Token) -> bytes:
         def replace(match: re.Match[bytes]) -> bytes:
-            simple, octal, hexadecimal, short, long = match.groups()
-            if simple:
-                return bytes([_SIMPLE_ESCAPES[simple[0]]])
-            code = int(octal, 8) if octal else int(hexadecimal or short or long or b"-1", 16)
+            simple_escape, octal, hexadecimal, short, long = match.groups()
+            if simple_escape:
+                return bytes([_SIMPLE_ESCAPES[simple_escape[0]]])
+            code_point = int(octal, 8) if octal else int(hexadecimal or short or long or b"-1", 16)
             if octal or hexadecimal:
-                if code < 256:
-                    return bytes([code])
-            elif 0 <= code < 0x110000 and not 0xD800 <= code < 0xE000:
-                return chr(code).encode()
+                if code_point < 256:
+                    return bytes([code_point])
+            elif 0 <= code_point < 0x110000 and not 0xD800 <= code_point < 0xE000:
+                return chr(code_point).encode()
             escape = match[0].decode(errors="replace")
             raise Malformed(self._at(token.offset), f"invalid escape '{escape}' in the string")
 
@@ -297,22 +297,22 @@ _LENIENT = re.compile(
 _TO_QUOTE = re.compile(r'\\.|"', re.DOTALL)
 
 
-def decode_json(text: str, members: Callable[[list[tuple[str, Any]]], Any]) -> Any:
+def decode_json(text: str, build_object: Callable[[list[tuple[str, Any]]], Any]) -> Any:
     """Return the value of a JSON text, read as leniently as by protobuf's reader.
 
     Args:
         text: The text.
-        members: The constructor of an object from its members (json's `object_pairs_hook`).
+        build_object: The constructor of an object from its members (json's `object_pairs_hook`).
 
     Raises:
         ValueError: The text is not JSON; the message refers to standard JSON.
-        Exception: Any exception of `members`.
+        Exception: Any exception of `build_object`.
     """
     try:
-        return json.loads(text, object_pairs_hook=members)
+        return json.loads(text, object_pairs_hook=build_object)
     except json.JSONDecodeError as error:
         try:
-            return json.loads(_LENIENT.sub(_to_standard_json, text), object_pairs_hook=members)
+            return json.loads(_LENIENT.sub(_to_standard_json, text), object_pairs_hook=build_object)
         except json.JSONDecodeError:
             raise error from None
 
@@ -357,17 +357,17 @@ def _block_from_json(
         raise Malformed(at, f"nested deeper than {MAX_DEPTH}")
     block = MessageValue(at)
     for name, member in value.items():
-        name_at = next(positions)
+        name_position = next(positions)
         if member is None:
             next(positions)
             continue
         is_list = isinstance(member, list | tuple)
         if is_list:
             next(positions)
-        items = member if is_list else [member]
-        member_values = [_value_from_json(item, positions, depth) for item in items]
+        elements = member if is_list else [member]
+        member_values = [_value_from_json(item, positions, depth) for item in elements]
         values = [value for value in member_values if value is not None]
-        block.entries.append(Entry(str(name), values, is_list, True, name_at))
+        block.entries.append(Entry(str(name), values, is_list, True, name_position))
     return block
 
 

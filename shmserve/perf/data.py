@@ -50,10 +50,10 @@ class ModelInterface:
     """
 
     inputs: Mapping[str, ModelTensor]
-    outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by name
     supports_batching: bool = False
     decoupled: bool = False
-    steps: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()  # the models that an ensemble calls
     config_error: str = ""
 
 
@@ -89,10 +89,10 @@ def read_interface(transport: Any, model: str, version: str) -> ModelInterface:
         o["name"]: (FROM_CONFIG.get(o["data_type"], "BYTES"), tuple(map(int, o.get("dims", ()))))
         for o in config.get("output", ())
     }
-    batches = int(config.get("max_batch_size") or 0) > 0
+    supports_batching = int(config.get("max_batch_size") or 0) > 0
     decoupled = bool((config.get("model_transaction_policy") or {}).get("decoupled"))
     step_models = tuple(dict.fromkeys(step["model_name"] for step in steps))
-    return ModelInterface(inputs, outputs, batches, decoupled, step_models, config_error)
+    return ModelInterface(inputs, outputs, supports_batching, decoupled, step_models, config_error)
 
 
 def read_requests(interface: ModelInterface, options: DataOptions) -> list[Inputs]:
@@ -141,10 +141,10 @@ class _TensorMaker:
     def shape(self, name: str, row_shape: Sequence[int] | None = None) -> tuple[int, ...]:
         """Return the shape of an input with its batch; `row_shape` overrides the model's."""
         tensor = self.tensor(name)
-        row = tensor.shape[1:] if self.model.supports_batching else tensor.shape
-        row = self.shapes.get(name, row) if row_shape is None else tuple(row_shape)
-        if -1 in row:
-            dims = ",".join(map(str, row))
+        model_row = tensor.shape[1:] if self.model.supports_batching else tensor.shape
+        model_row = self.shapes.get(name, model_row) if row_shape is None else tuple(row_shape)
+        if -1 in model_row:
+            dims = ",".join(map(str, model_row))
             reason = self.model.config_error
             hint = (
                 f". The server sent no configuration of the model ({reason}): if the model has a "
@@ -155,7 +155,7 @@ class _TensorMaker:
                 f"Choose them with --shape {name}:{dims.replace('-1', 'N')}"
                 f"{hint if reason else ''}"
             )
-        shape = (self.options.batch, *row) if self.model.supports_batching else row
+        shape = (self.options.batch, *model_row) if self.model.supports_batching else model_row
         if element_count(shape) > _MAX_ELEMENTS:
             raise InvalidArgument(f"input '{name}': the shape {list(shape)} is too large")
         return shape
@@ -167,8 +167,8 @@ class _TensorMaker:
         # BF16 is the upper half of FP32.
         dtype = NUMPY_DTYPES.get(tensor.datatype, np.dtype(np.float32))
         if tensor.datatype == "BYTES":
-            length = 0 if is_zero else self.options.text_length
-            letters = self.random.integers(97, 123, (element_count(shape), length), np.uint8)
+            text_length = 0 if is_zero else self.options.text_length
+            letters = self.random.integers(97, 123, (element_count(shape), text_length), np.uint8)
             array: Any = np.array([row.tobytes() for row in letters], np.object_).reshape(shape)
         elif is_zero:
             array = np.zeros(shape, dtype)
@@ -185,17 +185,17 @@ class _TensorMaker:
 
     def from_elements(self, name: str, value: Any) -> InputTensor:
         """Return an input, given its elements in a file as a flat or nested list."""
-        parts = value if isinstance(value, dict) else {"content": value}
-        shape = self.shape(name, parts.get("shape"))
-        if "b64" in parts:
-            return self._from_bytes(name, shape, base64.b64decode(parts["b64"], validate=True))
-        flat = np.array(parts["content"], np.object_).ravel()
-        if flat.size * self.options.batch == element_count(shape):
-            flat = np.tile(flat, self.options.batch)
-        if flat.size != element_count(shape):
-            text = f"input '{name}': {flat.size} elements do not fit the shape {shape}"
+        members = value if isinstance(value, dict) else {"content": value}
+        shape = self.shape(name, members.get("shape"))
+        if "b64" in members:
+            return self._from_bytes(name, shape, base64.b64decode(members["b64"], validate=True))
+        flat_array = np.array(members["content"], np.object_).ravel()
+        if flat_array.size * self.options.batch == element_count(shape):
+            flat_array = np.tile(flat_array, self.options.batch)
+        if flat_array.size != element_count(shape):
+            text = f"input '{name}': {flat_array.size} elements do not fit the shape {shape}"
             raise InvalidArgument(text)
-        return self.encode_input(name, flat.reshape(shape).tolist())
+        return self.encode_input(name, flat_array.reshape(shape).tolist())
 
     def _from_bytes(self, name: str, shape: tuple[int, ...], raw: bytes) -> InputTensor:
         datatype = self.tensor(name).datatype

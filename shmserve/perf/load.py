@@ -26,7 +26,7 @@ _CHECK_INTERVAL_NS = 1_000_000_000
 _MAX_LOADS = 1000  # maximum number of loads in a sweep
 # The minimum is far below a useful load, the maximum far above what one process can send.
 _MIN_LOAD, _MAX_LOAD = 0.001, 1_000_000
-_NS = 1e9
+_NS_PER_S = 1e9
 _clock = time.monotonic_ns
 
 
@@ -51,11 +51,11 @@ class Records:
     """
 
     scheduled_ns: array[int] = field(default_factory=_column)
-    delays_ns: array[int] = field(default_factory=_column)
-    first_ns: array[int] = field(default_factory=_column)
+    delays_ns: array[int] = field(default_factory=_column)  # from the scheduled time to the sending
+    first_ns: array[int] = field(default_factory=_column)  # the times of the first responses
     ended_ns: array[int] = field(default_factory=_column)
-    responses: array[int] = field(default_factory=_column)
-    gaps_ns: array[int] = field(default_factory=_column)
+    responses: array[int] = field(default_factory=_column)  # numbers of responses
+    gaps_ns: array[int] = field(default_factory=_column)  # between consecutive responses
     errors: Counter[str] = field(default_factory=Counter)
 
     def failed_count(self) -> int:
@@ -75,9 +75,9 @@ class Mark(NamedTuple):
     """
 
     at_ns: int
-    requests: int
+    requests: int  # number of successful requests until the mark
     gaps: int
-    failed: int
+    failed: int  # number of failed requests until the mark
     cpu_s: float
 
 
@@ -183,9 +183,9 @@ class LoadGenerator:
         Raises:
             Unavailable: The server stops responding.
         """
-        completed = self._completed_count()
+        completed_before = self._completed_count()
         end_ns = _clock() + int(seconds * 1e9)
-        while (now_ns := _clock()) < end_ns or self._completed_count() == completed:
+        while (now_ns := _clock()) < end_ns or self._completed_count() == completed_before:
             wait_ns = max(end_ns - now_ns, 0) or _CHECK_INTERVAL_NS
             self._loop.run_turn(min(wait_ns, _CHECK_INTERVAL_NS, self._send_due(now_ns)))
             self._check_alive()
@@ -233,8 +233,8 @@ class LoadGenerator:
         """Return the counts of requests at this time, the boundary of a window."""
         records = self.records
         # An interrupt may leave an incomplete row, so the column that is written last is counted.
-        counts = (len(records.responses), len(records.gaps_ns), records.failed_count())
-        return Mark(_clock(), *counts, time.process_time())
+        request_counts = (len(records.responses), len(records.gaps_ns), records.failed_count())
+        return Mark(_clock(), *request_counts, time.process_time())
 
     def finish(self) -> None:
         """Stop sending, and wait for requests in flight.
@@ -293,8 +293,8 @@ def probe(loop: EventLoop, lane_factory: LaneFactory, request: Any, patience_s: 
 
 def constant(per_second: float) -> Iterator[int]:
     """Yield evenly spaced offsets in nanoseconds."""
-    for number in itertools.count():
-        yield round(number * _NS / per_second)
+    for index in itertools.count():
+        yield round(index * _NS_PER_S / per_second)
 
 
 def poisson(per_second: float, seed: int) -> Iterator[int]:
@@ -303,7 +303,7 @@ def poisson(per_second: float, seed: int) -> Iterator[int]:
     offset_s = 0.0
     while True:
         offset_s += draw_interval_s(per_second)
-        yield round(offset_s * _NS)
+        yield round(offset_s * _NS_PER_S)
 
 
 # The schedules by kind, as functions of the rate per second and a seed.
@@ -313,28 +313,28 @@ SCHEDULES: dict[str, Callable[[float, int], Iterator[int]]] = {
 }
 
 
-def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[float]:
+def parse_loads(text: str, flag: str, number_type: type[int] | type[float]) -> list[float]:
     """Return the loads of a flag: "1,2,8", or "FIRST:LAST[:STEP]" with both ends included.
 
     Raises:
         InvalidArgument: A number is out of range, or there are too many loads.
     """
-    allowed = f"allowed: N, N,N,... or FIRST:LAST[:STEP], from {_MIN_LOAD} to {_MAX_LOAD}"
-    invalid_loads = InvalidArgument(f"--{flag}: '{text}' is invalid ({allowed})")
+    allowed_text = f"allowed: N, N,N,... or FIRST:LAST[:STEP], from {_MIN_LOAD} to {_MAX_LOAD}"
+    invalid_loads = InvalidArgument(f"--{flag}: '{text}' is invalid ({allowed_text})")
     try:
         if ":" not in text:
-            loads = [float(kind(part)) for part in text.split(",")]
+            loads = [float(number_type(part)) for part in text.split(",")]
         else:
-            first, last, step = [*map(kind, text.split(":")), kind(1)][:3]
-            if step <= 0 or last < first or text.count(":") > 2:
+            first_load, last_load, step = [*map(number_type, text.split(":")), number_type(1)][:3]
+            if step <= 0 or last_load < first_load or text.count(":") > 2:
                 raise invalid_loads
-            count = int((last - first) / step + 1e-9) + 1
+            count = int((last_load - first_load) / step + 1e-9) + 1
             if count > _MAX_LOADS:
                 raise InvalidArgument(
                     f"--{flag}: '{text}' defines {count} loads, but at most {_MAX_LOADS} are "
                     "allowed"
                 )
-            loads = [float(first + step * number) for number in range(count)]
+            loads = [float(first_load + step * number) for number in range(count)]
     except (ValueError, OverflowError):
         raise invalid_loads from None
     if any(not _MIN_LOAD <= load <= _MAX_LOAD for load in loads):

@@ -29,7 +29,7 @@ Values = np.ndarray[Any, np.dtype[np.int64]]
 def window_rates(marks: Sequence[Mark]) -> list[float]:
     """Return the requests per second in each window."""
     pairs = itertools.pairwise(marks)
-    return [(b.requests - a.requests) * 1e9 / (b.at_ns - a.at_ns) for a, b in pairs]
+    return [(new.requests - old.requests) * 1e9 / (new.at_ns - old.at_ns) for old, new in pairs]
 
 
 def window_means(records: Records, marks: Sequence[Mark]) -> list[float]:
@@ -41,24 +41,24 @@ def window_means(records: Records, marks: Sequence[Mark]) -> list[float]:
     return mean_values
 
 
-def latencies(records: Records, before: Mark, after: Mark) -> Values:
+def latencies(records: Records, start_mark: Mark, end_mark: Mark) -> Values:
     """Return the latencies, in nanoseconds, of requests that completed between two marks."""
-    rows = slice(before.requests, after.requests)
-    ended_ns, scheduled_ns = records.ended_ns[rows], records.scheduled_ns[rows]
+    row_slice = slice(start_mark.requests, end_mark.requests)
+    ended_ns, scheduled_ns = records.ended_ns[row_slice], records.scheduled_ns[row_slice]
     return np.array(ended_ns, np.int64) - np.array(scheduled_ns, np.int64)
 
 
-def agree(values: Sequence[float], tolerance: float) -> bool:
+def agree(values: Sequence[float], max_ratio: float) -> bool:
     """Check whether the last values agree.
 
-    Each of the last `AGREEING_WINDOWS` values may differ from their mean by at most `tolerance`, a
+    Each of the last `AGREEING_WINDOWS` values may differ from their mean by at most `max_ratio`, a
     share of the mean.
     """
     last_values = values[-AGREEING_WINDOWS:]
     if len(last_values) < AGREEING_WINDOWS:
         return False
     mean = statistics.fmean(last_values)
-    return all(abs(value - mean) <= tolerance * mean for value in last_values)
+    return all(abs(value - mean) <= max_ratio * mean for value in last_values)
 
 
 def confidence(values: Sequence[float]) -> float | None:
@@ -66,11 +66,11 @@ def confidence(values: Sequence[float]) -> float | None:
 
     The method (batch means) assumes that the windows are independent.
     """
-    degrees = len(values) - 1
-    if degrees < 1:
+    degrees_of_freedom = len(values) - 1
+    if degrees_of_freedom < 1:
         return None
-    t = _T95[degrees - 1] if degrees <= len(_T95) else _NORMAL95
-    return t * statistics.stdev(values) / math.sqrt(len(values))
+    t_quantile = _T95[degrees_of_freedom - 1] if degrees_of_freedom <= len(_T95) else _NORMAL95
+    return t_quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def percentile(sorted_values: Values, percent: float) -> int:
@@ -105,7 +105,7 @@ class MeasurementPlan:
     warm_up_s: float = 1.0
     window_s: float = 2.0
     max_windows: int = 10
-    tolerance: float = 0.1
+    tolerance: float = 0.1  # allowed deviation from the mean, as a share of the mean
 
 
 @dataclass
@@ -136,25 +136,25 @@ class Point:
         interrupted: Whether the user ended the measurement.
     """
 
-    kind: str
-    value: float
-    requests: int
-    errors: int
+    kind: str  # "concurrency" or "rate"
+    value: float  # the concurrency or the rate
+    requests: int  # number of successful requests
+    errors: int  # number of failed requests
     error: str
     seconds: float
-    per_second: float
+    per_second: float  # successful requests per second
     confidence: float | None
-    settled: bool
+    settled: bool  # whether the last windows agreed
     latency: dict[str, float]
-    late: dict[str, float]
-    client_us: float
-    client_busy: float
+    late: dict[str, float]  # statistics of the delay from the scheduled time to the sending
+    client_us: float  # CPU time of the load generator per request
+    client_busy: float  # CPU utilisation of the load generator
     load_average: float
-    first: dict[str, float] = field(default_factory=dict)
-    gap: dict[str, float] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)  # of the time to the first response
+    gap: dict[str, float] = field(default_factory=dict)  # of the time between responses
     per_response: dict[str, float] = field(default_factory=dict)
     responses_per_second: float = 0.0
-    server: dict[str, dict[str, float]] = field(default_factory=dict)
+    server: dict[str, dict[str, float]] = field(default_factory=dict)  # by model
     interrupted: bool = False
 
     @property
@@ -186,18 +186,18 @@ def measure_load(
             statistics_futures.append(executor.submit(_query_statistics, statistics))
             marks.append(load.mark())
 
-        settled = interrupted = False
+        is_settled = interrupted = False
         load.begin()
         mark()  # the start of the warm-up; deleted when the warm-up ends
         try:
             load.run(plan.warm_up_s)
             mark()
             del marks[0]
-            while len(marks) <= plan.max_windows and not settled:
+            while len(marks) <= plan.max_windows and not is_settled:
                 load.run(plan.window_s)
                 mark()
                 figures = window_rates(marks), window_means(load.records, marks)
-                settled = all(agree(values, plan.tolerance) for values in figures)
+                is_settled = all(agree(values, plan.tolerance) for values in figures)
             load.finish()
         except KeyboardInterrupt:
             interrupted = True
@@ -208,7 +208,7 @@ def measure_load(
             for index in (-1 - min(AGREEING_WINDOWS, len(marks) - 1), -1)
         )
     marks = marks[-1 - AGREEING_WINDOWS :]
-    point = _point(load.records, marks, kind, value, settled)
+    point = _point(load.records, marks, kind, value, is_settled)
     point.interrupted = interrupted
     if load.is_decoupled:
         _add_response_figures(point, load.records, marks[0], marks[-1])
@@ -223,24 +223,24 @@ def _query_statistics(statistics: Callable[[], dict[str, Statistics]]) -> dict[s
         return {}
 
 
-def _point(records: Records, marks: list[Mark], kind: str, value: float, settled: bool) -> Point:
+def _point(records: Records, marks: list[Mark], kind: str, value: float, is_settled: bool) -> Point:
     start, end = marks[0], marks[-1]
     count = end.requests - start.requests
     seconds = (end.at_ns - start.at_ns) / 1e9
     cpu_s = end.cpu_s - start.cpu_s
     failed_count = end.failed - start.failed
-    completed = max(count + failed_count, 1)
-    delays = np.array(records.delays_ns[start.requests : end.requests], np.int64)
+    ended_count = max(count + failed_count, 1)
+    delays_ns = np.array(records.delays_ns[start.requests : end.requests], np.int64)
     return Point(
         *(kind, value, count, failed_count),
         records.errors.most_common(1)[0][0] if failed_count else "",
         seconds,
         count / seconds,
         confidence(window_rates(marks)),
-        settled,
+        is_settled,
         summarize(latencies(records, start, end)),
-        summarize(delays),
-        cpu_s / completed * 1e6,
+        summarize(delays_ns),
+        cpu_s / ended_count * 1e6,
         cpu_s / seconds,
         os.getloadavg()[0],
     )
@@ -278,8 +278,8 @@ def statistics_change(before: Statistics, after: Statistics) -> dict[str, float]
         return {}
     figures = {}
     for phase in PHASES:
-        times = increase("inference_stats", phase, "count")
-        figures[phase] = increase("inference_stats", phase, "ns") / 1000 / times if times else 0.0
+        runs = increase("inference_stats", phase, "count")
+        figures[phase] = increase("inference_stats", phase, "ns") / 1000 / runs if runs else 0.0
     figures["batch"] = increase("inference_count") / max(increase("execution_count"), 1)
     figures["requests"] = increase("inference_stats", "success", "count")
     return figures
@@ -297,8 +297,8 @@ def statistics_of(transport: Any, models: Sequence[str], version: str) -> dict[s
         TransportError: The server is unreachable or rejects the request.
     """
     statistics_by_model: dict[str, Statistics] = {}
-    for number, model in enumerate(models):
-        rows = transport.stats(model, "" if number else version)
+    for index, model in enumerate(models):
+        rows = transport.stats(model, "" if index else version)
         if rows:  # requests without a version use the latest one
             statistics_by_model[model] = max(rows, key=lambda row: int(row.get("version") or 0))
     return statistics_by_model

@@ -21,11 +21,11 @@ from shmserve.perf.search import Trial
 
 FORMAT = 1
 _BUSY_CLIENT = 0.9  # CPU utilisation above which the client limits the result
-_WIDTH, _HEIGHT = 760, 460
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 40, 50
+_WIDTH, _HEIGHT = 760, 460  # of a chart in pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 40, 50  # the margins of a chart in pixels
 _COLOURS = {"p50": "#2a6fbb", "p90": "#2e8b57", "p99": "#c0392b", "latency": "#2a6fbb"}
 _COLOURS |= {"within": "#2e8b57", "above": "#c0392b", "target": "#777777"}
-_TICKS = (1, 2, 5)
+_TICK_DIGITS = (1, 2, 5)  # the leading digits of the labels of an axis
 
 
 def format_table(points: Sequence[Point]) -> str:
@@ -54,19 +54,19 @@ def _relative_confidence(point: Point) -> str:
 
 
 def _response_rows(points: Sequence[Point]) -> Iterator[str]:
-    streams = [point for point in points if point.first]
-    if not streams:
+    stream_points = [point for point in points if point.first]
+    if not stream_points:
         return
     yield ""
     yield (
         f"{'responses':<18}{'a second':>12}{'first ms: p50':>15}{'p99':>9}{'between: p50':>14}"
         f"{'p99':>9}{'each: p50':>11}{'p99':>9}"
     )
-    for point in streams:
-        first, gap, per_response = point.first, point.gap, point.per_response
+    for point in stream_points:
+        first_ms, gap_ms, per_response = point.first, point.gap, point.per_response
         yield (
-            f"{point.name:<18}{point.responses_per_second:>12,.1f}{first['p50']:>15.3f}"
-            f"{first['p99']:>9.3f}{gap['p50']:>14.3f}{gap['p99']:>9.3f}{per_response['p50']:>11.3f}"
+            f"{point.name:<18}{point.responses_per_second:>12,.1f}{first_ms['p50']:>15.3f}"
+            f"{first_ms['p99']:>9.3f}{gap_ms['p50']:>14.3f}{gap_ms['p99']:>9.3f}{per_response['p50']:>11.3f}"
             f"{per_response['p99']:>9.3f}"
         )
 
@@ -81,10 +81,10 @@ def _server_rows(points: Sequence[Point]) -> Iterator[str]:
     yield ""
     yield f"{'in the server, µs':<18}  {'model':<{width}}{phases}{'rest':>10}{'rows a batch':>14}"
     for point, model, figures in rows:
-        durations = [figures[key] for key in PHASES]
-        rest_us = point.latency["mean"] * 1000 - sum(durations)
+        phases_us = [figures[key] for key in PHASES]
+        rest_us = point.latency["mean"] * 1000 - sum(phases_us)
         yield (
-            f"{point.name:<18}  {model:<{width}}{''.join(f'{us:>10.1f}' for us in durations)}"
+            f"{point.name:<18}  {model:<{width}}{''.join(f'{value:>10.1f}' for value in phases_us)}"
             f"{rest_us:>10.1f}{figures['batch']:>14.2f}"
         )
 
@@ -116,12 +116,12 @@ def as_json(metadata: Mapping[str, Any], points: Sequence[Point]) -> str:
 
 def as_csv(points: Sequence[Point]) -> str:
     """Return the report as CSV: a line for each load; nested figures are named by their path."""
-    flat = [dict(_flatten(asdict(point))) for point in points]
-    names = list(dict.fromkeys(name for row in flat for name in row))
+    rows = [dict(_flatten(asdict(point))) for point in points]
+    names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(flat)
+    writer.writerows(rows)
     return text.getvalue()
 
 
@@ -156,11 +156,11 @@ def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
         return "nothing to compare: the older report has none of these loads"
     lines = [f"{'new / old':<18}{'requests/s':>12}{'p50':>9}{'p99':>9}{'client':>9}"]
     for old, new in matched_points:
-        pairs = (
+        figure_pairs = (
             *((old.per_second, new.per_second), (old.latency["p50"], new.latency["p50"])),
             *((old.latency["p99"], new.latency["p99"]), (old.client_us, new.client_us)),
         )
-        ratio, *other_ratios = [f"{after / old:.3f}" if old else "-" for old, after in pairs]
+        ratio, *other_ratios = [f"{after / old:.3f}" if old else "-" for old, after in figure_pairs]
         margins = [p.confidence for p in (old, new) if p.confidence is not None]
         within_error = len(margins) < 2 or abs(new.per_second - old.per_second) <= sum(margins)
         ratio = f"~{ratio}" if within_error else ratio
@@ -267,13 +267,13 @@ def _text(x: float, y: float, text: str, anchor: str, series: str = "") -> str:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 times powers of ten between `low` and `high`."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [s * 10.0**power for power in powers for s in _TICKS if low <= s * 10**power <= high]
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [s * 10.0**exp for exp in exponents for s in _TICK_DIGITS if low <= s * 10**exp <= high]
 
 
 def _linear_ticks(maximum: float) -> list[float]:
     """Return about five round numbers from 0 to `maximum`."""
     min_step = maximum / 5
-    power = 10.0 ** math.floor(math.log10(min_step))
-    step = next(tick * power for tick in (*_TICKS, 10) if tick * power >= min_step)
+    magnitude = 10.0 ** math.floor(math.log10(min_step))
+    step = next(tick * magnitude for tick in (*_TICK_DIGITS, 10) if tick * magnitude >= min_step)
     return [step * number for number in range(int(maximum / step) + 1)]

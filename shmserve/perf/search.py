@@ -49,12 +49,12 @@ class Candidate:
             1 if a batch waits until it is full, 2 if the next one fills during an execution.
     """
 
-    instances: int
-    batch: int
+    instances: int  # number of instances
+    batch: int  # maximum batch size; 0: no batching
     strategy: str = ""
-    delay_us: int = 0
-    threads: int = 0
-    depth: int = 2
+    delay_us: int = 0  # the maximum queue delay
+    threads: int = 0  # number of threads per instance
+    depth: int = 2  # number of batches in flight per instance
 
     @property
     def in_flight(self) -> int:
@@ -66,9 +66,9 @@ class Trial(NamedTuple):
     """The measured throughput, p99 latency and number of errors of a candidate."""
 
     candidate: Candidate
-    per_second: float
+    per_second: float  # successful requests per second
     p99_ms: float
-    errors: int = 0
+    errors: int = 0  # number of failed requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +136,10 @@ class Search:
 
     def _sweep(self, start: Candidate) -> None:
         instances = self._best_candidate(start).instances
-        larger = [number for number in self._space.instances if number > instances]
-        smaller = [number for number in self._space.instances if number < instances]
-        if self.best and not self._try_instances(start, larger):
-            self._try_instances(start, smaller[::-1])
+        larger_counts = [number for number in self._space.instances if number > instances]
+        smaller_counts = [number for number in self._space.instances if number < instances]
+        if self.best and not self._try_instances(start, larger_counts):
+            self._try_instances(start, smaller_counts[::-1])
         for settings in self._space.variants:
             self._search_batch(replace(self._best_candidate(start), **settings))
 
@@ -154,20 +154,20 @@ class Search:
 
     def _search_batch(self, base: Candidate) -> None:
         """Search for the largest batch size within the target, starting with that of `base`."""
-        low, high, size, peak = 0, self._space.largest_batch + 1, base.batch, 0.0
+        low, high, batch_size, peak_rate = 0, self._space.largest_batch + 1, base.batch, 0.0
         while True:
-            trial, previous_rate = self._run_trial(replace(base, batch=size)), self._best_rate
+            trial, previous_rate = self._run_trial(replace(base, batch=batch_size)), self._best_rate
             if self.meets_target(trial):
-                low, throughput_fell = size, trial.per_second < peak * _MIN_SHARE_OF_PEAK
-                peak = max(peak, trial.per_second)
+                low, throughput_fell = batch_size, trial.per_second < peak_rate * _MIN_SHARE_OF_PEAK
+                peak_rate = max(peak_rate, trial.per_second)
                 if throughput_fell:
                     return
             else:
-                high = size
+                high = batch_size
                 if not trial.errors and trial.per_second <= previous_rate * _MIN_GAIN:
                     return
-            size = self._next_size(low, high) if base.batch else 0
-            if not size:
+            batch_size = self._next_size(low, high) if base.batch else 0
+            if not batch_size:
                 return
 
     def _next_size(self, low: int, high: int) -> int:
@@ -195,9 +195,9 @@ class Search:
 
     def _confirm_best(self) -> Trial | None:
         """Return the best trial, after the best candidates were measured a second time."""
-        repeated: set[Candidate] = set()
-        while (best := self.best) is not None and best.candidate not in repeated:
-            repeated.add(best.candidate)
+        measured_twice: set[Candidate] = set()
+        while (best := self.best) is not None and best.candidate not in measured_twice:
+            measured_twice.add(best.candidate)
             self.trials[best.candidate] = self._measure(best.candidate)
         return best
 
@@ -209,7 +209,7 @@ def current_candidate(config: Config) -> Candidate:
         InvalidArgument: The model cannot be tuned.
     """
     name = config["name"]
-    for is_unsupported, reason in (
+    for is_set, reason in (
         (config.get("sequence_batching"), "each of its sequences is bound to an instance"),
         (config.get("ensemble_scheduling"), "it is an ensemble: tune the models of its steps"),
         (
@@ -217,7 +217,7 @@ def current_candidate(config: Config) -> Candidate:
             "engine.yaml has its settings (shmserve guide generation)",
         ),
     ):
-        if is_unsupported:
+        if is_set:
             raise InvalidArgument(f"model '{name}' cannot be tuned: {reason}")
     batch = int(config.get("max_batch_size", 0))
     instances = sum(int(group["count"]) for group in config["instance_group"])
@@ -230,9 +230,9 @@ def current_candidate(config: Config) -> Candidate:
 
 
 def search_space(
-    config: Config, target_ms: float, cpu_count: int, most_instances: int, largest_batch: int
+    config: Config, target_ms: float, cpu_count: int, max_instances: int, largest_batch: int
 ) -> SearchSpace:
-    """Return the search space of a model, with at most `most_instances` instances.
+    """Return the search space of a model, with at most `max_instances` instances.
 
     `largest_batch` bounds the batch size; 0: the configuration's maximum. `cpu_count` bounds the
     number of threads.
@@ -240,7 +240,7 @@ def search_space(
     batch = int(config.get("max_batch_size", 0))
     variants: list[Mapping[str, Any]] = []
     if batch:
-        delays = [max(1, round(target_ms * 1000 * part)) for part in _DELAY_SHARES]
+        delays = [max(1, round(target_ms * 1000 * share)) for share in _DELAY_SHARES]
         variants += [
             {"strategy": str(Strategy.PREFER_LATENCY), "delay_us": 0, "depth": 2},
             *({"strategy": str(Strategy.PREFER_BATCH), "delay_us": d, "depth": 1} for d in delays),
@@ -250,7 +250,7 @@ def search_space(
         variants += [{"depth": depth} for depth in _DEPTHS]
     if config.get("backend") in _THREAD_PARAMETERS:
         variants += [{"threads": number} for number in _powers(cpu_count)]
-    return SearchSpace(_powers(most_instances), variants, (largest_batch or batch) if batch else 0)
+    return SearchSpace(_powers(max_instances), variants, (largest_batch or batch) if batch else 0)
 
 
 def with_candidate(config: Config, candidate: Candidate, target_ms: float) -> dict[str, Any]:
@@ -277,16 +277,16 @@ def with_candidate(config: Config, candidate: Candidate, target_ms: float) -> di
 
 def describe(candidate: Candidate) -> str:
     """Return the settings of a candidate as text: "2 instances, batch 8, 100 us"."""
-    words = [_with_count(candidate.instances, "instance")]
+    phrases = [_with_count(candidate.instances, "instance")]
     if candidate.batch:
-        words.append(f"batch {candidate.batch}")
+        phrases.append(f"batch {candidate.batch}")
     if candidate.strategy:
-        words.append(candidate.strategy)
+        phrases.append(candidate.strategy)
     if candidate.delay_us:
-        words.append(f"{candidate.delay_us} us")
+        phrases.append(f"{candidate.delay_us} us")
     if candidate.threads:
-        words.append(_with_count(candidate.threads, "thread"))
-    return ", ".join(words)
+        phrases.append(_with_count(candidate.threads, "thread"))
+    return ", ".join(phrases)
 
 
 def _with_count(number: int, noun: str) -> str:
@@ -327,8 +327,8 @@ def _fields(config: Mapping[str, Any], candidate: Candidate) -> Iterator[str]:
         delay = f"max_queue_delay_microseconds: {candidate.delay_us} " if candidate.delay_us else ""
         yield f"dynamic_batching {{ {delay}}}"
     for group in config["instance_group"]:
-        gpus = f" gpus: {group['gpus']}" if group.get("gpus") else ""
-        yield f"instance_group {{ kind: {group['kind']} count: {group['count']}{gpus} }}"
+        gpus_text = f" gpus: {group['gpus']}" if group.get("gpus") else ""
+        yield f"instance_group {{ kind: {group['kind']} count: {group['count']}{gpus_text} }}"
     for name in (STRATEGY_PARAMETER, TARGET_PARAMETER, *_THREAD_PARAMETERS.values()):
         text = _parameter(config, name)
         if text and text != Strategy.PREFER_BATCH:  # the default is omitted

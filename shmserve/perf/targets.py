@@ -149,8 +149,8 @@ def _open_lanes(
         return GrpcLaneFactory(address, credentials, loop, is_decoupled=is_decoupled)
     from shmserve.protocols.http import GenerateLaneFactory, HttpLaneFactory
 
-    factory = GenerateLaneFactory if is_decoupled else HttpLaneFactory
-    return factory(address, credentials, loop)
+    factory_class = GenerateLaneFactory if is_decoupled else HttpLaneFactory
+    return factory_class(address, credentials, loop)
 
 
 def _slot_requests(
@@ -159,34 +159,34 @@ def _slot_requests(
     items: Sequence[data.Inputs],
     output_sizes: dict[str, int],
     regions: Regions | None,
-    slots: int,
+    slot_count: int,
 ) -> Requests:
     """Return a function that returns the encoded requests of a slot.
 
     The slots share the same requests unless each slot has its own sequences or memory.
     """
-    output_parts = regions.outputs(output_sizes, slots) if regions and output_sizes else None
-    length = args.sequence_length
+    output_parts = regions.outputs(output_sizes, slot_count) if regions and output_sizes else None
+    step_count = args.sequence_length
     first_sequence = random.getrandbits(62) + 1
 
     def encode_slot(slot: int) -> list[Any]:
-        count = math.lcm(len(items), length) if length else len(items)
-        parts = output_parts[slot] if output_parts else {}
+        request_count = math.lcm(len(items), step_count) if step_count else len(items)
+        slot_parts = output_parts[slot] if output_parts else {}
         return [
             lane_factory.encode(
                 OutgoingRequest(
                     *(args.model, args.model_version, "", 0, items[number % len(items)]),
-                    list(parts),
-                    first_sequence + slot if length else 0,
-                    is_start=bool(length) and number % length == 0,
-                    is_end=bool(length) and number % length == length - 1,
-                    parts=parts,
+                    list(slot_parts),
+                    first_sequence + slot if step_count else 0,
+                    is_start=bool(step_count) and number % step_count == 0,
+                    is_end=bool(step_count) and number % step_count == step_count - 1,
+                    output_parts=slot_parts,
                 )
             )
-            for number in range(count)
+            for number in range(request_count)
         ]
 
-    if length or args.shared_memory != "none":
+    if step_count or args.shared_memory != "none":
         return encode_slot
     return partial(_rotate_requests, encode_slot(0))
 
@@ -333,10 +333,10 @@ class Regions:
             offset += aligned(len(tensor.raw))
         memory = self._register_region(name, offset)
         unused_parts = iter(parts)
-        assigned = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
-        for tensor, part in (pair for item in assigned for pair in item):
+        placed = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
+        for tensor, part in (pair for item in placed for pair in item):
             memory.write(part.offset, tensor.raw)
-        return [[replace(tensor, raw=b"", part=part) for tensor, part in item] for item in assigned]
+        return [[replace(t, raw=b"", region_part=part) for t, part in item] for item in placed]
 
     def outputs(self, byte_sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
         """Reserve space in a region for the outputs of each slot; return the parts by output.

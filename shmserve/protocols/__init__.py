@@ -58,14 +58,14 @@ class InputTensor:
         datatype: The datatype.
         shape: The shape.
         raw: The bytes; empty if they are in a region.
-        part: The part of a region that contains the bytes.
+        region_part: The part of a region that contains the bytes.
     """
 
     name: str
     datatype: str
     shape: list[int]
-    raw: bytes
-    part: RegionPart | None = None
+    raw: bytes  # the bytes; empty if they are in a region
+    region_part: RegionPart | None = None
 
     @classmethod
     def of(cls, tensor: ModelTensor, value: Any) -> InputTensor:
@@ -82,8 +82,8 @@ class OutgoingRequest:
     """One inference request.
 
     If `outputs` is empty, all outputs are requested. `timeout_us` 0 means no limit, `version` ""
-    the latest version, and `sequence` 0 or "" no sequence. `parts` has the range of each output
-    that the server writes to a region.
+    the latest version, and `sequence` 0 or "" no sequence. `output_parts` has the range of each
+    output that the server writes to a region.
     """
 
     model: str
@@ -95,7 +95,7 @@ class OutgoingRequest:
     sequence: int | str = ""
     is_start: bool = False
     is_end: bool = False
-    parts: Mapping[str, RegionPart] = field(default_factory=dict)
+    output_parts: Mapping[str, RegionPart] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def request_parameters(self) -> dict[str, Parameter]:
@@ -248,8 +248,8 @@ def output_json(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> d
         ValueError: The bytes do not match the datatype or the shape.
         KeyError: The datatype is unknown.
     """
-    data = decode(datatype, list(shape), memoryview(raw))
-    return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
+    nested_lists = decode(datatype, list(shape), memoryview(raw))
+    return {"name": name, "datatype": datatype, "shape": list(shape), "data": nested_lists}
 
 
 def response_json(

@@ -56,8 +56,8 @@ class EventLoop:
     def run_turn(self, wait_ns: int) -> None:
         """Run the scheduled calls, wait for descriptors or the timeout, and call the handlers."""
         scheduled_calls, self._scheduled_calls = self._scheduled_calls, []
-        for call in scheduled_calls:
-            call()
+        for scheduled_call in scheduled_calls:
+            scheduled_call()
         if self._scheduled_calls:  # scheduled by the calls above, for the next turn
             wait_ns = 0
         if 0 < wait_ns < 2 * _EPOLL_UNIT_NS:
@@ -132,14 +132,14 @@ class ClientConnection:
             self._write_unsent()
 
     def _write_unsent(self) -> None:
-        unsent = self._unsent_pieces
+        unsent_pieces = self._unsent_pieces
         try:
-            while unsent:
-                sent_bytes = self._socket.send(unsent[0])
-                if sent_bytes < len(unsent[0]):
-                    unsent[0] = unsent[0][sent_bytes:]
+            while unsent_pieces:
+                sent_bytes = self._socket.send(unsent_pieces[0])
+                if sent_bytes < len(unsent_pieces[0]):
+                    unsent_pieces[0] = unsent_pieces[0][sent_bytes:]
                 else:
-                    unsent.popleft()
+                    unsent_pieces.popleft()
             self._loop.change(self._socket.fileno(), READ)
         except _WOULD_BLOCK:
             pass
@@ -196,8 +196,8 @@ def connect(
             sock.settimeout(timeout_s)
             sock.connect(address.unix_socket)
         else:
-            target = (host.strip("[]"), int(port))
-            sock = cleanup.enter_context(socket.create_connection(target, timeout_s))
+            host_and_port = (host.strip("[]"), int(port))
+            sock = cleanup.enter_context(socket.create_connection(host_and_port, timeout_s))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             sock = tls.wrap_socket(sock, server_hostname=host.strip("[]"))

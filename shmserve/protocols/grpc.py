@@ -160,8 +160,8 @@ def _transport_errors() -> Iterator[None]:
 def _channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
     credentials.tls()  # gRPC's own error does not name the invalid file
     files = (credentials.root_cert, credentials.client_key, credentials.client_cert)
-    contents = (Path(file).read_bytes() if file else None for file in files)
-    return grpc.ssl_channel_credentials(*contents)
+    pem_contents = (Path(file).read_bytes() if file else None for file in files)
+    return grpc.ssl_channel_credentials(*pem_contents)
 
 
 def encode_infer_message(request: OutgoingRequest) -> Any:
@@ -176,14 +176,14 @@ def encode_infer_message(request: OutgoingRequest) -> Any:
         input_message = message.inputs.add(
             name=tensor.name, datatype=tensor.datatype, shape=tensor.shape
         )
-        if tensor.part:
-            set_parameters(input_message, tensor.part.parameters())
+        if tensor.region_part:
+            set_parameters(input_message, tensor.region_part.parameters())
         else:
             message.raw_input_contents.append(tensor.raw)
     for name in request.outputs:
         output_message = message.outputs.add(name=name)
-        if name in request.parts:
-            set_parameters(output_message, request.parts[name].parameters())
+        if name in request.output_parts:
+            set_parameters(output_message, request.output_parts[name].parameters())
     return message
 
 
@@ -395,11 +395,11 @@ class Http2Client:
     def send(self, stream: int, message: bytes, *, is_last: bool) -> None:
         """Send a message on a stream; with `is_last`, also end this client's side of the stream."""
         size = len(message)
-        state = self._streams[stream]
-        sendable_bytes = min(self._window, state.window, self._max_frame_size)
+        lane_stream = self._streams[stream]
+        sendable_bytes = min(self._window, lane_stream.window, self._max_frame_size)
         if size <= sendable_bytes and not self._waiting_messages:
             self._window -= size
-            state.window -= size
+            lane_stream.window -= size
             flags = h2.END_STREAM if is_last else 0
             self._queue_output(h2.encode_frame_header(size, h2.DATA, flags, stream) + message)
         else:
@@ -416,12 +416,12 @@ class Http2Client:
                 message
                 and (sendable_bytes := min(self._window, state.window, self._max_frame_size)) > 0
             ):
-                part, message = message[:sendable_bytes], message[sendable_bytes:]
-                self._window -= len(part)
-                state.window -= len(part)
+                sendable_part, message = message[:sendable_bytes], message[sendable_bytes:]
+                self._window -= len(sendable_part)
+                state.window -= len(sendable_part)
                 flags = h2.END_STREAM if is_last and not message else 0
-                frame_header = h2.encode_frame_header(len(part), h2.DATA, flags, stream)
-                self._queue_output(frame_header + bytes(part))
+                frame_header = h2.encode_frame_header(len(sendable_part), h2.DATA, flags, stream)
+                self._queue_output(frame_header + bytes(sendable_part))
             if message:
                 self._waiting_messages.append((stream, message, is_last))
 
@@ -431,8 +431,8 @@ class Http2Client:
         self._output.append(data)
 
     def _flush(self) -> None:
-        out, self._output = self._output, []
-        self._connection.write(b"".join(out))
+        output, self._output = self._output, []
+        self._connection.write(b"".join(output))
 
     def on_received(self, data: bytes) -> None:
         """Parse the frames in received bytes, which may be partial."""

@@ -255,17 +255,17 @@ def encode_inference_header(request: OutgoingRequest, binary: bool) -> dict[str,
     parameters |= request.request_parameters()
     inputs: list[Any] = []
     for tensor in request.inputs:
-        head = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
-        part, size = tensor.part, {"binary_data_size": len(tensor.raw)}
-        inputs.append({**head, "parameters": part.parameters() if part else size})
+        input_header = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        part, size_parameter = tensor.region_part, {"binary_data_size": len(tensor.raw)}
+        inputs.append({**input_header, "parameters": part.parameters() if part else size_parameter})
     header: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
     if request.id:
         header["id"] = request.id
     if request.outputs:
         default_parameters = {"binary_data": True} if binary else {}
-        parts = {name: part.parameters() for name, part in request.parts.items()}
+        regions = {name: part.parameters() for name, part in request.output_parts.items()}
         header["outputs"] = [
-            {"name": n, "parameters": parts.get(n, default_parameters)} for n in request.outputs
+            {"name": n, "parameters": regions.get(n, default_parameters)} for n in request.outputs
         ]
     elif binary:
         parameters["binary_data_output"] = True
@@ -340,8 +340,8 @@ class HttpLaneFactory:
             *headers.items(),
             ("Content-Length", str(len(body))),
         ]
-        lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
-        return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
+        header_lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
+        return f"POST {path} HTTP/1.1\r\n{header_lines}\r\n".encode() + body
 
     def lane(self, observer: LaneObserver) -> HttpLane:
         """Open a connection and return its lane."""
@@ -396,11 +396,11 @@ class HttpLane:
         self._in_body, self._partial_data = True, b""
         self._is_ok = head[9:12] == b"200"
         self._error = b""
-        is_old = head.startswith(b"HTTP/1.0")
-        self._closes_after_response = is_old or _closes_connection(head) is not None
-        length = _find_content_length(head)
-        if length is not None:
-            self._remaining_body_bytes = int(length[1])
+        is_http10 = head.startswith(b"HTTP/1.0")
+        self._closes_after_response = is_http10 or _closes_connection(head) is not None
+        length_match = _find_content_length(head)
+        if length_match is not None:
+            self._remaining_body_bytes = int(length_match[1])
         else:
             self._remaining_body_bytes = _CHUNKED if _is_chunked(head) else 0
         if not self._is_ok:
@@ -533,7 +533,7 @@ class OpenAILaneFactory(GenerateLaneFactory):
 
 
 def _tensor_value(tensor: InputTensor) -> Any:
-    if tensor.part is not None:
+    if tensor.region_part is not None:
         text = "generate_stream does not support shared memory; use gRPC, or --run-dir"
         raise InvalidArgument(text)
     value = decode(tensor.datatype, tensor.shape, memoryview(tensor.raw))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.client.memory.region import Region, Specs
+from shmserve.client.memory.views import noop
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.client.request.channel import ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PLAIN
@@ -50,9 +51,9 @@ class NativeTransport:
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """Return the inputs in the signature that the server sent at connection."""
         signature = self._resolve(model, version).signature
-        batch = (-1,) if signature.max_batch_size else ()
+        batch_dims = (-1,) if signature.max_batch_size else ()
         inputs = signature.inputs.items()
-        return {n: ModelTensor(n, spec.datatype, (*batch, *spec.dims)) for n, spec in inputs}
+        return {n: ModelTensor(n, spec.datatype, (*batch_dims, *spec.dims)) for n, spec in inputs}
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """Return the part of a model's configuration that the server sends to local clients."""
@@ -92,8 +93,8 @@ class NativeTransport:
             ) as results:
                 for result in results:
                     outputs = [_encode_output(name, types[name], result[name]) for name in result]
-                    ids = (request.model, model.version, request.id)
-                    yield response_json(*ids, result.parameters, outputs)
+                    response_ids = (request.model, model.version, request.id)
+                    yield response_json(*response_ids, result.parameters, outputs)
         except ShmserveError as error:
             raise TransportError(error.message) from error
 
@@ -104,9 +105,9 @@ class NativeTransport:
 
 def _call_options(request: OutgoingRequest) -> dict[str, Any]:
     timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
-    options = {"version": request.version, "timeout": timeout_s, "request_id": request.id}
+    call_options = {"version": request.version, "timeout": timeout_s, "request_id": request.id}
     sequence = {"sequence": request.sequence or 0, "start": request.is_start, "end": request.is_end}
-    return {**options, **sequence, "parameters": request.parameters}
+    return {**call_options, **sequence, "parameters": request.parameters}
 
 
 def tensor_array(tensor: InputTensor, model: str) -> Array:
@@ -155,21 +156,10 @@ class NativeLaneFactory:
         self.session = Session(run_dir, _MAX_MEMORY_BYTES, _CONNECT_TIMEOUT_S)
         self.connection = self.session.connection()
         self.channel = RequestChannel(self.connection, self._watch, loop.unwatch)
-        self._is_flush_scheduled = False
         self.regions: list[Region] = []
 
     def _watch(self, fd: int) -> None:
         self.loop.watch(fd, lambda _: self.channel.process_events((fd,)))
-
-    def flush_soon(self) -> None:
-        """Send queued requests at the end of this turn of the loop."""
-        if not self._is_flush_scheduled:
-            self._is_flush_scheduled = True
-            self.loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._is_flush_scheduled = False
-        self.channel.flush()
 
     def encode(self, request: OutgoingRequest) -> Call:
         """Return a call; if a device is set, its tensors are in a region with the outputs."""
@@ -217,7 +207,7 @@ class NativeLane:
             lane_factory.channel.start(pending)
         else:
             lane_factory.channel.submit(built_request, self._on_completed)
-        lane_factory.flush_soon()
+        lane_factory.channel.flush_soon(lane_factory.loop.call_soon)
 
     def _on_completed(self, request: ClientRequest) -> None:
         outcome, request.outcome = request.outcome, None
@@ -232,16 +222,13 @@ class NativeLane:
                 self._stream_error = self._stream_error or failure.message
             credit = pending.record_read()
             if credit:
-                self._lane_factory.channel.schedulers.credit(pending, credit)
-                self._lane_factory.flush_soon()
+                channel = self._lane_factory.channel
+                channel.schedulers.credit(pending, credit)
+                channel.flush_soon(self._lane_factory.loop.call_soon)
         if pending.has_finished:
-            pending.on_item = _ignore_item
+            pending.on_item = noop
             pending.abandon()
             self._observer.on_end(self._stream_error)
 
     def close(self) -> None:
         """Do nothing: the factory closes the channel."""
-
-
-def _ignore_item() -> None:
-    """Ignore a response that arrives after the end of its request was reported."""

@@ -49,8 +49,8 @@ def read_credentials(args: argparse.Namespace) -> Credentials:
     for header in args.header:
         match = _HEADER.fullmatch(header)
         if match is None:
-            allowed = "allowed in NAME: letters, digits, '-', '_' and '.'"
-            text = f"--header: expected NAME:VALUE in ASCII, got '{clip(header)}' ({allowed})"
+            allowed_text = "allowed in NAME: letters, digits, '-', '_' and '.'"
+            text = f"--header: expected NAME:VALUE in ASCII, got '{clip(header)}' ({allowed_text})"
             raise InvalidArgument(text)
         headers.append((match[1], match[2].strip()))
     if args.token_file:
@@ -83,13 +83,13 @@ def parse_address(url: str) -> Address:
             return Address("unix:" + path, "http", unix_socket=path)
         parts = urlsplit(url if "://" in url else f"http://{url}")
         path = parts.path.removeprefix("/")
-        has_extra = any(("@" in parts.netloc, path, parts.query, parts.fragment, parts.port == 0))
-        if parts.scheme in _DEFAULT_PORTS and parts.hostname and not has_extra:
+        has_rest = any(("@" in parts.netloc, path, parts.query, parts.fragment, parts.port == 0))
+        if parts.scheme in _DEFAULT_PORTS and parts.hostname and not has_rest:
             parts.hostname.encode("idna")  # as when connecting; a UnicodeError is a ValueError
             host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
             target = f"{host}:{parts.port or _DEFAULT_PORTS[parts.scheme]}"
-            tls = parts.scheme.endswith("s")
-            return Address(f"{parts.scheme}://{target}", parts.scheme[:4], target, tls)
+            uses_tls = parts.scheme.endswith("s")
+            return Address(f"{parts.scheme}://{target}", parts.scheme[:4], target, uses_tls)
     except ValueError:
         pass
     raise InvalidArgument(f"--url: expected {_URL_FORMS}, got '{url}'")

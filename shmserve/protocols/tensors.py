@@ -125,8 +125,8 @@ def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
         raise InvalidArgument(f"input '{tensor.name}' has the unknown datatype {tensor.datatype}")
     if isinstance(value, np.ndarray) and value.dtype == object and tensor.datatype != "BYTES":
         value = _from_file(tensor, value.item())
-    convert = _from_array if isinstance(value, np.ndarray) else _from_json
-    array = convert(tensor, value)
+    to_array = _from_array if isinstance(value, np.ndarray) else _from_json
+    array = to_array(tensor, value)
     shape = list(array.shape)
     if not shape and set(tensor.shape) <= {1, -1}:
         shape = [1] * len(tensor.shape)
@@ -143,8 +143,8 @@ def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:
     if datatype == "BYTES":
         return np.array([*_decode_texts(raw), None], dtype=np.object_)[:-1].reshape(shape).tolist()
     if datatype == "BF16":
-        bits = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(shape).tolist()
+        float32_bits = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
+        return float32_bits.view(np.float32).reshape(shape).tolist()
     return np.frombuffer(raw, NUMPY_DTYPES[datatype]).reshape(shape).tolist()
 
 
@@ -184,12 +184,12 @@ def _typed_array(tensor: ModelTensor, elements: list[Any]) -> _Array:
     # BF16 is the upper half of FP32.
     dtype = NUMPY_DTYPES.get(tensor.datatype, np.dtype(np.float32))
     if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
+        integer_limits = np.iinfo(dtype)
         for element in elements:
-            if not limits.min <= element <= limits.max:
+            if not integer_limits.min <= element <= integer_limits.max:
                 raise InvalidArgument(
                     f"input '{tensor.name}' is {tensor.datatype}: {element} is out of range "
-                    f"(allowed: {limits.min} to {limits.max})"
+                    f"(allowed: {integer_limits.min} to {integer_limits.max})"
                 )
     try:
         with np.errstate(over="ignore"):

@@ -102,7 +102,7 @@ class NodeServer:
         method: str,
         path: str,
         headers: list[tuple[str, str]],
-        body: Callable[[], Awaitable[bytes]],
+        read_body: Callable[[], Awaitable[bytes]],
     ) -> aiohttp.ClientResponse:
         """Send a request, and return the response with an unread body.
 
@@ -111,7 +111,7 @@ class NodeServer:
         """
         url = URL(f"http://localhost{path}", encoded=True)
         return await self._session.request(
-            method, url, headers=headers, data=await body() or None, allow_redirects=False
+            method, url, headers=headers, data=await read_body() or None, allow_redirects=False
         )
 
     def stop(self) -> None:
@@ -175,8 +175,8 @@ class Node:
 async def _read_chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     # If the client disconnects, the connection to the server is closed, which cancels the request.
     async with response:
-        async for part in response.content.iter_any():
-            yield part
+        async for chunk in response.content.iter_any():
+            yield chunk
 
 
 # The headers of a single connection (RFC 9110, 7.6.1).

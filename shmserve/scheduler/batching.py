@@ -135,8 +135,8 @@ class BatchingCore(Core[ScheduledRequest]):
         if may_be_full and self._pool.free_slots and queue.is_full(submit.priority):
             self._expire(now_ns)
             dispatcher.run(now_ns)
-        known, schema = self._properties_by_schema, submit.schema
-        properties = known[schema] if schema in known else self._derive_properties(submit)
+        by_schema, schema = self._properties_by_schema, submit.schema
+        properties = by_schema[schema] if schema in by_schema else self._derive_properties(submit)
         sequence_key = (
             dispatcher.admit(client, submit, properties) if dispatcher.tracks_requests else None
         )
@@ -155,16 +155,16 @@ class BatchingCore(Core[ScheduledRequest]):
         although each call alone would not.
         """
         chains = [Caller.parse(call.submit.callers) for call in self._queue.calls()]
-        callers = {(caller.pid, caller.key) for chain in chains for caller in chain}
+        caller_ids = {(caller.pid, caller.key) for chain in chains for caller in chain}
         instance_slots = getattr(request.sequence, "instance_slots", None)
         slot = None if instance_slots is None else self._pool.find_by_peer(instance_slots.peer)
-        if self._pool.are_blocked(callers, [] if slot is None else [slot], self._preserves_order):
+        if self._pool.are_blocked(caller_ids, [slot] if slot else [], self._preserves_order):
             self._fail_blocked_call(request, "its instances", now_ns)
             return
         if self._next_call_report_ns == NEVER:
             self._next_call_report_ns = now_ns + _CALL_REPORT_NS
         if self._tickets is not None:
-            self._control.post(CheckHolders(request.key, sorted({pid for pid, _ in callers})))
+            self._control.post(CheckHolders(request.key, sorted({pid for pid, _ in caller_ids})))
 
     def _report_calls(self, now_ns: int) -> None:
         """Report the calls that have waited long to the supervisor, which detects deadlocks."""

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 _GAUGE_KEYS = ("pending", "executing", "open_sequences", "live", "instances")
 _MAX_CLIENTS = 1024  # beyond this number, clients without requests are removed
 
-R = TypeVar("R")
+R = TypeVar("R")  # the type of requests
 
 
 class ClientLinks(Protocol):
@@ -143,12 +143,12 @@ class Reports:
             logger.exception(text, self._statistics.model[0])
         self.snapshot()
 
-    def restore(self, snapshot: list[Any], alive: list[int]) -> None:
+    def restore(self, snapshot: list[Any], alive_pids: list[int]) -> None:
         """Restore a snapshot, as `Front.restore`."""
         statistics, metrics = snapshot
         try:
             self._statistics.restore(statistics)
-            self._metrics.restore(metrics, alive)
+            self._metrics.restore(metrics, alive_pids)
             self.unexpected_count = self._statistics.malformed
         except (AttributeError, KeyError, TypeError, ValueError):
             text = "model '%s': the statistics of the previous scheduler cannot be read"
@@ -329,8 +329,8 @@ class Front(Generic[R]):
                 if request is not None:
                     self._core.credit(request, message.responses, now_ns)
             case Release():
-                blocks = (client.pid, message.memory, message.offsets)
-                if self._cache is None or not self._cache.lent.release(*blocks):
+                read_blocks = (client.pid, message.memory, message.offsets)
+                if self._cache is None or not self._cache.lent.release(*read_blocks):
                     self._core.release(client, message)
             case ReportStatistics():
                 self._reports.answer(client, message.id, now_ns)
@@ -448,14 +448,14 @@ class Front(Generic[R]):
             self._control.post(Drained())
         return wake_ns
 
-    def restore(self, snapshot: list[Any], alive: list[int]) -> None:
+    def restore(self, snapshot: list[Any], alive_pids: list[int]) -> None:
         """Continue the counts of a predecessor.
 
         Args:
             snapshot: Its last StatisticsSnapshot, as [statistics, metrics].
-            alive: The pids of its instances.
+            alive_pids: The pids of its instances.
         """
-        self._reports.restore(snapshot, alive)
+        self._reports.restore(snapshot, alive_pids)
 
     def count_unexpected(self) -> None:
         """Count a message that was dropped because its sender must not send it, ever or now."""

@@ -53,19 +53,18 @@ class _Entry(NamedTuple):
 
     schema: bytes
     data: list[bytes]
-    is_inline: bool
+    is_inline: bool  # whether all tensors are sent in messages
 
 
 class _SchemaKey(NamedTuple):
     """The part of a cache key that a request's schema determines.
 
     Attributes:
-        prefix: The packed names, datatypes, shapes, parameters and requested outputs.
-        order: The indices of the inputs, sorted by the inputs' names.
+        input_order: The indices of the inputs, sorted by the inputs' names.
     """
 
-    prefix: bytes
-    order: list[int]
+    prefix: bytes  # packed names, datatypes, shapes, parameters and requested outputs
+    input_order: list[int]
 
 
 @dataclass(eq=False)
@@ -101,7 +100,7 @@ class ResponseCache:
             if not schema_key.prefix:
                 return None
             sequence = (submit.correlation_id, submit.correlation_text, submit.flags)
-            contents = [self._tensor_bytes(submit.data[index]) for index in schema_key.order]
+            contents = [self._tensor_bytes(submit.data[index]) for index in schema_key.input_order]
             key = cache_key(schema_key.prefix, sequence, contents)
             entry = self._entries.find(key)
             if entry is None:
@@ -113,10 +112,10 @@ class ResponseCache:
 
     def _schema_key(self, schema: bytes) -> _SchemaKey:
         """Return the schema's part of the cache key; empty if its requests bypass the cache."""
-        request = RequestSchema(schema)
-        if request.data_count > len(request.inputs):
+        request_schema = RequestSchema(schema)
+        if request_schema.data_count > len(request_schema.inputs):
             return _SchemaKey(b"", [])
-        return schema_key(self._model, self._version, request)
+        return schema_key(self._model, self._version, request_schema)
 
     def _tensor_bytes(self, tensor: Any) -> Any:
         """Return the bytes of a tensor that is inline or in a memory range.
@@ -172,8 +171,8 @@ class ResponseCache:
             Unavailable: A client may change the bytes, or the memory is gone.
         """
         memory = memory_range.memory
-        of_client = memory.pid == self._start.supervisor_pid
-        if memory.cuda is not None or memory.copied or not memory.sealed or of_client:
+        is_client_memory = memory.pid == self._start.supervisor_pid
+        if memory.cuda is not None or memory.copied or not memory.sealed or is_client_memory:
             raise Unavailable("the response cache stores no tensors in device or client memory")
         view: memoryview = self._mappings.view(memory_range)
         return view
@@ -189,11 +188,11 @@ class ResponseCache:
             ShmserveError: The response does not fit.
         """
         response_data: list[Any] = []
-        inline_left = INLINE_LIMIT
+        free_inline_bytes = INLINE_LIMIT
         try:
             for content in contents:
-                if len(content) <= inline_left:
-                    inline_left -= len(content)
+                if len(content) <= free_inline_bytes:
+                    free_inline_bytes -= len(content)
                     response_data.append(content)
                     continue
                 copy = self.lent.write(content, self.free)
@@ -206,10 +205,10 @@ class ResponseCache:
             raise
         return response_data
 
-    def lend(self, reader: int, lookup: Lookup) -> None:
-        """Lend the copies of a response to `reader` until it releases them."""
+    def lend(self, reader_pid: int, lookup: Lookup) -> None:
+        """Lend the copies of a response to a process until it releases them."""
         for copy in lookup.copies:
-            self.lent.lend(reader, copy.memory_range, copy)
+            self.lent.lend(reader_pid, copy.memory_range, copy)
 
     def free(self, memory_range: Range) -> None:
         """Free a copy that every reader has released."""
@@ -297,7 +296,7 @@ class LruCache(Generic[T]):
             self.evicted_count += 1
 
 
-def schema_key(model: str, version: str, request: RequestSchema) -> _SchemaKey:
+def schema_key(model: str, version: str, schema: RequestSchema) -> _SchemaKey:
     """Return the part of the cache key that all requests of one schema have in common.
 
     Triton's key has 64 bits and covers names and bytes only, so that other shapes with the same
@@ -305,11 +304,11 @@ def schema_key(model: str, version: str, request: RequestSchema) -> _SchemaKey:
     shape and bytes of each input, in any order; the parameters; the correlation id; and the
     requested outputs in order. It does not cover the request's id, priority, timeout and deadline.
     """
-    order = sorted(range(len(request.inputs)), key=lambda index: request.inputs[index].name)
-    inputs = [request.inputs[index][:3] for index in order]
-    outputs = [output.name for output in request.outputs]
-    key_parts = (model, version, inputs, sorted(request.parameters.items()), outputs)
-    return _SchemaKey(msgpack.packb(key_parts), order)
+    input_order = sorted(range(len(schema.inputs)), key=lambda index: schema.inputs[index].name)
+    inputs = [schema.inputs[index][:3] for index in input_order]
+    outputs = [output.name for output in schema.outputs]
+    key_parts = (model, version, inputs, sorted(schema.parameters.items()), outputs)
+    return _SchemaKey(msgpack.packb(key_parts), input_order)
 
 
 def cache_key(prefix: bytes, sequence: tuple[int, str, int], contents: list[Any]) -> bytes:
@@ -320,9 +319,9 @@ def cache_key(prefix: bytes, sequence: tuple[int, str, int], contents: list[Any]
         sequence: The correlation id, as a number and as a text, and the flags.
         contents: The inputs' bytes, sorted by name. Their sizes make the encoding unambiguous.
     """
-    sizes = msgpack.packb((sequence, [len(content) for content in contents]))
+    packed_sizes = msgpack.packb((sequence, [len(content) for content in contents]))
     digest = hashlib.blake2b(prefix, digest_size=_DIGEST_SIZE)
-    digest.update(sizes)
+    digest.update(packed_sizes)
     for content in contents:
         digest.update(content)
     return digest.digest()

@@ -40,9 +40,9 @@ class Batching:
     """
 
     max_batch_size: int
-    preferred: frozenset[int]
+    preferred: frozenset[int]  # batch sizes
     delay_ns: int
-    target_ns: int = 0
+    target_ns: int = 0  # the latency target of the adaptive batcher; 0: none
     padding: Padding | None = None
 
     largest_preferred: int = field(init=False)  # the size at which a batch stops waiting
@@ -59,7 +59,7 @@ class QueuePolicies:
     """
 
     default: LevelPolicy
-    levels: int = 0
+    levels: int = 0  # number of priority levels
     default_level: int = 0
     level_policies: Mapping[int, LevelPolicy] = field(default_factory=dict)
     has_limits: bool = False  # whether the configuration has levels or limits
@@ -85,12 +85,12 @@ class Sequencing:
     """
 
     spec: SequenceBatching
-    correlation_input: tuple[str, str]
-    slots: int
-    idle_ns: int
-    oldest_rules: Batching | None = None
+    correlation_input: tuple[str, str]  # the name and datatype of the control input
+    slots: int  # number of sequence slots of an instance
+    idle_ns: int  # idle time after which a sequence is ended
+    oldest_rules: Batching | None = None  # the batching of the strategy Oldest; None: Direct
     delay_ns: int = 0
-    max_waiting: int = _MAX_SEQUENCES
+    max_waiting: int = _MAX_SEQUENCES  # waiting sequences per client
 
     def without_delay(self) -> Sequencing:
         """Return these rules without delays, for the time when no further request is expected."""
@@ -150,7 +150,7 @@ class Settings:
         preserves_order = dynamic is not None and dynamic.preserve_ordering
         is_llm = config.backend == LLM_BACKEND
         engine = config.parameters.get(ENGINE_PARAMETER, "") if is_llm else ""
-        streams = parse_max_streams(config.parameters.get(MAX_STREAMS, "")) or 0
+        max_streams = parse_max_streams(config.parameters.get(MAX_STREAMS, "")) or 0
         return cls(
             name=config.name,
             version=version,
@@ -164,7 +164,7 @@ class Settings:
             timeout_is_deadline=limits.request_timeout_is_deadline,
             sequences=_sequencing(config, limits),
             decoupled=config.decoupled,
-            max_open=streams if config.decoupled else 0,
+            max_open=max_streams if config.decoupled else 0,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_first_response_buckets(config),
             padding=padding,
@@ -180,17 +180,17 @@ def _batch_rules(config: ModelSpec, dynamic: DynamicBatching, padding: Padding |
         case Strategy.PREFER_LATENCY:
             return replace(rules, delay_ns=0)
         case Strategy.ADAPTIVE:
-            target = config.parameters.get(model_spec.TARGET_PARAMETER, "")
-            return replace(rules, target_ns=round((model_spec.parse_target_ms(target) or 0) * 1e6))
+            text = config.parameters.get(model_spec.TARGET_PARAMETER, "")
+            return replace(rules, target_ns=round((model_spec.parse_target_ms(text) or 0) * 1e6))
         case _:
             return rules
 
 
 def _batching(dynamic: DynamicBatching, max_batch_size: int) -> Batching:
-    largest = max(1, max_batch_size)
+    largest_size = max(1, max_batch_size)
     preferred = frozenset(size for size in dynamic.preferred_batch_size if size > 0)
     delay_ns = dynamic.max_queue_delay_microseconds * _NS_PER_US
-    return Batching(largest, preferred or frozenset({largest}), delay_ns)
+    return Batching(largest_size, preferred or frozenset({largest_size}), delay_ns)
 
 
 def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | None:
@@ -198,11 +198,11 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
     if batching is None:
         return None
     oldest = batching.oldest
-    candidates = 0 if oldest is None else oldest.max_candidate_sequences
+    max_candidates = 0 if oldest is None else oldest.max_candidate_sequences
     return Sequencing(
         spec=batching,
         correlation_input=batching.correlation_input,
-        slots=candidates or max(1, config.max_batch_size),
+        slots=max_candidates or max(1, config.max_batch_size),
         idle_ns=batching.max_sequence_idle_microseconds * _NS_PER_US or _DEFAULT_IDLE_NS,
         oldest_rules=None if oldest is None else _batching(oldest, config.max_batch_size),
         delay_ns=batching.direct_delay_microseconds * _NS_PER_US,

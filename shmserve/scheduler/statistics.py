@@ -201,11 +201,11 @@ class Statistics(Table):
         late_times, self._late_times = self._late_times, []
         if successes:
             end_times, arrival_times, rows, _, _ = zip(*successes, strict=True)
-            totals = list(map(sub, end_times, arrival_times))
+            latencies_ns = list(map(sub, end_times, arrival_times))
             self.success += len(successes)
-            self.success_ns += sum(totals)
+            self.success_ns += sum(latencies_ns)
             self.inference_count += sum(rows)
-            self.request_seconds.observe(*totals)
+            self.request_seconds.observe(*latencies_ns)
         times = [(ns, enqueued_ns, t) for ns, _, _, enqueued_ns, t in successes if t is not None]
         times += late_times
         if times:
@@ -290,7 +290,7 @@ class Statistics(Table):
         """Return the complete report; `gauges` are added to its member `shmserve`."""
         self._count_recorded()
         executions = self.executions
-        count, executed_count = self.success, self.success - self.cache_hit
+        success_count, executed_count = self.success, self.success - self.cache_hit
         return {
             "name": self._model[0],
             "version": self._model[1],
@@ -298,9 +298,9 @@ class Statistics(Table):
             "inference_count": self.inference_count,
             "execution_count": executions.execution_count,
             "inference_stats": {
-                "success": duration(count, self.success_ns),
+                "success": duration(success_count, self.success_ns),
                 "fail": duration(self.fail, self.fail_ns),
-                "queue": duration(count, self.queue_ns),
+                "queue": duration(success_count, self.queue_ns),
                 "compute_input": duration(executed_count, self.compute_input_ns),
                 "compute_infer": duration(executed_count, self.compute_infer_ns),
                 "compute_output": duration(executed_count, self.compute_output_ns),
@@ -313,8 +313,8 @@ class Statistics(Table):
             "shmserve": {
                 **sum_counters(self.snapshot(omits_responses=True)),
                 "quantiles": {
-                    name: sketch.report(self._reported_quantiles, now_ns)
-                    for name, sketch in self._quantiles.items()
+                    name: quantiles.report(self._reported_quantiles, now_ns)
+                    for name, quantiles in self._quantiles.items()
                 },
                 "queue_delay_ns": self._queue_delay_ns,
                 **gauges,

@@ -26,7 +26,7 @@ from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.requests.request import Timing
 
-ACCURACY = 0.005
+ACCURACY = 0.005  # maximum relative error of a quantile
 NS_PER_S = 1_000_000_000
 # The upper bounds of the buckets of a histogram of times, in seconds.
 TIME_BOUNDS_S = (
@@ -100,11 +100,11 @@ class Histogram:
 class Quantiles:
     """Quantiles of the integers observed within the last minute. Times are in ns."""
 
-    __slots__ = ("_ends_ns", "_newest", "_parts")
+    __slots__ = ("_ends_ns", "_newest_counts", "_parts")
 
     def __init__(self) -> None:
-        self._newest: dict[int, int] = {}
-        self._parts: deque[dict[int, int]] = deque([self._newest], maxlen=_WINDOW_PARTS)
+        self._newest_counts: dict[int, int] = {}
+        self._parts: deque[dict[int, int]] = deque([self._newest_counts], maxlen=_WINDOW_PARTS)
         self._ends_ns = 0  # when the newest part of the window ends
 
     def observe(self, value: int, now_ns: int) -> None:
@@ -112,16 +112,16 @@ class Quantiles:
         if now_ns >= self._ends_ns:
             self._slide(now_ns)
         index = ceil(log(value) / _LOG_GROWTH) if value > 0 else -1
-        newest = self._newest
-        newest[index] = newest.get(index, 0) + 1
+        newest_counts = self._newest_counts
+        newest_counts[index] = newest_counts.get(index, 0) + 1
 
     def _slide(self, now_ns: int) -> None:
         if now_ns >= self._ends_ns + _WINDOW_NS:
             self._parts.clear()
             self._ends_ns = now_ns
         while now_ns >= self._ends_ns:
-            self._newest = {}
-            self._parts.append(self._newest)
+            self._newest_counts = {}
+            self._parts.append(self._newest_counts)
             self._ends_ns += _PART_NS
 
     def report(self, quantiles: Sequence[float], now_ns: int) -> list[list[float | None]]:
@@ -129,8 +129,8 @@ class Quantiles:
         if now_ns >= self._ends_ns:
             self._slide(now_ns)
         counts: dict[int, int] = {}
-        for part in self._parts:
-            for index, count in part.items():
+        for part_counts in self._parts:
+            for index, count in part_counts.items():
                 counts[index] = counts.get(index, 0) + count
         return [[quantile, _quantile_value(quantile, counts)] for quantile in quantiles]
 
@@ -326,8 +326,8 @@ class ExecutionStats(Table):
     def count_padding(self, elements: Mapping[str, tuple[int, int]]) -> None:
         """Count the (elements, padding elements) of a batch's padded inputs, by name."""
         for name, counts in elements.items():
-            previous = self.padding.get(name, (0, 0))
-            self.padding[name] = [a + b for a, b in zip(previous, counts, strict=True)]
+            previous_counts = self.padding.get(name, (0, 0))
+            self.padding[name] = [a + b for a, b in zip(previous_counts, counts, strict=True)]
 
     def table(self) -> dict[str, Any]:
         """Return the entries; `batch_sizes` has rows [size, executions, ns of the three phases]."""

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_GO, _ACCEPT = "go", "accept"
+_GO, _ACCEPT = "go", "accept"  # verbs of the messages between the servers
 _LOST_PREDECESSOR = "the previous server has exited; start this one again, without --take-over"
 
 

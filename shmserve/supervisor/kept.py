@@ -130,14 +130,14 @@ class Gateways(PermanentProcesses):
         self,
         context: SupervisorContext,
         listeners: Listeners,
-        snapshot: Callable[[], Iterable[Any]],
+        read_snapshot: Callable[[], Iterable[Any]],
     ) -> None:
         config = context.config
-        workers = config.grpc.workers if listeners.grpc and config.grpc is not None else 0
-        grpc_names = [f"{GRPC}{number or ''}" for number in range(workers)]
+        worker_count = config.grpc.workers if listeners.grpc and config.grpc is not None else 0
+        grpc_names = [f"{GRPC}{number or ''}" for number in range(worker_count)]
         super().__init__(context, [*map(str, range(config.gateways)), *grpc_names])
         self._listeners = listeners
-        self._snapshot = snapshot
+        self._read_snapshot = read_snapshot
         self._drain_futures: dict[int, asyncio.Future[None]] = {}
         # Gateways accept no client at shared sockets until the models are loaded: until then, other
         # servers accept the clients, or the clients wait in the queues of the sockets.
@@ -176,7 +176,7 @@ class Gateways(PermanentProcesses):
                 # The tokens may have changed since the start of the server.
                 tokens = dict(self._context.config.tokens)
                 self._context.control.send(child.pid, m.SetTokens(tokens))
-                for publication in self._snapshot():
+                for publication in self._read_snapshot():
                     self._context.control.send(child.pid, publication)
                 if not self._waits_for_models:
                     self._context.control.send(child.pid, m.Accept())
@@ -252,8 +252,8 @@ class WorkspaceHolders(PermanentProcesses):
         match message:
             case WorkspaceAllocated(raw_handle, uuid):
                 handle = CudaHandle(raw_handle, _device_index(process.name), uuid)
-                size = self._sizes[process.name]
-                memory = Memory.on_device(secrets.randbits(62), size, handle, child.pid)
+                byte_size = self._sizes[process.name]
+                memory = Memory.on_device(secrets.randbits(62), byte_size, handle, child.pid)
                 self._context.workspaces.on_allocated(process.name, memory)
                 resolve_future(process.connected, None)
 

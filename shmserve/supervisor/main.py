@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from shmserve import logs
 from shmserve.common import fd_limits, host
+from shmserve.common.tasks import DaemonThreadPool
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
@@ -69,6 +70,8 @@ from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, handled_signals
 
+# The threads that read the files of models. Each file system call that hangs blocks one of them.
+_MAX_THREADS = 64
 _FRONT_PRELOADS = (
     *("shmserve.gateway.http.main", "shmserve.gateway.grpc.main"),
     "shmserve.scheduler.hosting.host",
@@ -124,6 +127,7 @@ def run_composed(
     """
 
     async def run() -> int:
+        asyncio.get_running_loop().set_default_executor(DaemonThreadPool(_MAX_THREADS))
         return await main(compose(config, run_dir, listeners, early_signals, read_config))
 
     with asyncio.Runner() as runner:  # the runner handles signals until the folder is removed
@@ -195,21 +199,21 @@ def compose(
     events = EventPublisher()
     processes = ProcessTable(events.process_started)
     control = ControlSocket(endpoints.control(run_dir.path))
-    handles = HandleCheck(accelerators.count, registry.workers_on, control.send)
-    opener = RegionOpener(config.shm, handles if accelerators.kind == "cuda" else None)
-    kept = KeptRegions(service_manager)
-    regions = RegionRegistry(control, opener, events.publish, kept)
+    handle_check = HandleCheck(accelerators.count, registry.workers_on, control.send)
+    opener = RegionOpener(config.shm, handle_check if accelerators.kind == "cuda" else None)
+    kept_regions = KeptRegions(service_manager)
+    regions = RegionRegistry(control, opener, events.publish, kept_regions)
     regions.restore(listeners.stored_fds)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
-    memory = LocalMemory(capabilities, opener, control, events.publish)
+    local_memory = LocalMemory(capabilities, opener, control, events.publish)
     publisher = ModelPublisher()
-    snapshot = Snapshot(publisher, regions, memory, health)
+    snapshot = Snapshot(publisher, regions, local_memory, health)
 
     async def load_on_demand(name: str, timeout_s: float) -> None:
         await models.on_demand.load(name, timeout_s)
 
     context = _compose_context(
-        *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
+        *(config, run_dir, control, processes, events, capabilities, local_memory, snapshot),
         load_on_demand=load_on_demand,
         listeners=listeners,
     )
@@ -227,7 +231,7 @@ def compose(
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
     context.serve_requests(get_args(ModelRequest), models.handle)
-    ControlApi(context, regions, kept, handles, registry, readiness)
+    ControlApi(context, regions, kept_regions, handle_check, registry, readiness)
 
     def refusal_reason() -> str:
         if service_manager.is_present:
@@ -239,7 +243,7 @@ def compose(
     end_signals: asyncio.Queue[int] = asyncio.Queue()
     stop = partial(end_signals.put_nowait, signal.SIGTERM)
     handover = Handover(
-        run_dir, listeners, regions, kept, context.local_clients, refusal_reason, stop
+        run_dir, listeners, regions, kept_regions, context.local_clients, refusal_reason, stop
     )
 
     return Supervisor(
@@ -249,7 +253,7 @@ def compose(
         context=context,
         processes=processes,
         regions=regions,
-        local_memory=memory,
+        local_memory=local_memory,
         gateways=Gateways(context, listeners, snapshot.for_gateway),
         workspace_holders=WorkspaceHolders(context),
         models=models,

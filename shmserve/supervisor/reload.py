@@ -176,9 +176,9 @@ class Reload:
         if config.model_control_mode == "explicit":
             logger.info("no model is loaded or unloaded, because of --model-control-mode=explicit")
             return
-        models = asyncio.gather(*await self._poller.scan())
+        model_loads = asyncio.gather(*await self._poller.scan())
         next_request = asyncio.ensure_future(self._request_event.wait())
-        await wait_any(models, next_request)
+        await wait_any(model_loads, next_request)
         next_request.cancel()
 
     def _adopt(self, config: ServerConfig) -> None:

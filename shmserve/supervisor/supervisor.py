@@ -96,7 +96,7 @@ class Supervisor:
     _lost_run_dir: bool = field(init=False, default=False)
     _had_terminal: bool = field(init=False, default_factory=has_terminal)
     _signalled_at: float = field(init=False, default=-math.inf)
-    _stopped_exits: list[ProcessExited] = field(init=False, default_factory=list)
+    _exits_after_stop: list[ProcessExited] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.processes.on_exit = self._process_exited
@@ -174,8 +174,8 @@ class Supervisor:
             load_task = asyncio.ensure_future(self._load())
             timeout_extension = asyncio.ensure_future(self.service_manager.extend_timeout())
             try:
-                started = asyncio.gather(load_task, gateways)
-                has_loaded, _ = await self.handover.run_beside_predecessor(started)
+                startup = asyncio.gather(load_task, gateways)
+                has_loaded, _ = await self.handover.run_beside_predecessor(startup)
             except BaseException:
                 await cancel_all(*(task for task in (load_task, gateways) if not task.done()))
                 raise
@@ -263,8 +263,8 @@ class Supervisor:
         exited = ProcessExited(pid, reason)
         context.broadcast(exited, *_CLIENT_ROLES, *(() if child.is_stopping else _MODEL_ROLES))
         if child.is_stopping:
-            self._stopped_exits.append(exited)
-            if len(self._stopped_exits) == 1:
+            self._exits_after_stop.append(exited)
+            if len(self._exits_after_stop) == 1:
                 asyncio.get_running_loop().call_later(_EXIT_REPORT_DELAY_S, self._report_stopped)
         elif not (self._lost_run_dir or self.handover.has_successor):
             self._check_run_dir()
@@ -286,9 +286,9 @@ class Supervisor:
 
         Waking all processes for each exit would dominate the time of unloading many models.
         """
-        for exited in self._stopped_exits:
+        for exited in self._exits_after_stop:
             self.context.broadcast(exited, *_MODEL_ROLES)
-        self._stopped_exits.clear()
+        self._exits_after_stop.clear()
 
     # --- the server's end
 

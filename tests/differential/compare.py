@@ -1,6 +1,5 @@
 """The differences between two records of a script."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -65,13 +64,5 @@ def _compare_values(path: str, own: Any, peer: Any) -> Iterator[Difference]:
     elif isinstance(own, list) and isinstance(peer, list) and len(own) == len(peer):
         for index, pair in enumerate(zip(own, peer, strict=True)):
             yield from _compare_values(f"{path}.{index}", *pair)
-    elif own != peer and not _has_origin(own, peer):
+    elif own != peer:
         yield Difference(path, own, peer)
-
-
-def _has_origin(own: Any, peer: Any) -> bool:
-    """Check whether a message is Triton's message about a timeout, and its limit and origin."""
-    is_timeout = isinstance(own, str) and isinstance(peer, str) and "timeout" in peer
-    return is_timeout and bool(
-        re.fullmatch(re.escape(peer) + r"(: .*)? \(\d+ microseconds .*\)", own)
-    )

@@ -9,7 +9,7 @@ from typing import Any
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.grpc.call import GrpcCall, GrpcContext, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.connection import GrpcConnection
-from shmserve.gateway.grpc.framing import CallHead, Ending, Sinks
+from shmserve.gateway.grpc.framing import CallHead, Ending, MakeSink
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.listener import ListenerKind, ListenerRules
 from shmserve.gateway.settings import GrpcSettings
@@ -38,7 +38,7 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.reading = True
-        self.closed = False
+        self.closed = self.ended = False
         self.aborted = False
 
     def write(self, data: Any) -> None:
@@ -52,6 +52,10 @@ class Transport(asyncio.Transport):
 
     def close(self) -> None:
         self.closed = True
+
+    def write_eof(self) -> None:
+        assert not self.ended
+        self.ended = True
 
     def abort(self) -> None:
         self.closed = self.aborted = True
@@ -100,7 +104,7 @@ class Scene:
             tls=None,
         )
         self.disconnects = 0
-        self.sinks: Sinks | None = None
+        self.make_sink: MakeSink | None = None
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
         client = SimpleNamespace(call_disconnect_actions=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(
@@ -121,7 +125,7 @@ class Scene:
         call: UnaryCall | StreamingCall
         if head.path == UNARY:
             call = UnaryCall(
-                connection, stream, head, lambda raw, c: self.calls.append((raw, c)), self.sinks
+                connection, stream, head, lambda raw, c: self.calls.append((raw, c)), self.make_sink
             )
         else:
             call = StreamingCall(connection, stream, head)

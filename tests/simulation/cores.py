@@ -48,7 +48,7 @@ _MAX_ENTRIES = {
     "BlockPool.references": 1 << 10,
     "BlockPool._length_by_start": 1 << 10,
     "BlockPool._start_by_end": 1 << 10,
-    "BlockPool._keys": 1 << 10,
+    "BlockPool._keys_by_block": 1 << 10,
     "BlockPool._blocks_by_key": 1 << 10,
     "BlockPool._cached_blocks": 1 << 10,
     "SchedulerClient.successors": 4096,

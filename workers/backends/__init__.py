@@ -27,7 +27,7 @@ __all__ = [
     "find",
 ]
 
-GROUP = "shmserve.backends"
+GROUP = "shmserve.backends"  # group of entry points
 # Listed here, because a scan of the installed packages would take longer than the import.
 _BUILT_IN = {
     "ascend": "shmserve.workers.backends.ascend:AscendBackend",
@@ -71,15 +71,15 @@ class Backend(ABC):
         checks_ready: Set in `load` if the model implements a readiness check.
     """
 
-    strict_outputs = True
-    strict_shapes = True
-    device_inputs = False
-    checks_ready = False
-    read_only_inputs = True
+    strict_outputs = True  # outputs must match the configuration
+    strict_shapes = True  # so must the shapes of outputs
+    device_inputs = False  # inputs in device memory are passed without a copy to the host
+    checks_ready = False  # the model has a readiness check
+    read_only_inputs = True  # arrays over shared memory are read-only
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
-        self._report: Callable[[bool], None] | None = None
+        self._report_metrics: Callable[[bool], None] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return a configuration completed with the information in the model's files.
@@ -170,7 +170,7 @@ class Backend(ABC):
 
     def report_metrics_by(self, report: Callable[[bool], None]) -> None:
         """Set the function that `metrics_changed` calls; the instance sets it after `load`."""
-        self._report = report
+        self._report_metrics = report
 
     def metrics_changed(self, at_once: bool) -> None:
         """Report changed metrics.
@@ -178,8 +178,8 @@ class Backend(ABC):
         Args:
             at_once: Whether this thread reports them now; otherwise a timer does so later.
         """
-        if self._report is not None:
-            self._report(at_once)
+        if self._report_metrics is not None:
+            self._report_metrics(at_once)
 
     def is_ready(self) -> bool:
         """Check whether the model is ready.
@@ -235,9 +235,9 @@ def find(config: ModelSpec) -> type[Backend]:
 
 def _find_class(config: ModelSpec) -> type[Backend]:
     name = config.backend
-    target = _BUILT_IN.get(name)
-    if target is not None:
-        path, _, attribute = target.partition(":")
+    class_path = _BUILT_IN.get(name)
+    if class_path is not None:
+        path, _, attribute = class_path.partition(":")
         try:
             module = importlib.import_module(path)
         except ImportError as error:
@@ -246,8 +246,8 @@ def _find_class(config: ModelSpec) -> type[Backend]:
                 raise
             raise Unavailable(missing_package(f"backend '{name}'", error, extra)) from None
         return _check_class(name, getattr(module, attribute))
-    for entry in entry_points(group=GROUP, name=name):
-        return _check_class(name, entry.load())
+    for entry_point in entry_points(group=GROUP, name=name):
+        return _check_class(name, entry_point.load())
     raise InvalidArgument(
         f"unable to find backend '{name}' for model '{config.name}', "
         f"known are {', '.join(sorted(names()))}{suggestion(name, names())}"

@@ -52,10 +52,10 @@ _ALIGNMENT = 512  # the alignment that the device's memory requires
 _MIB = 1024 * 1024
 
 
-def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+def aligned_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the aligned offsets of parts with `sizes` in one allocation, and its size in bytes.
 
-    >>> layout([100, 1000, 8])
+    >>> aligned_layout([100, 1000, 8])
     ([0, 512, 1536], 2048)
     """
     aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
@@ -63,14 +63,14 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, total
 
 
-def summary(parts: Mapping[str, int]) -> str:
+def memory_summary(sizes_by_part: Mapping[str, int]) -> str:
     """Return the memory plan as text for the log.
 
-    >>> summary({"weights": 3 << 20, "workspace": 1 << 19})
+    >>> memory_summary({"weights": 3 << 20, "workspace": 1 << 19})
     'weights 3.0 MiB, workspace 0.5 MiB, 3.5 MiB in all'
     """
-    part_texts = [f"{name} {size / _MIB:.1f} MiB" for name, size in parts.items()]
-    return ", ".join([*part_texts, f"{sum(parts.values()) / _MIB:.1f} MiB in all"])
+    part_texts = [f"{name} {size / _MIB:.1f} MiB" for name, size in sizes_by_part.items()]
+    return ", ".join([*part_texts, f"{sum(sizes_by_part.values()) / _MIB:.1f} MiB in all"])
 
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class OfflineModel:
         self._acl = import_acl()
         with contextlib.ExitStack() as stack:
             self._open(stack, str(path), device_id)
-            self._resources = stack.pop_all()
+            self._exit_stack = stack.pop_all()
 
     def _open(self, stack: contextlib.ExitStack, path: str, device_id: int) -> None:
         acl = self._acl
@@ -151,10 +151,10 @@ class OfflineModel:
 
         workspace, weights, error = acl.mdl.query_size(path)
         self._check("acl.mdl.query_size", error)
-        (weights_offset, workspace_offset), size = layout([weights, workspace])
+        (weights_offset, workspace_offset), size = aligned_layout([weights, workspace])
         base = self._allocate(stack, size)
-        memory = (base + workspace_offset, workspace, base + weights_offset, weights)
-        load_result = acl.mdl.load_from_file_with_mem(path, *memory)
+        memory_arguments = (base + workspace_offset, workspace, base + weights_offset, weights)
+        load_result = acl.mdl.load_from_file_with_mem(path, *memory_arguments)
         self._model = self._check_result("acl.mdl.load_from_file_with_mem", load_result)
         self._defer_release(stack, "acl.mdl.unload", acl.mdl.unload, self._model)
 
@@ -164,22 +164,22 @@ class OfflineModel:
         self.inputs = self._read_tensors(description, "input")
         self.outputs = self._read_tensors(description, "output")
         sizes = [tensor.byte_size for tensor in (*self.inputs, *self.outputs)]
-        offsets, size = layout(sizes)
+        offsets, size = aligned_layout(sizes)
         base = self._allocate(stack, size)
         count = len(self.inputs)
         self._input_addresses = [base + offset for offset in offsets[:count]]
         self._output_addresses = [base + offset for offset in offsets[count:]]
-        self._input_set = self._create_dataset(stack, self.inputs, self._input_addresses)
-        self._output_set = self._create_dataset(stack, self.outputs, self._output_addresses)
+        self._input_dataset = self._create_dataset(stack, self.inputs, self._input_addresses)
+        self._output_dataset = self._create_dataset(stack, self.outputs, self._output_addresses)
         parts = {"weights": weights, "workspace": workspace}
         parts |= {"inputs": sum(sizes[:count]), "outputs": sum(sizes[count:])}
-        logger.info("device memory of the model: %s", summary(parts))
+        logger.info("device memory of the model: %s", memory_summary(parts))
 
     def _allocate(self, stack: contextlib.ExitStack, byte_size: int) -> int:
         result = self._acl.rt.malloc(byte_size, _HUGE_PAGES_FIRST)
-        base: int = self._check_result(f"acl.rt.malloc of {byte_size} bytes", result)
-        self._defer_release(stack, "acl.rt.free", self._acl.rt.free, base)
-        return base
+        base_address: int = self._check_result(f"acl.rt.malloc of {byte_size} bytes", result)
+        self._defer_release(stack, "acl.rt.free", self._acl.rt.free, base_address)
+        return base_address
 
     def _read_tensors(self, description: Any, side: str) -> tuple[OfflineTensor, ...]:
         count = getattr(self._acl.mdl, f"get_num_{side}s")(description)
@@ -188,20 +188,20 @@ class OfflineModel:
     def _read_tensor(self, description: Any, side: str, index: int) -> OfflineTensor:
         mdl = self._acl.mdl
         name = getattr(mdl, f"get_{side}_name_by_index")(description, index)
-        number = getattr(mdl, f"get_{side}_data_type")(description, index)
+        datatype_number = getattr(mdl, f"get_{side}_data_type")(description, index)
         result = getattr(mdl, f"get_{side}_dims")(description, index)
         dims = tuple(self._check_result(f"acl.mdl.get_{side}_dims", result)["dims"])
         size = getattr(mdl, f"get_{side}_size_by_index")(description, index)
-        if number not in _DATATYPES:
+        if datatype_number not in _DATATYPES:
             supported = ", ".join(f"{key} ({value})" for key, value in _DATATYPES.items())
-            text = f"ACL's datatype {number} is not supported (supported: {supported})"
+            text = f"ACL's datatype {datatype_number} is not supported (supported: {supported})"
             raise InvalidArgument(f"{side} '{name}': {text}")
         if any(dim < 1 for dim in dims) or not element_count(dims):
             raise InvalidArgument(
                 f"{side} '{name}' has the shape {list(dims)}: only static shapes are served, so "
                 "convert the model without dynamic dimensions"
             )
-        return OfflineTensor(name, _DATATYPES[number], dims, size)
+        return OfflineTensor(name, _DATATYPES[datatype_number], dims, size)
 
     def _create_dataset(
         self, stack: contextlib.ExitStack, tensors: Sequence[OfflineTensor], addresses: list[int]
@@ -220,12 +220,12 @@ class OfflineModel:
         """Copy host bytes into input `index`, from its byte `offset` on."""
         device_address = self._input_addresses[index] + offset
         capacity = self.inputs[index].byte_size - offset
-        error = self._acl.rt.memcpy(device_address, capacity, address, byte_size, _TO_DEVICE)
-        self._check("acl.rt.memcpy", error)
+        status = self._acl.rt.memcpy(device_address, capacity, address, byte_size, _TO_DEVICE)
+        self._check("acl.rt.memcpy", status)
 
     def run(self) -> None:
         """Run the model, and wait for its outputs."""
-        error = self._acl.mdl.execute(self._model, self._input_set, self._output_set)
+        error = self._acl.mdl.execute(self._model, self._input_dataset, self._output_dataset)
         self._check("acl.mdl.execute", error)
 
     def fetch(self, index: int, address: int, byte_size: int) -> None:
@@ -236,7 +236,7 @@ class OfflineModel:
 
     def close(self) -> None:
         """Release all resources in the reverse order."""
-        self._resources.close()
+        self._exit_stack.close()
 
     def _check_result(self, call: str, result: Any) -> Any:
         value, error = result
@@ -283,7 +283,7 @@ class AscendBackend(Backend):
         self._supports_batching = signature.max_batch_size > 0
         _check(signature, "input", signature.inputs, model.inputs)
         _check(signature, "output", signature.outputs, model.outputs)
-        self._results = [np.empty(t.dims, STORAGE_DTYPES[t.datatype]) for t in model.outputs]
+        self._output_arrays = [np.empty(t.dims, STORAGE_DTYPES[t.datatype]) for t in model.outputs]
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Run the whole batch once, after copying each request's rows to the device."""
@@ -306,7 +306,7 @@ class AscendBackend(Backend):
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
             if tensor.name in needed_names:
-                result = self._results[index]
+                result = self._output_arrays[index]
                 if self._supports_batching:
                     result = result[:rows]
                 model.fetch(index, result.ctypes.data, result.nbytes)

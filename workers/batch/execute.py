@@ -48,7 +48,7 @@ class InputPolicy:
     """The decision whether a model receives copies of its inputs, based on its failures."""
 
     def __init__(self) -> None:
-        self.copies_inputs = False
+        self.copies_inputs = False  # whether the model receives copies from now on
         self._retry_count = 0
         self._skips_left = 0
 
@@ -61,9 +61,9 @@ class InputPolicy:
             return False
         return True
 
-    def record_retry(self, succeeded: bool) -> None:
+    def record_retry(self, has_succeeded: bool) -> None:
         """Record whether a retry with copies of the inputs has succeeded."""
-        self.copies_inputs = self.copies_inputs or succeeded
+        self.copies_inputs = self.copies_inputs or has_succeeded
         self._retry_count += 1
         if self._retry_count >= _RETRIES_BEFORE_SKIPS:
             self._skips_left = _SKIPPED_RETRIES
@@ -88,7 +88,7 @@ class Executor:
     def __post_init__(self) -> None:
         self._link = self._writer.link
         self._pid = os.getpid()
-        self._policy = InputPolicy()
+        self._input_policy = InputPolicy()
         self._max_part_bytes = MAX_PART_BYTES
 
     def handlers(self) -> HandlerTable:
@@ -121,13 +121,13 @@ class Executor:
         # `output_start_ns` is missing if the last execution has failed.
         if output_start_ns < input_end_ns:
             output_start_ns = input_end_ns
-        times = (start_ns, input_end_ns, output_start_ns, time.monotonic_ns())
+        timestamps = (start_ns, input_end_ns, output_start_ns, time.monotonic_ns())
         spans = b""
         if self._context.spans:
             spans = b"".join(self._context.spans)
             self._context.spans.clear()
         copied_bytes = self._context.copy_counter.take()
-        return BatchFinished(batch.batch, *times, replies, *copied_bytes, has_run, spans)
+        return BatchFinished(batch.batch, *timestamps, replies, *copied_bytes, has_run, spans)
 
     # --- warm-up
 
@@ -167,10 +167,10 @@ class Executor:
         Returns:
             The requests of the part, the same requests unpacked, and the requests after the part.
         """
-        part: list[WorkerRequest] = []
+        part_requests: list[WorkerRequest] = []
         unpacked_requests: list[Request] = []
         byte_size = 0
-        copy_inputs = copy_inputs or self._policy.copies_inputs
+        copy_inputs = copy_inputs or self._input_policy.copies_inputs
         with self._link.lock:
             for index, open_request in enumerate(requests):
                 failure: ShmserveError = _CANCELLED
@@ -179,14 +179,14 @@ class Executor:
                         is_cancelled = partial(self._link.is_cancelled, open_request)
                         request = self._unpacker.request(open_request.work, is_cancelled)
                         byte_size += request.byte_size
-                        if byte_size > self._max_part_bytes and part:
-                            return part, unpacked_requests, requests[index:]
+                        if byte_size > self._max_part_bytes and part_requests:
+                            return part_requests, unpacked_requests, requests[index:]
                         if copy_inputs:
                             for item in request.inputs.values():
                                 self._context.copy_counter.inputs += item.detach()
                         if open_request.work.trace and not self._is_decoupled:
                             self._writer.scatterer.trace(request, request.inputs.values())
-                        part.append(open_request)
+                        part_requests.append(open_request)
                         unpacked_requests.append(request)
                         continue
                     except ShmserveError as error:
@@ -201,7 +201,7 @@ class Executor:
                     except Exception as error:  # memory is exhausted, or a device fails
                         failure = client_error(self._context, error)
                 replies.append(self._close_with_error(open_request, failure))
-        return part, unpacked_requests, []
+        return part_requests, unpacked_requests, []
 
     def _close_with_error(self, open_request: WorkerRequest, error: ShmserveError) -> Reply:
         self._link.close(open_request)
@@ -291,31 +291,31 @@ class Executor:
                 replies += self._run_again(group, copy_inputs=len(requests) == 1)
         return replies
 
-    def _run_again(self, group: list[WorkerRequest], copy_inputs: bool) -> list[Reply]:
+    def _run_again(self, failed_requests: list[WorkerRequest], copy_inputs: bool) -> list[Reply]:
         replies: list[Reply] = []
         # Unpacked again, because the model may have written into its inputs.
-        open_requests, requests, _ = self._unpack(group, replies, copy_inputs)
+        open_requests, requests, _ = self._unpack(failed_requests, replies, copy_inputs)
         if requests:
             replies += self._run(open_requests, requests)
             if copy_inputs:
-                self._policy.record_retry(succeeded=not replies[0].code)
-                if self._policy.copies_inputs:
+                self._input_policy.record_retry(has_succeeded=not replies[0].code)
+                if self._input_policy.copies_inputs:
                     self._context.warn_of_writes()
         return replies
 
     def _should_retry(self, request: Request) -> bool:
-        return self._backend.read_only_inputs and self._policy.should_retry(request)
+        return self._backend.read_only_inputs and self._input_policy.should_retry(request)
 
     def _explain(self, error: BaseException, request: Request) -> ShmserveError:
         return client_error(self._context, error, request.work)
 
     def _execute(self, requests: list[Request]) -> list[Response]:
-        padded = None if self._padder is None else self._padder.pad(requests)
+        padded_inputs = None if self._padder is None else self._padder.pad(requests)
         responses = self._call_backend(self._backend.execute, requests)
         if type(responses) is not list or len(responses) != len(requests):
             raise WrongResponseCount(len(requests), responses)
-        if self._padder is not None and padded is not None:
-            self._padder.cut(responses, padded)
+        if self._padder is not None and padded_inputs is not None:
+            self._padder.cut(responses, padded_inputs)
         return responses
 
     def _scatter(

@@ -38,8 +38,8 @@ class _GeneratedTensor(NamedTuple):
     """A rule for a tensor that is generated for each batch."""
 
     name: str
-    source: str
-    compute: Callable[[Sequence[Shape], bool], Array]
+    source: str  # name of an input
+    compute: Callable[[Sequence[Shape], bool], Array]  # from the shapes of `source`
     dtype: np.dtype[Any]
 
 
@@ -49,7 +49,7 @@ class _OutputSplit(NamedTuple):
     `dims` is the shape of the output for a row; a size of -1 is the input's size.
     """
 
-    source: str
+    source: str  # name of an input
     dims: Shape
 
 
@@ -68,9 +68,9 @@ class RaggedRules:
             for rule in config.batch_input
             for name in rule.target_name
         ]
-        dims = {output.name: output.model_dims for output in config.output}
+        dims_by_output = {output.name: output.model_dims for output in config.output}
         self._output_splits = {
-            name: _OutputSplit(rule.source_input[0], dims[name])
+            name: _OutputSplit(rule.source_input[0], dims_by_output[name])
             for rule in config.batch_output
             for name in rule.target_name
         }
@@ -92,22 +92,22 @@ class RaggedRules:
         Raises:
             Internal: The output, of shape `shape`, has another number of elements.
         """
-        split = self._output_splits.get(name)
-        if split is None or split.source not in requests[0].inputs:
+        rule = self._output_splits.get(name)
+        if rule is None or rule.source not in requests[0].inputs:
             return None
-        shapes = [self._part_shape(split.dims, r.inputs[split.source].shape) for r in requests]
+        shapes = [self._part_shape(rule.dims, r.inputs[rule.source].shape) for r in requests]
         expected_count = sum(map(element_count, shapes))
         if element_count(shape) != expected_count:
             raise Internal(
                 f"inference output '{name}' has {element_count(shape)} elements, expected "
-                f"{expected_count} for the shapes of input '{split.source}'"
+                f"{expected_count} for the shapes of input '{rule.source}'"
             )
         return shapes
 
     def _part_shape(self, dims: Shape, source: Shape) -> Shape:
-        batch, item_shape = (source[:1], source[1:]) if self._supports_batching else ((), source)
-        sizes = zip(dims, item_shape, strict=True)
-        return (*batch, *(size if dim == -1 else dim for dim, size in sizes))
+        batch_dim, item_dims = (source[:1], source[1:]) if self._supports_batching else ((), source)
+        pairs = zip(dims, item_dims, strict=True)
+        return (*batch_dim, *(size if dim == -1 else dim for dim, size in pairs))
 
 
 def generated_inputs(config: ModelSpec) -> list[TensorSpec]:
@@ -179,19 +179,19 @@ class Padder:
             inputs = [request.inputs[name] for request in requests]
             shapes = [item.shape[1:] for item in inputs]
             largest_shape = tuple(map(max, zip(*shapes, strict=True)))
-            target = pad.padded_shape(largest_shape) or largest_shape
-            padded.true_shapes[name], padded.padded_shapes[name] = shapes, target
+            target_shape = pad.padded_shape(largest_shape) or largest_shape
+            padded.true_shapes[name], padded.padded_shapes[name] = shapes, target_shape
             self._copy_counter.inputs += sum(len(item.raw) for item in inputs)
-            padded_bytes = _padded_batch(pad, inputs, target)
-            _replace_inputs(requests, inputs, name, inputs[0].datatype, padded_bytes, target)
+            padded_bytes = _padded_batch(pad, inputs, target_shape)
+            _replace_inputs(requests, inputs, name, inputs[0].datatype, padded_bytes, target_shape)
             if pad.lengths_input:
                 rows = [item.shape[0] for item in inputs]
-                lengths = _byte_view(np.repeat(np.array(shapes, np.int64), rows, axis=0))
-                shape = (len(target),)
-                _replace_inputs(requests, inputs, pad.lengths_input, "INT64", lengths, shape)
+                lengths_bytes = _byte_view(np.repeat(np.array(shapes, np.int64), rows, axis=0))
+                shape = (len(target_shape),)
+                _replace_inputs(requests, inputs, pad.lengths_input, "INT64", lengths_bytes, shape)
             if pad.mask_input:
-                mask = _byte_view(_value_mask(inputs, target))
-                _replace_inputs(requests, inputs, pad.mask_input, "BOOL", mask, target)
+                mask = _byte_view(_value_mask(inputs, target_shape))
+                _replace_inputs(requests, inputs, pad.mask_input, "BOOL", mask, target_shape)
         return padded
 
     def cut(self, responses: Sequence[Response], padded: PaddedInputs) -> None:
@@ -200,7 +200,7 @@ class Padder:
         A request fails if its output has neither the padded nor the true lengths.
         """
         for request_index, response in enumerate(responses):
-            for index, output in enumerate(response.outputs):
+            for output_index, output in enumerate(response.outputs):
                 rule = self._cut_rules.get(output.name)
                 if rule is None or rule.source not in padded.true_shapes:
                     continue
@@ -214,7 +214,7 @@ class Padder:
                         f"whose padded shape is {shape_text(padded.padded_shapes[source])}"
                     )
                 else:
-                    response.outputs[index] = output._replace(data=output.data[slices])
+                    response.outputs[output_index] = output._replace(data=output.data[slices])
 
 
 class _CutRule(NamedTuple):
@@ -224,9 +224,9 @@ class _CutRule(NamedTuple):
         axes: Pairs of the output's and the input's dimension, without the batch dimension.
     """
 
-    source: str
-    rank: int
-    axes: list[tuple[int, int]]
+    source: str  # name of an input
+    rank: int  # number of dimensions
+    axes: list[tuple[int, int]]  # (axis of the output, axis of `source`)
 
     def true_slices(
         self, output_shape: Shape, true_shape: Shape, padded_shape: Shape
@@ -252,8 +252,8 @@ class PaddedInputs:
         padded_shapes: The shape after padding.
     """
 
-    true_shapes: dict[str, list[Shape]] = field(default_factory=dict)
-    padded_shapes: dict[str, Shape] = field(default_factory=dict)
+    true_shapes: dict[str, list[Shape]] = field(default_factory=dict)  # before padding, by input
+    padded_shapes: dict[str, Shape] = field(default_factory=dict)  # by input
 
 
 def _replace_inputs(

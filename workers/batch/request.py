@@ -41,8 +41,8 @@ Array = np.ndarray[Any, Any]
 class CopyCounter:
     """A counter of the bytes of inputs and of outputs that a worker has copied."""
 
-    inputs: int = 0
-    outputs: int = 0
+    inputs: int = 0  # bytes
+    outputs: int = 0  # bytes
 
     def take(self) -> tuple[int, int]:
         """Return the bytes (inputs, outputs) that were copied since the last call."""
@@ -80,14 +80,14 @@ class Input:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    raw: Any
+    raw: Any  # the bytes
     memory_range: Range | None = None
-    model: str = ""
+    model: str = ""  # its name
     on_device: bool = False
-    is_shared: bool = False
-    is_state: bool = False
+    is_shared: bool = False  # must not be written
+    is_state: bool = False  # of a sequence
     is_writable: bool = False
-    batch: Any = None
+    batch: Any = None  # the bytes of the whole batch
     array: Array | None = None
 
     def detach(self) -> int:
@@ -155,7 +155,7 @@ class Output(NamedTuple):
 
     name: str
     datatype: str
-    data: Any
+    data: Any  # array or tensor
 
     @classmethod
     def of_values(cls, name: str, datatype: str, values: Iterable[Any]) -> Output:
@@ -193,8 +193,8 @@ class Response:
     outputs: list[Output] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     error: ShmserveError | None = None
-    is_rescheduled: bool = False
-    states: list[Output] = field(default_factory=list)
+    is_rescheduled: bool = False  # the model asks to execute it again
+    states: list[Output] = field(default_factory=list)  # outputs for the sequence's next request
 
 
 def never_cancelled() -> bool:
@@ -217,26 +217,26 @@ class Request:
         memory_ranges: The ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
-        response_kinds: A cache of the schema and the destinations of outputs, by kind of response
-            (see scatter.py). Requests with equal schemas share this cache.
+        response_templates: A cache of (schema, destinations of the outputs), by the properties of
+            a response (see scatter.py). Requests with equal schemas share this cache.
         is_aliased: Whether an output is written over an input.
         byte_size: The total bytes of the inputs.
         has_shared_inputs: Whether an input may be in shared memory.
         states: The names of the outputs that the model keeps for the next request of its sequence.
     """
 
-    work: Work
+    work: Work  # the scheduler's message
     schema: RequestSchema
-    batch_size: int
+    batch_size: int  # rows; 0: not batched
     inputs: dict[str, Input]
     requested_outputs: dict[str, OutputSchema]
-    memory_ranges: dict[str, Range] = field(default_factory=dict)
+    memory_ranges: dict[str, Range] = field(default_factory=dict)  # of outputs
     is_cancelled: Callable[[], bool] = never_cancelled
-    response_kinds: dict[Any, Any] = field(default_factory=dict)
-    is_aliased: bool = False
-    byte_size: int = 0
+    response_templates: dict[Any, Any] = field(default_factory=dict)
+    is_aliased: bool = False  # an output overwrites an input
+    byte_size: int = 0  # of the inputs
     has_shared_inputs: bool = False
-    states: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()  # names of outputs kept for the sequence
 
     def range_of_input(self, array: Array) -> Range | None:
         """Return the memory range of the input whose method `numpy` has returned this array.
@@ -263,8 +263,8 @@ class _RequestProperties:
         requested_outputs: The requested outputs by name.
         outputs_with_range: The names of the requested outputs that have a range in the data.
         string_inputs: The names of the BYTES inputs.
-        response_kinds: The cache of responses to requests with this schema (see
-            `Request.response_kinds`).
+        response_templates: The cache for requests with this schema (see
+            `Request.response_templates`).
     """
 
     schema: RequestSchema
@@ -273,7 +273,7 @@ class _RequestProperties:
     requested_outputs: dict[str, OutputSchema]
     outputs_with_range: list[str]
     string_inputs: list[str]
-    response_kinds: dict[Any, Any] = field(default_factory=dict)
+    response_templates: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -287,7 +287,7 @@ class Unpacker:
     _signature: Signature
     _mappings: Mappings
     _copy_counter: CopyCounter = field(default_factory=CopyCounter)
-    _device_inputs: bool = False
+    _device_inputs: bool = False  # pass device memory without a copy
 
     def __post_init__(self) -> None:
         self._supports_batching = self._signature.max_batch_size > 0
@@ -327,12 +327,12 @@ class Unpacker:
         for (name, datatype, shape, expected), raw in zip(properties.inputs, data, strict=False):
             if type(raw) is bytes:
                 # Copied, so that the model may write into it.
-                copy = memoryview(bytearray(raw))
-                size = copy.nbytes
+                input_bytes = memoryview(bytearray(raw))
+                size = input_bytes.nbytes
                 if expected not in (size, -1):
                     raise self._size_error(name, expected, size)
                 self._copy_counter.inputs += size
-                inputs[name] = Input(name, datatype, shape, copy, None, model)
+                inputs[name] = Input(name, datatype, shape, input_bytes, None, model)
             else:
                 memory_range = unpack_range(raw)
                 size = memory_range.byte_size
@@ -359,7 +359,7 @@ class Unpacker:
             properties.requested_outputs,
             memory_ranges,
             is_cancelled,
-            properties.response_kinds,
+            properties.response_templates,
             is_aliased,
             byte_size,
             bool(shared_ranges),

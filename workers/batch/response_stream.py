@@ -67,10 +67,10 @@ class MetricsReports:
             self.timer.start()
 
     def _send(self) -> None:
-        now = time.monotonic()
-        refill = (now - self._refilled_s) / _REPORT_INTERVAL_S
-        self._tokens = min(_BURST_REPORTS, self._tokens + refill)
-        self._refilled_s = now
+        now_s = time.monotonic()
+        new_tokens = (now_s - self._refilled_s) / _REPORT_INTERVAL_S
+        self._tokens = min(_BURST_REPORTS, self._tokens + new_tokens)
+        self._refilled_s = now_s
         if self._tokens < 1:
             return
         with self._link.lock:
@@ -184,10 +184,10 @@ class OutputStream:
         self.request = request
         self._writer = writer
         self._open_request = open_request
-        self._has_sent = False
+        self._has_sent = False  # whether a response was sent
         self._is_closed = False
         self._traced_tensors = b""  # packed tensors of a traced request
-        self._timed_out = False
+        self._timed_out = False  # whether the client has read no response for too long
         self.is_rescheduled = False
         open_request.open_window(bool(request.memory_ranges))
 
@@ -318,7 +318,7 @@ class OutputStream:
         counter, memory = writer.context.copy_counter, writer.context.output_memory
         code = message = ""
         packed: Packed = (b"", [])
-        copied_before = counter.outputs
+        copied_bytes_before = counter.outputs
         self._trace_inputs()
         if response is not None and response.error is not None:
             code, message = response.error.code, response.error.message
@@ -330,8 +330,8 @@ class OutputStream:
                 failure = self.explain(error)
                 code, message = failure.code, failure.message
                 request_failed = final
-        copied_bytes = counter.outputs - copied_before
-        counter.outputs = copied_before
+        copied_bytes = counter.outputs - copied_bytes_before
+        counter.outputs = copied_bytes_before
         if self.request.work.trace and len(self._traced_tensors) < MAX_TRACED_CHARS:
             self._traced_tensors += b"".join(writer.context.spans)
             writer.context.spans.clear()

@@ -59,9 +59,9 @@ class Gatherer:
 
     _signature: Signature
     _mappings: Mappings
-    _allocate: Callable[[int], memoryview]
+    _allocate: Callable[[int], memoryview]  # returns host memory
     _copy_counter: CopyCounter = field(default_factory=CopyCounter)
-    _buffers: dict[str, memoryview] = field(default_factory=dict)
+    _buffers: dict[str, memoryview] = field(default_factory=dict)  # by input
     _device_buffers: Any = None  # a DeviceBuffers object, from the first batch in device memory on
 
     def __post_init__(self) -> None:
@@ -182,8 +182,8 @@ class BatchOutput(NamedTuple):
 
     name: str
     datatype: str
-    host_batch: Any
-    device_batch: torch.Tensor | None
+    host_batch: Any  # in host memory
+    device_batch: torch.Tensor | None  # on the device
 
     @property
     def shape(self) -> Shape:
@@ -237,10 +237,11 @@ class Runner:
     _context: ModelContext
     _signature: Signature
     _device: Device
-    _numpy_inputs: frozenset[str] = frozenset()
+    _numpy_inputs: frozenset[str] = frozenset()  # names
     _ragged_rules: RaggedRules | None = None
     _passes_views: bool = False  # whether the model receives views of its inputs
     _is_learning: bool = True  # whether it is unknown yet if the model writes to its inputs
+    # The inputs that are checked by torch's version counter, with their version.
     _watched_tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     # The inputs that are checked for changes, with their original bytes.
     _original_bytes: list[tuple[memoryview, bytes]] = field(default_factory=list)
@@ -256,8 +257,8 @@ class Runner:
 
     def memory_plan(self, config: ModelSpec, model: object) -> MemoryPlan | None:
         """Return the memory plan of `model`, and allocate its buffers; None if shapes vary."""
-        weights = _weights_byte_size(model) if is_module(model) else 0
-        plan = MemoryPlan.of(config, self._signature, weights)
+        weight_bytes = _weights_byte_size(model) if is_module(model) else 0
+        plan = MemoryPlan.of(config, self._signature, weight_bytes)
         if plan is not None and plan.rows > 1 and config.has_scheduler:
             for name, row_bytes in plan.input_row_bytes.items():
                 self._gatherer.reserve(name, row_bytes * plan.rows)
@@ -370,8 +371,8 @@ class Runner:
         if self._device.needs_copies:
             self._device.synchronize()
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
-        names = [name for name in requests[0].states if name in outputs]
-        states = [self._fetch_state(name, outputs, requests) for name in names]
+        state_names = [name for name in requests[0].states if name in outputs]
+        states = [self._fetch_state(name, outputs, requests) for name in state_names]
         if len(requests) == 1:
             first_parts = [self._split(item, requests)[0] for item in batch_outputs]
             return [Response(first_parts, states=states)]
@@ -419,9 +420,9 @@ class Runner:
             and is_tensor(output)
             and (datatype := _protocol_datatype(output))
         ):
-            readers = [request for request in requests if name in request.requested_outputs]
+            output_requests = [request for request in requests if name in request.requested_outputs]
             host_batch: torch.Tensor | None = None
-            if not all(requires_device_memory(request, name) for request in readers):
+            if not all(requires_device_memory(request, name) for request in output_requests):
                 self._copy_counter.outputs += output.nbytes
                 host_batch = self._device.fetch(output)
             return BatchOutput(name, datatype, host_batch, output)
@@ -475,8 +476,8 @@ class Runner:
         shape = output.shape
         shapes = self._ragged_rules and self._ragged_rules.part_shapes(output.name, requests, shape)
         if shapes:
-            elements = _adjacent_slices(map(element_count, shapes))
-            return list(map(output.part, requests, elements, shapes))
+            element_slices = _adjacent_slices(map(element_count, shapes))
+            return list(map(output.part, requests, element_slices, shapes))
         if len(requests) == 1:
             return [output.part(requests[0])]
         return list(map(output.part, requests, self._row_slices(output.name, shape, requests)))
@@ -525,7 +526,7 @@ def _array_datatype(name: str, array: np.ndarray[Any, Any], expected_datatype: s
     dtype = array.dtype.newbyteorder("=")
     if dtype == STORAGE_DTYPES[expected_datatype]:
         return expected_datatype
-    for datatype, candidate in NUMPY_DTYPES.items():
-        if candidate == dtype:
+    for datatype, candidate_dtype in NUMPY_DTYPES.items():
+        if candidate_dtype == dtype:
             return datatype
     raise Internal(f"inference output '{name}' is {dtype}, which no client can receive")

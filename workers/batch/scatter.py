@@ -8,8 +8,8 @@ the worker's arena       otherwise; the reader releases the block
 Outputs for a client's device memory are copied from host or device memory. An output that a runner
 has computed at its destination is not copied.
 
-Responses with equal names, types and shapes are of one kind. Their schema and the destination of
-each output are derived from the first response of the kind.
+Responses with equal names, types and shapes share a template: their schema and the destination of
+each output, derived from the first of these responses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shmserve.workers.context import ModelContext
 from shmserve.workers.memory.outputs import Copier
 
 MAX_TRACED_CHARS = 1 << 26  # maximum number of characters of the traced tensors of an execution
-_MAX_RESPONSE_KINDS = 64  # maximum number of kinds of responses to requests with equal schemas
+_MAX_RESPONSE_TEMPLATES = 64  # maximum number of cached templates of a request schema
 
 # Bytes; copying a smaller array takes less time than checking whether it is at its destination.
 _MIN_CHECKED_BYTES = 16 * 1024
@@ -53,10 +53,10 @@ class ReadyOutput(NamedTuple):
     shape: tuple[int, ...]
     data: Any
     byte_size: int
-    returned_range: Range | None = None
+    returned_range: Range | None = None  # of the input that is this output
 
 
-# The destination of an output in responses of one kind: None for the message, "" for the range
+# The destination of an output in responses of one template: None for the message, "" for the range
 # of the client, or the name of the input that is returned as the output.
 _Destination = str | None
 
@@ -64,7 +64,7 @@ _Destination = str | None
 def _is_repeatable(ready_outputs: list[ReadyOutput], request: Request, response: Response) -> bool:
     """Check whether all outputs were written unconverted.
 
-    If so, the next response of the same kind is written in the same way.
+    If so, later responses with the same template are written in the same way.
     """
     if len(ready_outputs) != len(response.outputs):
         return False
@@ -101,9 +101,9 @@ class Scatterer:
 
     _signature: Signature
     _context: ModelContext
-    _must_match_config: bool
-    _strict_shapes: bool
-    _expects_all: bool
+    _must_match_config: bool  # outputs must match it
+    _strict_shapes: bool  # shapes must match, too
+    _expects_all: bool  # requested outputs must not be missing
 
     def __post_init__(self) -> None:
         self._supports_batching = self._signature.max_batch_size > 0
@@ -132,9 +132,9 @@ class Scatterer:
                     if inputs[source].array is data and inputs[source].memory_range is not None:
                         key += (source,)
         key = tuple(key)
-        if key not in request.response_kinds:
+        if key not in request.response_templates:
             return self._write_new(request, response, key)
-        schema, destinations = request.response_kinds[key]
+        schema, destinations = request.response_templates[key]
         packed: list[Any] = []
         message_bytes = 0
         for output, destination in zip(response.outputs, destinations, strict=True):
@@ -214,17 +214,17 @@ class Scatterer:
             self._context.output_memory.free_unused(claimed_offsets)
             raise
         pairs = zip(ready_outputs, data, strict=True)
-        refs = [TensorRef(*item[:3], location) for item, location in pairs]
-        schema = pack_response_schema(refs, response.parameters)
+        tensor_refs = [TensorRef(*item[:3], tensor_data) for item, tensor_data in pairs]
+        schema = pack_response_schema(tensor_refs, response.parameters)
         if (
             key is not None
             and not claimed_offsets
             and _is_repeatable(ready_outputs, request, response)
         ):
-            if len(request.response_kinds) >= _MAX_RESPONSE_KINDS:
-                request.response_kinds.clear()
+            if len(request.response_templates) >= _MAX_RESPONSE_TEMPLATES:
+                request.response_templates.clear()
             destinations = [_destination(item, request) for item in ready_outputs]
-            request.response_kinds[key] = (schema, destinations)
+            request.response_templates[key] = (schema, destinations)
         return schema, pack_data(data)
 
     def _handle_missing(self, request: Request, returned_names: set[str]) -> None:
@@ -403,8 +403,8 @@ def _detach(item: ReadyOutput, request: Request) -> ReadyOutput:
         return item
     if not isinstance(data, np.ndarray):
         return item._replace(data=data.clone())
-    views = [source.raw for source in request.inputs.values() if source.is_shared]
-    if any(np.may_share_memory(data, raw) for raw in views if isinstance(raw, memoryview)):
+    shared_inputs = [source.raw for source in request.inputs.values() if source.is_shared]
+    if any(np.may_share_memory(data, raw) for raw in shared_inputs if isinstance(raw, memoryview)):
         return item._replace(data=data.copy())
     return item
 

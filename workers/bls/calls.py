@@ -84,8 +84,8 @@ class StreamBlsCall(BlsCall):
     ) -> None:
         super().__init__(router, request)
         self.outcomes: deque[Outcome] = deque()
-        self.received_all = False
-        self.is_abandoned = False
+        self.received_all = False  # whether the last response has arrived
+        self.is_abandoned = False  # whether further responses are ignored
         self.first_response = first_response
         self.window = ReadWindow()
 

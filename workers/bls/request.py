@@ -63,17 +63,17 @@ class CallRequest:
     model: str
     version: str
     inputs: Sequence[CallInput]
-    outputs: Sequence[str] = ()
+    outputs: Sequence[str] = ()  # names; (): all
     request_id: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
     correlation_id: int | str = 0
-    flags: int = 0
-    timeout_us: int = 0
-    deadline_ns: int = 0
+    flags: int = 0  # start and end of a sequence
+    timeout_us: int = 0  # in the queue of the called model
+    deadline_ns: int = 0  # of the caller; 0: none
     priority: int = 0
     trace: str = ""
-    origins: Sequence[Request] = ()
-    callers: str = ""
+    origins: Sequence[Request] = ()  # the requests for which the model makes the call
+    callers: str = ""  # executions that wait for the response
 
     @property
     def cancelled(self) -> bool:
@@ -120,10 +120,10 @@ def copy_response(
     for ref in response.outputs:
         data = ref.data
         try:
-            copy = bytearray(data if isinstance(data, bytes) else mappings.view(data))
+            data_copy = bytearray(data if isinstance(data, bytes) else mappings.view(data))
         except ShmserveError as error:
             return error
-        outputs.append(Input(ref.name, ref.datatype, ref.shape, memoryview(copy), model=model))
+        outputs.append(Input(ref.name, ref.datatype, ref.shape, memoryview(data_copy), model=model))
     return CallResponse(outputs, response.parameters)
 
 

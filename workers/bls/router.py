@@ -91,7 +91,7 @@ class SharedWait:
         self._recheck_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notification_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_notified = False
-        self._future_counts: Counter[asyncio.AbstractEventLoop] = Counter()
+        self._future_counts: Counter[asyncio.AbstractEventLoop] = Counter()  # of waiting futures
         self.add(self._notification_fd)
 
     def add(self, fd: int) -> None:
@@ -206,7 +206,7 @@ class BlsCall(InflightRequest):
     def __init__(self, router: CallRouter, request: CallRequest) -> None:
         self.router = router
         self.request = request
-        self.number = next(router.ids)
+        self.number = next(router.call_numbers)
         self.arrived_ns = time.monotonic_ns()
         self.inputs = StoredInputs((), [])
         self.endpoint = ""
@@ -257,9 +257,9 @@ class _Target:
         decoupled: Whether the model may send any number of responses to a request.
     """
 
-    endpoint: str
+    endpoint: str  # of the scheduler
     signature: Signature
-    decoupled: bool
+    decoupled: bool  # may send any number of responses
 
 
 class CallRouter:
@@ -269,7 +269,7 @@ class CallRouter:
 
     Attributes:
         mappings: The mapped memory of other processes.
-        ids: The ids of calls.
+        call_numbers: The ids of calls.
         shared_wait: The shared wait of the callers. Its lock guards the state of the router.
         schedulers: The client of the schedulers, with the calls in flight.
         _targets: The targets that the supervisor has reported.
@@ -296,7 +296,7 @@ class CallRouter:
         self._on_spans = on_spans
         self._input_memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
-        self.ids = count(1)
+        self.call_numbers = count(1)
         self.shared_wait = SharedWait(self._handle_received)
         self._lock = self.shared_wait.lock
         identity = f"{os.getpid()}.{secrets.token_hex(8)}"
@@ -306,8 +306,8 @@ class CallRouter:
         )
         self._targets: dict[ModelKey, _Target] = {}
         self._loss_count = 0
-        self._unresolved_calls: list[tuple[BlsCall, ShmserveError]] = []
-        self._cancellations: deque[tuple[BlsCall, bool]] = deque()
+        self._unresolved_calls: list[tuple[BlsCall, ShmserveError]] = []  # with their errors
+        self._cancellations: deque[tuple[BlsCall, bool]] = deque()  # (call, keeps reading)
         self._needs_cancel_check = False
         self._response_schemas = Schemas(ResponseSchema)
         self.add, self.remove = self.shared_wait.add, self.shared_wait.remove
@@ -550,8 +550,8 @@ class CallRouter:
         The call fails if its last scheduler is still the current one. Call without the lock.
         """
         with self._lock:
-            current = self._targets.get(call.key)
-            if current is not None and current.endpoint == call.endpoint:
+            known_target = self._targets.get(call.key)
+            if known_target is not None and known_target.endpoint == call.endpoint:
                 del self._targets[call.key]
         try:
             with self._locked_target(call) as target:

@@ -117,14 +117,14 @@ class DeviceMemory:
     """
 
     _create_driver: Callable[[], Cuda] = Driver
-    _as_tensor: Callable[[Allocation], torch.Tensor] = cuda_tensor
+    _as_tensor: Callable[[Allocation], torch.Tensor] = cuda_tensor  # returns the bytes as a tensor
     _cuda: Cuda | None = None
     _allocations: weakref.WeakValueDictionary[tuple[bytes, int], Allocation] = field(
         default_factory=weakref.WeakValueDictionary
     )
     # The pointers and devices of the allocations to close.
     _unused_allocations: deque[tuple[int, int]] = field(default_factory=deque)
-    written_devices: set[int] = field(default_factory=set)
+    written_devices: set[int] = field(default_factory=set)  # ordinals, until writes have completed
     # Devices that this process has used successfully.
     _working_devices: set[int] = field(default_factory=set)
     _loop_thread: int = field(default_factory=threading.get_ident)

@@ -17,13 +17,13 @@ import numpy as np
 from shmserve.errors import Unavailable
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.arena import Arena
-from shmserve.ipc.memory.lent import Readers, Token
+from shmserve.ipc.memory.lent import LentTokens, Token
 from shmserve.ipc.processes import LARGE_COPY
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.batch.request import Array
 
 
-class _Output(Token):
+class _OutputBlock(Token):
     """A block of the arena, allocated for the process that will read the block."""
 
     __slots__ = ("_memory", "memory_range", "reader")
@@ -55,11 +55,11 @@ class OutputMemory:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._readers: Readers[int] = Readers()
-        self.unsent: dict[int, _Output] = {}
+        self._lent_tokens: LentTokens[int] = LentTokens()
+        self.unsent: dict[int, _OutputBlock] = {}  # blocks of unsent responses, by offset
         self._lent_bytes: dict[int, int] = {}  # by reader, including blocks that were not sent yet
         # Blocks that a model computes in, by address.
-        self._reserved_outputs: dict[int, _Output] = {}
+        self._reserved_outputs: dict[int, _OutputBlock] = {}
         self._exited_readers: set[int] = set()  # readers whose exit the scheduler has not confirmed
 
     @property
@@ -68,7 +68,7 @@ class OutputMemory:
         return self._arena.memory.id
 
     def __len__(self) -> int:
-        return len(self._readers) + len(self.unsent)
+        return len(self._lent_tokens) + len(self.unsent)
 
     def allocate(self, reader: int, byte_size: int) -> tuple[Range, memoryview]:
         """Allocate a block for a process; return its range and its bytes.
@@ -81,7 +81,7 @@ class OutputMemory:
         if lent_bytes and reader >= FIRST_LOCAL_CLIENT:
             self._check_share(lent_bytes, byte_size)
         memory_range = self._arena.allocate(byte_size)
-        self.unsent[memory_range.offset] = _Output(self, memory_range, reader)
+        self.unsent[memory_range.offset] = _OutputBlock(self, memory_range, reader)
         self._lent_bytes[reader] = lent_bytes + byte_size
         return memory_range, self._arena.view(memory_range)
 
@@ -99,10 +99,10 @@ class OutputMemory:
 
     def claim(self, reader: int, address: int, byte_size: int) -> Range | None:
         """Return the reserved block at the address of an output, or None if there is none."""
-        output = self._reserved_outputs.get(address)
-        if output is None or output.memory_range.byte_size != byte_size or output.reader != reader:
+        block = self._reserved_outputs.get(address)
+        if block is None or block.memory_range.byte_size != byte_size or block.reader != reader:
             return None
-        if self.unsent.get(output.memory_range.offset) is not output:
+        if self.unsent.get(block.memory_range.offset) is not block:
             return None
         return self._reserved_outputs.pop(address).memory_range
 
@@ -116,7 +116,7 @@ class OutputMemory:
 
     def release(self, reader: int, offsets: list[int]) -> None:
         """Free blocks that their reader has released; blocks not lent to the reader are ignored."""
-        self._readers.release(reader, offsets)
+        self._lent_tokens.release(reader, offsets)
 
     def record_exit(self, reader: int) -> None:
         """Record that a process has exited; its blocks are kept until `drop_reader`.
@@ -135,7 +135,7 @@ class OutputMemory:
     def drop_reader(self, reader: int) -> None:
         """Free every block of a process that has exited."""
         self._exited_readers.discard(reader)
-        self._readers.release_all(reader)
+        self._lent_tokens.release_all(reader)
         self.free_unused([offset for offset, item in self.unsent.items() if item.reader == reader])
 
     def free_unused(self, offsets: Iterable[int]) -> None:
@@ -145,7 +145,7 @@ class OutputMemory:
             if output is not None:
                 output.release()
 
-    def free(self, output: _Output) -> None:
+    def free(self, output: _OutputBlock) -> None:
         """Free a block that has no user any more."""
         reader, memory_range = output.reader, output.memory_range
         lent_bytes = self._lent_bytes[reader] - memory_range.byte_size
@@ -162,7 +162,7 @@ class OutputMemory:
                 self.free_unused((output.memory_range.offset,))
         self._reserved_outputs.clear()
         for offset, output in self.unsent.items():
-            self._readers.lend(output.reader, offset, output)
+            self._lent_tokens.lend(output.reader, offset, output)
         self.unsent.clear()
 
     def free_unsent(self) -> None:

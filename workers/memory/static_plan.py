@@ -49,8 +49,8 @@ class MemoryPlan:
     weight_bytes: int
     input_row_bytes: Mapping[str, int]
     output_row_bytes: Mapping[str, int]
-    buckets: tuple[int, ...]
-    workspace: int | None = None
+    buckets: tuple[int, ...]  # batch sizes, ascending
+    workspace: int | None = None  # bytes; None: not measured
 
     @classmethod
     def of(cls, config: ModelSpec, signature: Signature, weight_bytes: int) -> MemoryPlan | None:
@@ -58,9 +58,9 @@ class MemoryPlan:
         specs = [*signature.inputs.values(), *signature.outputs.values()]
         if not specs or not all(map(_has_fixed_size, specs)):
             return None
-        inputs = {spec.name: _row_bytes(spec) for spec in signature.inputs.values()}
-        outputs = {spec.name: _row_bytes(spec) for spec in signature.outputs.values()}
-        return cls(weight_bytes, inputs, outputs, buckets(config))
+        input_row_bytes = {spec.name: _row_bytes(spec) for spec in signature.inputs.values()}
+        output_row_bytes = {spec.name: _row_bytes(spec) for spec in signature.outputs.values()}
+        return cls(weight_bytes, input_row_bytes, output_row_bytes, buckets(config))
 
     @property
     def rows(self) -> int:
@@ -113,12 +113,12 @@ def buckets(config: ModelSpec) -> tuple[int, ...]:
     the powers of two, and always the maximum batch size.
     """
     max_rows = max(1, config.max_batch_size)
-    sizes = {spec.batch_size for spec in config.optimization.cuda_graph_spec}
-    if not sizes:
+    batch_sizes = {spec.batch_size for spec in config.optimization.cuda_graph_spec}
+    if not batch_sizes:
         batching = config.dynamic_batching
-        sizes = set(batching.preferred_batch_size if batching is not None else ())
-        sizes |= {1 << power for power in range(max_rows.bit_length())}
-    return (*sorted(size for size in sizes if 0 < size < max_rows), max_rows)
+        batch_sizes = set(batching.preferred_batch_size if batching is not None else ())
+        batch_sizes |= {1 << exponent for exponent in range(max_rows.bit_length())}
+    return (*sorted(size for size in batch_sizes if 0 < size < max_rows), max_rows)
 
 
 def _has_fixed_size(spec: TensorSpec) -> bool:
@@ -130,7 +130,7 @@ def _row_bytes(spec: TensorSpec) -> int:
 
 
 # Torch recommends warm-ups, because libraries choose their algorithms in the first calls.
-_WARM_UPS = 3
+_WARM_UP_CALLS = 3
 
 Tensors = Mapping[str, "torch.Tensor"]
 
@@ -162,7 +162,7 @@ class CudaRecorder(Recorder):
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
+            for _ in range(_WARM_UP_CALLS):
                 call()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -203,6 +203,7 @@ class Graphs:
             )
             for name, spec in signature.inputs.items()
         }
+        # (replay function, outputs), by number of rows
         self._graphs: dict[int, tuple[Callable[[], None], Tensors]] = {}
         reserved_before = recorder.reserved_bytes()
         # The largest graph is first: smaller ones fit into the memory that it releases to the pool.

@@ -21,7 +21,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     **{name: getattr(torch, kind.name) for name, kind in NUMPY_DTYPES.items() if name != "BYTES"},
     "BF16": torch.bfloat16,
 }
-PROTOCOL_DATATYPES: dict[torch.dtype, str] = {kind: name for name, kind in TORCH_DTYPES.items()}
+PROTOCOL_DATATYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def as_torch(datatype: str, shape: tuple[int, ...], raw: Any) -> torch.Tensor:
@@ -65,7 +65,7 @@ class DeviceBuffers:
     """Device buffers for the rows of a batch: one per input, kept, and enlarged on demand."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}  # by input
 
     def gather(self, name: str, rows: Sequence[Bytes], capacity: int) -> torch.Tensor:
         """Copy rows into one buffer, on the device of the first row that is in device memory.

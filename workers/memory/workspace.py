@@ -41,8 +41,8 @@ class Workspace:
     _control: SupervisorLink
     _mappings: Mappings
     _device: str
-    _synchronize: Callable[[int], None]
-    coroutine_count: int = 0
+    _synchronize: Callable[[int], None]  # waits for a device
+    coroutine_count: int = 0  # number of coroutines with a lease
 
     def lease(self, byte_size: int, convert: Callable[[Any], Any] = _identity) -> LeasedWorkspace:
         """Return a lease for a `with` block. The contents of its memory are undefined.
@@ -145,11 +145,11 @@ class LeasedWorkspace:
         try:
             memory_range = self._workspace.ask(self._byte_size)
         except Exception as error:
-            report = partial(_fail, leased, error)
+            complete = partial(_fail, leased, error)
         else:
-            report = partial(self._complete_lease, leased, memory_range)
+            complete = partial(self._complete_lease, leased, memory_range)
         try:
-            loop.call_soon_threadsafe(report)
+            loop.call_soon_threadsafe(complete)
         except RuntimeError:  # the model has closed the loop, or the process exits
             if memory_range is not None:
                 self._workspace.release(memory_range, was_used=False)

@@ -37,7 +37,7 @@ _TEMPLATES = {unit: unit.replace(".", "@.") for unit in _SOCKETS}
 UNITS = (*SERVICES, *_SOCKETS, *_TEMPLATES.values(), "shmserve.slice")
 _STOP_MARGIN_S = 10
 _MIN_RELOAD_VERSION = 253  # since this version `systemctl reload` waits for completion
-_TYPE_RELOAD = "Type=notify-reload"
+_TYPE_RELOAD = "Type=notify-reload"  # the service type from systemd 253 on
 _TYPE_SIGNAL = "Type=notify\nExecReload=/bin/sh -c 'kill -HUP $MAINPID'"
 _STAMP = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{64})\)")
 
@@ -75,8 +75,8 @@ class Installation:
     @property
     def models(self) -> Path:
         """Return the model repository of a new configuration file."""
-        data = self.xdg_dirs[1] if self.xdg_dirs else Path("/var/lib")
-        return data / "shmserve/models"
+        data_dir = self.xdg_dirs[1] if self.xdg_dirs else Path("/var/lib")
+        return data_dir / "shmserve/models"
 
     @property
     def tmpfiles(self) -> Path:
@@ -109,20 +109,20 @@ def files(installation: Installation) -> list[File]:
     """Return all files that may be installed, in the order of writing."""
     settings_file = installation.settings / "shmserve.yaml"
     files = []
-    for path, purpose, body in _file_contents(installation):
+    for path, purpose, unstamped_text in _file_contents(installation):
         is_settings = path == settings_file
-        contents = None if body is None else stamp(body, is_settings)
-        files.append(File(path, purpose, contents, is_settings))
+        file_text = None if unstamped_text is None else stamp(unstamped_text, is_settings)
+        files.append(File(path, purpose, file_text, is_settings))
     return files
 
 
 def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
     is_user = installation.xdg_dirs is not None
     models = json.dumps(str(installation.models), ensure_ascii=False)
-    group = (
+    group_line = (
         "" if is_user else "# Its members may share memory with the server.\nshm-group: shmclients"
     )
-    config = _render("config.yaml", models=models, group=group)
+    config = _render("config.yaml", models=models, group=group_line)
     yield installation.settings / "shmserve.yaml", "the server's flags", config
     yield installation.units / SERVICES[0], "the server", _service(installation, is_template=False)
     purpose = f"further servers: shmserve@NAME has the flags of {installation.settings}/NAME.yaml"
@@ -133,8 +133,8 @@ def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str 
         purpose = f"the {name} listener of shmserve@NAME, if it is enabled; a drop-in adds ports"
         listen = _listen_lines("", f"%i-{name}.sock", is_user)
         yield installation.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
-    limits = "the resource limits of all servers together"
-    yield installation.units / UNITS[-1], limits, _render("slice.conf")
+    slice_comment = "the resource limits of all servers together"
+    yield installation.units / UNITS[-1], slice_comment, _render("slice.conf")
     for service in SERVICES:
         folder = installation.units / f"{service}.d"
         for device in DEVICES:
@@ -153,7 +153,7 @@ def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str 
 
 def _service(installation: Installation, is_template: bool) -> str:
     is_user = installation.xdg_dirs is not None
-    sockets = " ".join(_SOCKETS)
+    socket_units = " ".join(_SOCKETS)
     name = "shmserve" if is_user else "shmserve/server"
     return _render(
         "service.conf",
@@ -164,9 +164,9 @@ def _service(installation: Installation, is_template: bool) -> str:
         run_dir=f"{name}-%i" if is_template else name,
         stop_timeout_s=installation.exit_timeout_s + _STOP_MARGIN_S,
         system="" if is_user else _render("system.conf"),
-        sockets="" if is_template else f"Sockets={sockets}\n",
+        sockets="" if is_template else f"Sockets={socket_units}\n",
         target="default.target" if is_user else "multi-user.target",
-        also="" if is_template else f"Also={sockets}",
+        also="" if is_template else f"Also={socket_units}",
     )
 
 
@@ -188,11 +188,11 @@ def _socket(name: str, listen: list[str], instance_suffix: str) -> str:
 
 
 def _credential_lines(is_user: bool) -> str:
-    file = "%E/shmserve/token"
+    token_path = "%E/shmserve/token"
     if is_user:  # only the user's own systemd manager reads the file
-        return f"Environment=SHMSERVE_FLAGS=--auth-token-file={file}"
+        return f"Environment=SHMSERVE_FLAGS=--auth-token-file={token_path}"
     flags = "Environment=SHMSERVE_FLAGS=--auth-token-file=%d/token"
-    return f"LoadCredential=token:{file}\n{flags}"
+    return f"LoadCredential=token:{token_path}\n{flags}"
 
 
 def _render(template: str, /, **fields: object) -> str:
@@ -293,19 +293,19 @@ def _select_program(arguments: argparse.Namespace, is_preview: bool) -> tuple[st
         raise InvalidArgument(f"--program: '{program[0]}' is not an absolute path")
     interpreter = () if arguments.program else (Path(sys.executable).resolve(),)
     for path in (Path(program[0]), *interpreter):
-        problem = ""
+        problem_text = ""
         if not arguments.user and any(path.is_relative_to(folder) for folder in _HIDDEN_FOLDERS):
-            problem = (
+            problem_text = (
                 f"--program: the units cannot read '{path}', because /home, /root and /tmp are "
                 "hidden from them; install shmserve elsewhere, with a Python that is elsewhere, "
                 "too (/usr/bin/python3 -m venv /opt/shmserve)"
             )
         elif arguments.root is None and not path.exists():
-            problem = f"--program: '{path}' does not exist"
-        if problem and not is_preview:
-            raise InvalidArgument(problem)
-        if problem:
-            print(f"warning: {problem}", file=sys.stderr)
+            problem_text = f"--program: '{path}' does not exist"
+        if problem_text and not is_preview:
+            raise InvalidArgument(problem_text)
+        if problem_text:
+            print(f"warning: {problem_text}", file=sys.stderr)
             break
     return program
 
@@ -326,8 +326,8 @@ def _exit_timeout_s(file: Path) -> int:
     return timeout_s if isinstance(timeout_s, int) else 30
 
 
-def _path_in(root: Path, path: Path) -> Path:
-    return root / path.relative_to("/")
+def _path_in(root: Path, absolute_path: Path) -> Path:
+    return root / absolute_path.relative_to("/")
 
 
 class _Change:
@@ -368,20 +368,20 @@ class _Change:
 
     def _install(self, file: File) -> None:
         path = _path_in(self._root, file.path)
-        current = _read_text(path)
+        old_text = _read_text(path)
         if file.text is None:
-            if current is not None:
+            if old_text is not None:
                 self._remove(file)
-        elif current == file.text:
+        elif old_text == file.text:
             print(f"unchanged  {path}: {file.purpose}")
-        elif current is not None and not (
-            is_untouched(current) or (self._force and not file.is_editable)
+        elif old_text is not None and not (
+            is_untouched(old_text) or (self._force and not file.is_editable)
         ):
             self._report_kept(file, path)
-            self._show_difference(path, current, file.text)
+            self._show_difference(path, old_text, file.text)
         else:
-            self._report("written" if current is None else "updated", f"{path}: {file.purpose}")
-            self._show_difference(path, current, file.text)
+            self._report("written" if old_text is None else "updated", f"{path}: {file.purpose}")
+            self._show_difference(path, old_text, file.text)
             self._write(path, file.text)
 
     def _report(self, outcome: str, subject: str) -> None:

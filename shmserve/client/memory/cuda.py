@@ -103,15 +103,15 @@ def capsule(
     """
     code, bits = TYPES[datatype]
     dims = (ctypes.c_int64 * len(shape))(*shape)
-    managed = _ManagedTensor()
-    tensor = managed.tensor
+    managed_tensor = _ManagedTensor()
+    tensor = managed_tensor.tensor
     tensor.data = pointer
     tensor.device_type, tensor.device_id = device
     tensor.ndim, tensor.code, tensor.bits, tensor.lanes = len(shape), code, bits, 1
     tensor.shape = dims
-    managed.deleter = _DELETER
-    address = ctypes.addressof(managed)
-    _exported[address] = (managed, dims, owner)
+    managed_tensor.deleter = _DELETER
+    address = ctypes.addressof(managed_tensor)
+    _exported[address] = (managed_tensor, dims, owner)
     return _new(address, _CAPSULE_NAME, _DESTRUCTOR)
 
 
@@ -124,10 +124,10 @@ def device_number(device: object) -> int | None:
     name = str(device)
     if name == "cpu":
         return None
-    device_type, _, number = name.partition(":")
-    if device_type != "cuda" or not (number.isdecimal() or name == "cuda"):
+    device_type, _, device_index = name.partition(":")
+    if device_type != "cuda" or not (device_index.isdecimal() or name == "cuda"):
         raise InvalidArgument(f"device '{name}' is unknown (allowed: 'cpu', 'cuda', 'cuda:NUMBER')")
-    return int(number or 0)
+    return int(device_index or 0)
 
 
 class DeviceSegment(RegisteredMemory):
@@ -212,11 +212,11 @@ class DeviceView:
         Raises Released after the region's release.
         """
         self._check()
-        copy = np.empty(self.shape, dtype_of(self.datatype))
-        if copy.nbytes:
-            raw = copy.reshape(-1).view(np.uint8).data
-            self._allocation.cuda.read(self._pointer, raw, self._allocation.device)
-        return copy
+        host_array = np.empty(self.shape, dtype_of(self.datatype))
+        if host_array.nbytes:
+            host_bytes = host_array.reshape(-1).view(np.uint8).data
+            self._allocation.cuda.read(self._pointer, host_bytes, self._allocation.device)
+        return host_array
 
     def fill(self, values: Any) -> None:
         """Copy an array to the device, converted to this view's shape and datatype.

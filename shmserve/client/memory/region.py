@@ -29,7 +29,7 @@ from shmserve.ipc.tensors.descriptors import MAX_INT64, Range, TensorRef
 from shmserve.ipc.tensors.inference import Packed, TensorSchema
 from shmserve.ipc.tensors.signature import Signature
 
-_FOLDER = "/dev/shm/"
+_SHM_FOLDER = "/dev/shm/"
 Shape = tuple[int, ...]
 # Tensor name -> (shape or the size of the only dimension, datatype or numpy type).
 Specs = Mapping[str, tuple[Sequence[int] | int, Any]]
@@ -126,17 +126,17 @@ class Region(Mapping[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing.reduction import DupFd
 
-        shared = DupFd(self.fileno())
-        return _receive_region, (shared, self.specs, self._start_offset, self.segment.pin)
+        duplicate_fd = DupFd(self.fileno())
+        return _receive_region, (duplicate_fd, self.specs, self._start_offset, self.segment.pin)
 
     def __deepcopy__(self, memo: Any) -> Region:
         # Without this method, `__reduce__` would make a second region over the same memory.
         if not isinstance(self.segment, Segment):
             raise TypeError("a region in device memory cannot be copied")
-        copied = Region(self.memories, self.specs)
+        region_copy = Region(self.memories, self.specs)
         for name in self:
-            copied[name][...] = self[name]
-        return copied
+            region_copy[name][...] = self[name]
+        return region_copy
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
@@ -249,12 +249,12 @@ def attach_region(
 def _open_descriptor(source: Any) -> int:
     """Duplicate the descriptor of a memory object, or open the memory by its name."""
     if isinstance(source, str | os.PathLike):
-        name = os.fspath(source).removeprefix(_FOLDER).lstrip("/")
+        name = os.fspath(source).removeprefix(_SHM_FOLDER).lstrip("/")
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            return os.open(_FOLDER + name, flags)
+            return os.open(_SHM_FOLDER + name, flags)
         except FileNotFoundError:
-            raise NotFound(f"there is no shared memory '{name}' in {_FOLDER}") from None
+            raise NotFound(f"there is no shared memory '{name}' in {_SHM_FOLDER}") from None
         except PermissionError:
             raise PermissionDenied(f"shared memory '{name}': reading and writing denied") from None
         except OSError as error:
@@ -314,9 +314,9 @@ def _datatype(name: str, datatype: Any) -> str:
     if isinstance(datatype, str) and ITEM_SIZE.get(datatype):
         return datatype
     with contextlib.suppress(TypeError, ValueError):
-        datatype_name = "" if datatype is None else datatype_of(np.empty(0, datatype), "")
-        if datatype_name:
-            return datatype_name
+        protocol_name = "" if datatype is None else datatype_of(np.empty(0, datatype), "")
+        if protocol_name:
+            return protocol_name
     allowed_names = ", ".join(name for name, size in ITEM_SIZE.items() if size)
     raise InvalidArgument(
         f"'{name}': unknown datatype '{datatype}' (allowed: {allowed_names}, and types of numpy "

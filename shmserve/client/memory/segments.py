@@ -58,8 +58,8 @@ class Segment(RegisteredMemory):
             self.fd = os.memfd_create("shmserve-client", flags)
         except OSError as error:  # there are no huge pages, or no free descriptor
             raise Unavailable(f"shared memory cannot be allocated: {error}") from error
-        page = os.fstatvfs(self.fd).f_bsize
-        self.size = -(-byte_size // page) * page
+        page_size = os.fstatvfs(self.fd).f_bsize
+        self.size = -(-byte_size // page_size) * page_size
         try:
             os.ftruncate(self.fd, self.size)
             os.posix_fallocate(self.fd, 0, self.size)
@@ -71,15 +71,15 @@ class Segment(RegisteredMemory):
                 raise
             text = f"{byte_size} bytes of shared memory cannot be allocated"
             if huge_pages:
-                text += f": too few huge pages of {page} bytes are free (vm.nr_hugepages)"
+                text += f": too few huge pages of {page_size} bytes are free (vm.nr_hugepages)"
             else:
                 text += f": {error.strerror}"
             raise Unavailable(text) from error
         self._set_mapping(mapped)
 
-    def _set_mapping(self, mapped: mmap.mmap) -> None:
-        # Each array refers to `mapped`, so the memory is unmapped with the last array.
-        self.bytes = memoryview(mapped)
+    def _set_mapping(self, mapping: mmap.mmap) -> None:
+        # Each array refers to `mapping`, so the memory is unmapped with the last array.
+        self.bytes = memoryview(mapping)
         self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
         self.free_list = FreeList(aligned(self.size))
 

@@ -100,15 +100,15 @@ def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
         raise InvalidArgument(text)
     if isinstance(value, np.ndarray):
         # `View.plain` raises Released after the release of the memory.
-        plain = getattr(value, "plain", None)
-        return (value.view(np.ndarray) if plain is None else plain()), ""
+        as_plain_array = getattr(value, "plain", None)
+        return (value.view(np.ndarray) if as_plain_array is None else as_plain_array()), ""
     if hasattr(value, "__dlpack__"):
         problem: Exception | None = None
         # JAX arrays with a type of ml_dtypes, or on a GPU, support `__array__` only.
-        for read in (np.from_dlpack, np.asarray if hasattr(value, "__array__") else None):
+        for convert in (np.from_dlpack, np.asarray if hasattr(value, "__array__") else None):
             try:
-                if read is not None:
-                    return read(value), ""
+                if convert is not None:
+                    return convert(value), ""
             except (BufferError, RuntimeError, TypeError, ValueError) as error:
                 problem = error
         text = f"input '{name}' cannot be read through DLPack: {problem}"
@@ -127,7 +127,7 @@ def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
     if is_bfloat16(array.dtype):  # a list of arrays
         array = array.astype(np.float32)
     if array.size and array.dtype.kind not in "biuf":
-        wrong = next((e for e in array.flat if np.asarray(e).dtype.kind not in "biuf"), value)
+        wrong = next((v for v in array.flat if np.asarray(v).dtype.kind not in "biuf"), value)
         raise ValueError(
             f"an element is not a number of at most 64 bits: {wrong!r:.60} ({type(wrong).__name__})"
         )
@@ -135,8 +135,8 @@ def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
         if expected_datatype == "BF16":
             return to_bf16(np.asarray(array, np.float32)), expected_datatype
         # Lists are converted directly: a floating-point array would round large integers.
-        exact = array if hasattr(value, "__array__") else value
-        converted = np.asarray(exact, dtype_of(expected_datatype))
+        exact_values = array if hasattr(value, "__array__") else value
+        converted = np.asarray(exact_values, dtype_of(expected_datatype))
     if converted.dtype.kind != "f" and not np.array_equal(converted, array):
         wrong = array[np.asarray(converted != array)].flat[0]
         raise ValueError(f"{wrong} cannot be represented in {expected_datatype}")

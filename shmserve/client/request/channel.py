@@ -235,9 +235,10 @@ class RequestChannel:
             self._links, self._find, server.successors
         )
         self._request_ids = itertools.count(1)
-        self._handled_loss_count = 0
+        self._handled_loss_count = 0  # losses of schedulers that this channel has handled
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
+        self._is_flush_scheduled = False
         watch(self.waker)
         server.add_channel(self)
 
@@ -277,11 +278,11 @@ class RequestChannel:
                 "this client is closed" if self._is_closed and not is_other_server else CLOSED_EARLY
             )
         options = packed.options
-        size = len(packed.schema) + inline_size_of(packed.data) + len(options.request_id)
-        if size > MAX_REQUEST_BYTES:
+        message_bytes = len(packed.schema) + inline_size_of(packed.data) + len(options.request_id)
+        if message_bytes > MAX_REQUEST_BYTES:
             packed.release_memory()
             raise InvalidArgument(
-                f"the request has {size} bytes besides its tensors, the maximum is "
+                f"the request has {message_bytes} bytes besides its tensors, the maximum is "
                 f"{MAX_REQUEST_BYTES}"
             )
         pending.submit = make_submit(
@@ -297,7 +298,7 @@ class RequestChannel:
             correlation_id=options.sequence,
             trace=options.trace,
         )
-        self.schedulers.submit(pending, packed.model.endpoint, size)
+        self.schedulers.submit(pending, packed.model.endpoint, message_bytes)
         return pending
 
     def cancel(self, pending: ClientRequest) -> None:
@@ -326,6 +327,19 @@ class RequestChannel:
         """Send the queued messages."""
         self._links.flush()
 
+    def flush_soon(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        """Send the queued messages at the end of this iteration of an event loop.
+
+        The function `call_soon` of the loop calls a function at that time.
+        """
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
+            call_soon(self._flush_scheduled)
+
+    def _flush_scheduled(self) -> None:
+        self._is_flush_scheduled = False
+        self.flush()  # a closed channel has no links, so that nothing is sent
+
     # --- receiving
 
     def process_events(self, readable: Collection[int]) -> None:
@@ -347,8 +361,8 @@ class RequestChannel:
     def _find(self, pending: ClientRequest, _: Failed | None) -> str:
         """Return the endpoint that currently serves the model of a request; "" if there is none."""
         model, models = pending.packed_request.model, self.server.models
-        current = models.find(model.name, model.version) or models.find(model.name, "")
-        return "" if current is None else current.endpoint
+        current_model = models.find(model.name, model.version) or models.find(model.name, "")
+        return "" if current_model is None else current_model.endpoint
 
     # --- losses
 
@@ -360,7 +374,7 @@ class RequestChannel:
             return
         self._handled_loss_count = server.loss_count
         endpoints = [link.endpoint for link in self._links]
-        for lost_endpoint in [name for name in endpoints if name in server.successors]:
+        for lost_endpoint in [endpoint for endpoint in endpoints if endpoint in server.successors]:
             self.schedulers.handle_loss(lost_endpoint)
 
     def _replace_link(self, link: Dealer) -> None:

@@ -46,9 +46,9 @@ class Options(NamedTuple):
     priority: int = 0
     timeout_us: int = 0
     deadline_ns: int = 0
-    sequence: int | str = 0
-    flags: int = 0
-    trace: str = ""
+    sequence: int | str = 0  # the id of the sequence; 0: none
+    flags: int = 0  # bits that mark the first and the last request of a sequence
+    trace: str = ""  # the trace context for the scheduler
 
 
 PLAIN = Options()
@@ -77,14 +77,14 @@ def options_of(
         return PLAIN
     request_id = _check_text("request_id", request_id or "")
     parameters = _check_parameters(parameters) or {}
-    limit_us = _check_unsigned("deadline_us", parameters.get("deadline_us", 0))
-    limits_us = (_as_timeout_us(timeout_s), _as_timeout_us(limit_us / 1e6) if limit_us else 0)
+    deadline_us = _check_unsigned("deadline_us", parameters.get("deadline_us", 0))
+    limits_us = (_as_timeout_us(timeout_s), _as_timeout_us(deadline_us / 1e6) if deadline_us else 0)
     timeout_us = min(filter(None, limits_us), default=0)
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
-    level = _check_unsigned("priority", priority or parameters.get("priority", 0))
-    timing = (level, timeout_us, deadline_ns)
+    priority_level = _check_unsigned("priority", priority or parameters.get("priority", 0))
+    timing_options = (priority_level, timeout_us, deadline_ns)
     sequence_id, trace = _check_sequence(sequence), _trace_context(traceparent, parameters)
-    return Options(request_id, parameters or None, *timing, sequence_id, flags, trace)
+    return Options(request_id, parameters or None, *timing_options, sequence_id, flags, trace)
 
 
 def _trace_context(traceparent: str, parameters: Mapping[str, Any]) -> str:
@@ -156,8 +156,8 @@ def _check_parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any] | 
         return None
     if not isinstance(parameters, Mapping):
         raise InvalidArgument(f"parameters must be a mapping, got {parameters!r:.80}")
-    label = "the name of a parameter"
-    return {_check_text(label, n): _check_parameter(n, parameters[n]) for n in parameters}
+    field_name = "the name of a parameter"
+    return {_check_text(field_name, n): _check_parameter(n, parameters[n]) for n in parameters}
 
 
 def _check_parameter(name: str, value: Any) -> Any:
@@ -187,7 +187,7 @@ class PackedRequest(NamedTuple):
     options: Options
     template: ClientTemplate | None = None
     slot: TemplateSlot | None = None
-    as_torch: bool = False
+    as_torch: bool = False  # whether the outputs are returned as torch tensors
     release_memory: Callable[[], None] = noop
     segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs
     holders: tuple[Any, ...] = ()  # the lease or array that keeps each segment alive
@@ -219,7 +219,7 @@ def prepare(
     if type(inputs) is not dict and not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs must be a mapping of names to arrays, got {inputs!r:.80}")
     arrays: list[Array] = []
-    key: list[Any] = []
+    template_key: list[Any] = []
     as_torch = False
     can_use_template = not isinstance(outputs, Mapping)
     if can_use_template and outputs is not None and type(outputs) not in (list, tuple):
@@ -236,12 +236,12 @@ def prepare(
             array, datatype = as_array(value, specs.get(name), name)
         arrays.append(array)
         byte_size += array.nbytes
-        key += (name, array.dtype, array.shape, datatype)
+        template_key += (name, array.dtype, array.shape, datatype)
     # The server reads large arrays of a region in place, so their requests use no template. Only
     # the address of an array shows whether it is in a region.
     if can_use_template and (byte_size <= INLINE_LIMIT or not memories.any_within(arrays)):
-        key += outputs or ()
-        template = model.templates.find(tuple(key))
+        template_key += outputs or ()
+        template = model.templates.find(tuple(template_key))
         if template is not None:
             return _fill_template(model, template, arrays, options, as_torch)
     else:
@@ -249,7 +249,7 @@ def prepare(
     request = _UntemplatedRequest(memories, model, inputs, arrays, options, as_torch)
     if not can_use_template or not request.is_templatable:
         return request.prepare(outputs)
-    template = request.make_template(tuple(key), tuple(outputs or ()))
+    template = request.make_template(tuple(template_key), tuple(outputs or ()))
     return _fill_template(model, template, arrays, options, as_torch)
 
 
@@ -271,14 +271,14 @@ def _fill_template(
 ) -> PackedRequest:
     parameters = options.parameters
     if not template.uses_slots:
-        packed = template.pack_request(arrays, None, parameters)
-        return PackedRequest(model, *packed, options, template, None, as_torch)
+        packed_request = template.pack_request(arrays, None, parameters)
+        return PackedRequest(model, *packed_request, options, template, None, as_torch)
     slot = template.slot()
-    for target, array in zip(slot.inputs, arrays, strict=False):
-        np.copyto(target, array)
-    packed = template.pack_request(arrays, slot, parameters)
+    for slot_view, array in zip(slot.inputs, arrays, strict=False):
+        np.copyto(slot_view, array)
+    packed_request = template.pack_request(arrays, slot, parameters)
     memory = slot.release, (slot.block.segment,)
-    return PackedRequest(model, *packed, options, template, slot, as_torch, *memory)
+    return PackedRequest(model, *packed_request, options, template, slot, as_torch, *memory)
 
 
 def _prepare_region(
@@ -380,9 +380,9 @@ class _UntemplatedRequest:
         """Store a template by `key` for requests with the same datatypes and shapes as this one."""
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
-        with_outputs = not model.decoupled
+        has_output_memory = not model.decoupled
         arguments = (model.signature, tuple(self._schemas), outputs, self._memories)
-        template = ClientTemplate(*arguments, with_outputs=with_outputs)
+        template = ClientTemplate(*arguments, with_outputs=has_output_memory)
         return self._model.store_template(key, template)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:

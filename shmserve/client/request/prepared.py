@@ -32,7 +32,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature
 
-_NO_MEMORY = Memory(0, 0, 0, 0, MAX_INT64, True)
+_NO_MEMORY = Memory(0, 0, 0, 0, MAX_INT64, True)  # a placeholder
 
 
 def pack(
@@ -96,8 +96,8 @@ class ClientTemplate:
         refs = [schema.ref(Range(_NO_MEMORY, 0, schema.byte_size)) for schema in schemas]
         properties = signature.check("", refs, [RequestedOutput(name) for name in outputs])
         self._is_inline = sum(schema.byte_size for schema in schemas) <= INLINE_LIMIT
-        requested = outputs or tuple(signature.outputs)
-        sizes = {name: signature.output_size(name, properties.batch_size) for name in requested}
+        output_names = outputs or tuple(signature.outputs)
+        sizes = {name: signature.output_size(name, properties.batch_size) for name in output_names}
         outputs_in_slot = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
         self._output_sizes = {n: s for n, s in sizes.items() if s is not None and outputs_in_slot}
         self._refs, self._requested_names = refs, tuple(sizes if outputs_in_slot else outputs)

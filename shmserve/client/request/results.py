@@ -125,8 +125,8 @@ def read(reader: Reader, message: Finished) -> Result:
 
 
 def _check_complete(packed: PackedRequest, result: Result) -> None:
-    requested = [output.name for output in RequestSchema(packed.schema).outputs]
-    missing = [name for name in requested or packed.model.signature.outputs if name not in result]
+    expected = [output.name for output in RequestSchema(packed.schema).outputs]
+    missing = [name for name in expected or packed.model.signature.outputs if name not in result]
     if missing:
         names = ", ".join(f"'{name}'" for name in missing)
         raise Internal(f"model '{packed.model.name}' did not return the requested outputs {names}")
@@ -148,7 +148,7 @@ def _read(
     The arrays in shared memory keep `lease` alive, or without it the lease of their region.
     """
     packed = reader.packed_request
-    schema = packed.model.responses[message.schema]
+    schema = packed.model.response_schemas[message.schema]
     payloads = message.data
     if len(payloads) != len(schema.outputs):
         raise MalformedMessage(f"expected {len(schema.outputs)} outputs, found {len(payloads)}")
@@ -164,8 +164,8 @@ def _read(
 def _decode(packed: PackedRequest, output: TensorSchema, data: bytes | bytearray) -> Any:
     if output.datatype == "BYTES":
         return decode_bytes(data, output.shape, output.name, packed.model.name)
-    writable = data if type(data) is bytearray else bytearray(data)
-    array = np.ndarray(output.shape, dtype_of(output.datatype), writable)
+    writable_data = data if type(data) is bytearray else bytearray(data)
+    array = np.ndarray(output.shape, dtype_of(output.datatype), writable_data)
     return to_torch(array, output.datatype) if packed.as_torch else array
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.views import noop
@@ -169,43 +169,7 @@ def _writes_to_client_memory(packed: PackedRequest) -> bool:
     return any(output.has_range for output in RequestSchema(packed.schema).outputs)
 
 
-class Channel(Protocol):
-    """The interface of a channel by which a thread submits requests and waits for responses."""
-
-    connection: ServerConnection
-
-    def submit(self, packed: PackedRequest) -> Any:
-        """Submit a request and return the object to pass to `wait`."""
-
-    def send(self, min_messages: int) -> None:
-        """Send the queued messages if there are at least `min_messages`."""
-
-    def wait(self, submitted: Any) -> Result:
-        """Wait for a request and return its result.
-
-        Raises:
-            TimedOut: The deadline has passed.
-            ShmserveError: The request has failed with this error.
-        """
-
-    def open(self, packed: PackedRequest) -> ClientStream:
-        """Send a request that may have any number of responses."""
-
-    def wait_until_ready(self, pending: Any) -> None:
-        """Wait until a request has completed, or its next response has arrived.
-
-        Raises:
-            TimedOut: The deadline has passed. The request is cancelled.
-        """
-
-    def credit(self, pending: Any, responses: int) -> None:
-        """Grant credit for `responses` more responses."""
-
-    def cancel(self, pending_requests: Iterable[Any]) -> None:
-        """Cancel requests; safe in any thread and at any time."""
-
-
-class ThreadChannel(Channel):
+class ThreadChannel:
     """A request channel of one thread, which polls the channel's sockets while it waits."""
 
     def __init__(self, connection: ServerConnection) -> None:
@@ -219,30 +183,46 @@ class ThreadChannel(Channel):
         self._poll.register(fd, select.EPOLLIN)
 
     def submit(self, packed: PackedRequest) -> ClientRequest:
+        """Submit a request and return the object to pass to `wait`."""
         with self.lock:
             return self.requests.submit(packed)
 
     def send(self, min_messages: int) -> None:
+        """Send the queued messages if there are at least `min_messages`."""
         if self.requests.unsent >= min_messages:
             with self.lock:
                 self.requests.flush()
 
     def open(self, packed: PackedRequest) -> ClientStream:
+        """Send a request that may have any number of responses."""
         with self.lock:
             pending = self.requests.start(ClientStream(self.requests, packed))
             self.requests.flush()
             return pending
 
-    def credit(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, response_count: int) -> None:
+        """Grant credit for `response_count` more responses."""
         with self.lock:
-            self.requests.schedulers.credit(pending, responses)
+            self.requests.schedulers.credit(pending, response_count)
             self.requests.flush()
 
-    def wait(self, pending: ClientRequest) -> Result:
+    def wait(self, pending: Any) -> Result:
+        """Wait for a request and return its result.
+
+        Raises:
+            TimedOut: The deadline has passed.
+            ShmserveError: The request has failed with this error.
+        """
         self.wait_until_ready(pending)
-        return pending.result()
+        result: Result = pending.result()
+        return result
 
     def wait_until_ready(self, pending: ClientRequest) -> None:
+        """Wait until a request has completed, or its next response has arrived.
+
+        Raises:
+            TimedOut: The deadline has passed. The request is cancelled.
+        """
         with self.lock:
             try:
                 self.poll_until_ready(pending)
@@ -252,6 +232,7 @@ class ThreadChannel(Channel):
                 raise
 
     def cancel(self, pending_requests: Iterable[ClientRequest]) -> None:
+        """Cancel requests; safe in any thread and at any time."""
         self._to_cancel.extend(pending_requests)
         # A stream may be collected while its thread, or another thread, waits with the lock held.
         if self.lock.acquire(blocking=False):
@@ -295,10 +276,11 @@ class ThreadChannel(Channel):
             self._poll.close()
 
 
-class SharedChannel(Channel):
+class SharedChannel:
     """The connection's channel, shared by the threads that have no channel of their own.
 
-    The connection's thread sends and receives for these threads.
+    The connection's thread sends and receives for these threads. The methods are those of
+    `ThreadChannel`.
     """
 
     def __init__(self, connection: ServerConnection) -> None:
@@ -318,6 +300,7 @@ class SharedChannel(Channel):
             )
 
     def submit(self, packed: PackedRequest) -> Future[Result]:
+        """Send a request, and return its future."""
         future: Future[Result] = Future()
         future.add_done_callback(_notify_cancelled)
         connection = self.connection
@@ -327,14 +310,17 @@ class SharedChannel(Channel):
     def send(self, min_messages: int) -> None:
         """Do nothing: `submit` has sent the request already."""
 
-    def wait(self, future: Future[Result]) -> Result:
+    def wait(self, future: Any) -> Result:
+        """Return the result of a submitted request, or raise its error; cancel it on an error."""
         try:
-            return future.result()
+            result: Result = future.result()
+            return result
         finally:
             future.cancel()
             del future  # else, the future and the traceback of its error would form a cycle
 
     def open(self, packed: PackedRequest) -> ClientStream:
+        """Send a request, and return the stream of its responses."""
         future: Future[ClientStream] = Future()
 
         def start(channel: RequestChannel) -> None:
@@ -347,6 +333,7 @@ class SharedChannel(Channel):
         return future.result()
 
     def wait_until_ready(self, pending: ClientStream) -> None:
+        """Wait until a stream has a response or its end; raise TimedOut at its deadline."""
         deadline_ns = pending.packed_request.options.deadline_ns
         while not pending.ready():
             self.check_may_wait()
@@ -359,17 +346,22 @@ class SharedChannel(Channel):
                 self.cancel((pending,))
                 raise TimedOut(NO_RESPONSE)
 
-    def credit(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, response_count: int) -> None:
+        """Permit the model to send this many further responses."""
         with contextlib.suppress(Disconnected):
-            self.connection.call(lambda channel: channel.schedulers.credit(pending, responses))
+            self.connection.call(lambda channel: channel.schedulers.credit(pending, response_count))
 
     def cancel(self, pending_requests: Iterable[Future[Result] | ClientStream]) -> None:
+        """Cancel requests; safe in any thread and at any time."""
         for pending in pending_requests:
             if isinstance(pending, Future):
                 pending.cancel()
             else:
                 with contextlib.suppress(Disconnected):
                     self.connection.call(partial(RequestChannel.cancel, pending=pending))
+
+
+Channel = ThreadChannel | SharedChannel
 
 
 def _notify_cancelled(future: Future[Result]) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-WINDOW_S = 10.0
+WINDOW_S = 10.0  # the interval over which rates are computed
 HISTORY_S = 600.0
-HISTORY_EVERY_S = 5.0
+HISTORY_EVERY_S = 5.0  # the time between two points of a chart
 EXITS_SHOWN_S = 3600.0  # the time for which exited workers are shown
 _QUANTILES = (0.5, 0.9, 0.99)
 # The figures that a row has from the report of a scheduler, under the same names.
@@ -33,9 +33,9 @@ _TOKEN_TIMES = {"first_token_ms": "first_token_seconds", "inter_token_ms": "inte
 _NEW_EXIT_RANK, _EARLIER_EXIT_RANK = 3000, 1500
 _LONG_QUEUE_MS = 1.0  # a model with a shorter mean queueing time has no problem
 
-Report = Mapping[str, Any]
-Row = dict[str, Any]
-Point = tuple[float | None, ...]
+Report = Mapping[str, Any]  # a scheduler's statistics of one model version
+Row = dict[str, Any]  # the figures of one model version, as the dashboard shows them
+Point = tuple[float | None, ...]  # the values of the charts at one time
 _IDLE_POINT: Point = (0, 0, None, None, 0, 0)
 
 
@@ -78,10 +78,10 @@ class Figures:
         }
 
     def _recent_exits(self, key: str, now_s: float) -> int:
-        exits = self._exits.get(key, deque())
-        while exits and exits[0][0] <= now_s - EXITS_SHOWN_S:
-            exits.popleft()
-        return sum(count for _, count in exits)
+        exits_by_time = self._exits.get(key, deque())
+        while exits_by_time and exits_by_time[0][0] <= now_s - EXITS_SHOWN_S:
+            exits_by_time.popleft()
+        return sum(count for _, count in exits_by_time)
 
 
 class History:
@@ -129,14 +129,14 @@ def _build_point(row: Row) -> Point:
     return _IDLE_POINT if point == _IDLE_POINT else point
 
 
-def build_row(report: Report, earlier: Report | None, seconds: float, exits: int = 0) -> Row:
+def build_row(report: Report, earlier: Report | None, seconds: float, exit_count: int = 0) -> Row:
     """Return a model's row, which has no `recent` if `earlier` is None.
 
     Args:
         report: The current report.
         earlier: The report of `seconds` ago.
         seconds: The length of the interval.
-        exits: The number of workers that died within an hour.
+        exit_count: The number of workers that died within an hour.
     """
     figures: Row = {name: report[name] for name in _TOTALS}
     figures |= {name: _without_zeros(report[key]) for name, key in _COUNTS_BY_LABEL.items()}
@@ -149,28 +149,28 @@ def build_row(report: Report, earlier: Report | None, seconds: float, exits: int
     if earlier is not None and seconds > 0:
         figures["recent"] = _recent_figures(report, earlier, seconds)
     figures["hurts"], figures["because"] = _find_problem(figures, report)
-    if exits:
-        exits_text = f"{exits} worker{'s' * (exits > 1)} died within an hour"
+    if exit_count:
+        exits_text = f"{exit_count} worker{'s' * (exit_count > 1)} died within an hour"
         figures["because"] = f"{figures['because']}; {exits_text}".removeprefix("; ")
         is_new = earlier is not None and report["workers_lost"] > earlier["workers_lost"]
         rank = _NEW_EXIT_RANK if is_new else _EARLIER_EXIT_RANK
-        figures["hurts"] = max(figures["hurts"], rank + exits)
+        figures["hurts"] = max(figures["hurts"], rank + exit_count)
     return figures
 
 
 def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> Row:
-    names = (name for name in report if type(report[name]) is int)
-    increases = {name: max(0, report[name] - earlier_report.get(name, 0)) for name in names}
+    counter_names = (name for name in report if type(report[name]) is int)
+    increases = {name: max(0, report[name] - earlier_report.get(name, 0)) for name in counter_names}
     batch_sizes, earlier_sizes = report["batch_size"], earlier_report["batch_size"]
     batch_counts = _bucket_increases(batch_sizes, earlier_sizes)
     earlier = earlier_report["batches_closed"]
-    closed = {key: count - earlier.get(key, 0) for key, count in report["batches_closed"].items()}
+    closings = {key: count - earlier.get(key, 0) for key, count in report["batches_closed"].items()}
     batches_by_size = dict(zip([*batch_sizes["buckets"], "more"], batch_counts, strict=True))
     figures: Row = {
         "rate": _four_digits(increases["success"] / seconds),
         "fail_rate": _four_digits(increases["fail"] / seconds),
         "execution_rate": _four_digits(increases["execution_count"] / seconds),
-        "closed": _without_zeros(closed),
+        "closed": _without_zeros(closings),
         "sizes": _without_zeros(batches_by_size),
         "ms": _request_quantiles_ms(report, earlier_report),
         "phases": _mean_phase_ms(increases),
@@ -188,8 +188,8 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
 
 def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     """Return the mean time of each phase of a request in ms."""
-    executed = increases["success"] - increases["cache_hit"]  # number of requests
-    counts = {phase: increases["success"] if phase == "queue" else executed for phase in _PHASES}
+    executions = increases["success"] - increases["cache_hit"]  # number of requests
+    counts = {phase: increases["success"] if phase == "queue" else executions for phase in _PHASES}
     return {
         phase.removeprefix("compute_"): _four_digits(increases[f"{phase}_ns"] / count / 1e6)
         for phase, count in counts.items()
@@ -258,7 +258,7 @@ def _find_problem(figures: Row, report: Report) -> tuple[float, str]:
     phases = recent.get("phases", {})
     delay_ms = report["queue_delay_ns"] / 1e6
     queue_ms = max(0.0, phases.get("queue", 0) - delay_ms)
-    total_ms = queue_ms + sum(ms for phase, ms in phases.items() if phase != "queue")
+    total_ms = queue_ms + sum(mean_ms for phase, mean_ms in phases.items() if phase != "queue")
     if queue_ms >= max(_LONG_QUEUE_MS, delay_ms / 2) and queue_ms > total_ms / 2:
         delay_text = f", besides the configured {delay_ms:.3g} ms" if delay_ms else ""
         queue_text = f"{queue_ms:.3g} of {total_ms:.3g} ms in the queue{delay_text}"

@@ -72,7 +72,7 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
     Raises:
         InvalidArgument: `version` is not a version.
     """
-    if name in gateway.models.on_demand and not gateway.models.versions(name):
+    if name in gateway.models.on_demand_names and not gateway.models.versions(name):
         return True
     try:
         model = gateway.models.resolve(name, version)
@@ -109,7 +109,7 @@ def request_examples(gateway: Gateway) -> list[dict[str, Any]]:
     loaded, the request is one that loads it, without a body.
     """
     models = gateway.models
-    names = sorted({*models.on_demand, *(model.name for model in models.all_versions())})
+    names = sorted({*models.on_demand_names, *(model.name for model in models.all_versions())})
     return [example for name in names for example in _model_examples(name, models.find(name, ""))]
 
 
@@ -123,11 +123,11 @@ def _model_examples(name: str, model: GatewayModel | None) -> list[dict[str, Any
     if model is None:
         return [{"model": name, "path": path, "headers": {}}]
     if model.has_task_parameter:
-        chat = [{"role": "user", "content": "Tell me a story."}]
+        messages = [{"role": "user", "content": "Tell me a story."}]
         completion = text_example(name, "/v1/completions", prompt="Once upon a time", max_tokens=16)
         return [
             completion,
-            text_example(name, "/v1/chat/completions", messages=chat, max_tokens=16),
+            text_example(name, "/v1/chat/completions", messages=messages, max_tokens=16),
         ]
     signature = model.signature
     required_inputs = [spec for spec in signature.inputs.values() if not spec.optional]
@@ -166,9 +166,9 @@ LOG_SWITCHES = ("log_info", "log_warning", "log_error")
 LOG_LEVEL, LOG_FORMAT, LOG_FILE = "log_verbose_level", "log_format", "log_file"
 
 
-async def change_log_settings(gateway: Gateway, changes: dict[str, Any]) -> dict[str, Any]:
+async def change_log_settings(gateway: Gateway, new_settings: dict[str, Any]) -> dict[str, Any]:
     """Change log settings, and return all log settings in Triton's order."""
-    return await gateway.supervisor.send_request(ChangeLogging, changes)
+    return await gateway.supervisor.send_request(ChangeLogging, new_settings)
 
 
 def log_file_error() -> Unsupported:

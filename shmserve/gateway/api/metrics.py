@@ -86,7 +86,7 @@ class ReportFamily(NamedTuple):
         """Return whether the family measures a latency; settings can disable these families."""
         return self.value_path.endswith("_ns")
 
-    def find(self, report: dict[str, Any]) -> Any:
+    def value_in(self, report: dict[str, Any]) -> Any:
         """Return the family's value in a report: a number, numbers by label, or a histogram."""
         paths = [path.split(".") for path in self.value_path.split("+")]
         values: list[Any] = [reduce(getitem, path, report) for path in paths]
@@ -96,7 +96,7 @@ class ReportFamily(NamedTuple):
         """Return the family with a sample for each value in the reports."""
         family = ExpositionFamily(self.name, self.help_text, self.kind)
         for labels, report in reports:
-            measurement = self.find(report)
+            measurement = self.value_in(report)
             if self.kind == "histogram":
                 family.add_histogram(labels, measurement)
             elif self.key:
@@ -117,8 +117,8 @@ def _read_table() -> dict[str, list[ReportFamily]]:
     for line, next_line in pairwise(lines):
         if line.startswith("["):
             families = groups[line.strip("[]")] = []
-        elif row := _FAMILY_LINE.fullmatch(line):
-            kind, name, path, key = row.groups(default="")
+        elif row_match := _FAMILY_LINE.fullmatch(line):
+            kind, name, path, key = row_match.groups(default="")
             field_name = name.removeprefix("shmserve_").removeprefix("llm_").removesuffix("_total")
             families.append(ReportFamily(kind, name, path or field_name, key, next_line.strip()))
     return groups
@@ -161,7 +161,7 @@ def triton_families(reports: Reports, *, shows_latencies: bool) -> Iterator[Expo
 def _total_cache_families(reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
     """Yield Triton's gauges of the server's response cache."""
     for family in _FAMILIES["cache totals"]:
-        yield _create_gauge(family.name, family.help_text, sum(map(family.find, reports)))
+        yield _create_gauge(family.name, family.help_text, sum(map(family.value_in, reports)))
     used, size = (sum(report["cache"][key] for report in reports) for key in ("bytes", "bound"))
     utilization = used / size if size else 0.0
     yield _create_gauge("nv_cache_util", "Cache utilization [0.0 - 1.0]", utilization)
@@ -308,11 +308,11 @@ class MetricsExporter:
         yield _create_family("counter", name, "Loads that failed", ({}, failures.count))
 
     def _region_families(self) -> Iterator[ExpositionFamily]:
-        table = self._gateway.regions
+        region_table = self._gateway.regions
         for kind, regions, text in (
-            ("", table.named_regions(), "registered regions of shared memory"),
+            ("", region_table.named_regions(), "registered regions of shared memory"),
             (
-                *("unnamed_", table.unnamed_regions()),
+                *("unnamed_", region_table.unnamed_regions()),
                 "regions that shmserve.client shares, or that are unregistered but still in use",
             ),
         ):
@@ -322,8 +322,8 @@ class MetricsExporter:
 
     def _host_families(self) -> Iterator[ExpositionFamily]:
         if self._gateway.settings.allow_cpu_metrics:
-            rate = self._cpu.read()
-            yield _create_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", rate)
+            usage = self._cpu.read()
+            yield _create_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", usage)
             for part, size in zip(("total", "used"), memory_bytes(), strict=True):
                 help_text = f"CPU {part} memory (RAM), in bytes"
                 yield _create_gauge(f"nv_cpu_memory_{part}_bytes", help_text, size)
@@ -371,8 +371,8 @@ def _process_families(running: list[Process]) -> Iterator[ExpositionFamily]:
         by_title.setdefault(process.title, []).append(process)
     for kind, name, text, attribute in _PROCESS_FAMILIES:
         samples = (
-            ({"process": title}, sum(getattr(process, attribute) for process in named))
-            for title, named in by_title.items()
+            ({"process": title}, sum(getattr(process, attribute) for process in same_title))
+            for title, same_title in by_title.items()
         )
         yield _create_family(kind, name, text, *samples)
 

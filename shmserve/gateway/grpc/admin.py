@@ -196,10 +196,10 @@ class AdminCall:
         await memory_api.unregister_regions(self.gateway, self.client, request.name, is_cuda=True)
 
 
-def _check_kind(kind: str | None, expected: str, operation: str, key: str) -> None:
-    if kind != expected:
+def _check_kind(found_type: str | None, expected_type: str, operation: str, key: str) -> None:
+    if found_type != expected_type:
         parameter_name = f"{operation} parameter '{key}'" if operation else f"'{key}' parameter"
-        raise InvalidArgument(f"invalid value type for {parameter_name}, expected {expected}.")
+        raise InvalidArgument(f"invalid value type for {parameter_name}, expected {expected_type}.")
 
 
 def _read_changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
@@ -220,9 +220,9 @@ def _read_changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
 
 async def reflect(call: StreamingCall) -> Ending | None:
     """Handle a call of ServerReflectionInfo: send a response to each message."""
-    async for raw in call.read_messages():
+    async for encoded_request in call.read_messages():
         try:
-            request = ServerReflectionRequest.FromString(raw)
+            request = ServerReflectionRequest.FromString(encoded_request)
         except DecodeError:
             return _MALFORMED
         await call.write_all([answer_reflection(request).SerializeToString()])

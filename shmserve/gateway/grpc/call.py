@@ -36,8 +36,8 @@ from shmserve.gateway.grpc.framing import (
     BrokenMessage,
     CallHead,
     Ending,
+    MakeSink,
     ReceivedMessage,
-    Sinks,
     StatusCode,
     compress_in_turns,
     compress_message,
@@ -118,8 +118,8 @@ class Carrier(Protocol):
     def flush(self) -> None:
         """Write the pending frames."""
 
-    def watch(self, call: Any, arriving: ArrivingMessage) -> None:
-        """Register a call, whose message must arrive within the time limit of `arriving`."""
+    def watch(self, call: Any, incoming: ArrivingMessage) -> None:
+        """Register a call, whose message must arrive within the time limit of `incoming`."""
 
     def unwatch(self, call: Any) -> None:
         """End the time limit of a call, since its message was received or the call has ended."""
@@ -161,18 +161,18 @@ class GrpcCall(ABC):
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
         *("_arriving_message", "_assembly", "_is_head_sent", "_response_encoding", "_connection"),
-        *("_deadline", "_sinks", "_stream", "_deadline_timer", "client", "is_done", "head"),
+        *("_deadline", "_make_sink", "_stream", "_deadline_timer", "client", "is_done", "head"),
         *("on_disconnect", "on_ended"),
     )
 
     def __init__(
-        self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
+        self, connection: Carrier, stream: Stream, head: CallHead, make_sink: MakeSink | None = None
     ) -> None:
         self._connection = connection
         self._stream = stream
         self.head = head
         self.client: ClientIdentity = connection.client
-        self._sinks = sinks
+        self._make_sink = make_sink
         self.is_done = False
         self.on_disconnect: Callable[[], object] | None = None
         self.on_ended: Callable[[], None] | None = None
@@ -241,7 +241,7 @@ class GrpcCall(ABC):
         assembly = self._assembly
         if assembly is None:
             window_share = self._connection.context.limits.window_bytes * self._window_share
-            assembly = self._assembly = Assembly(int(window_share), self.head, self._sinks)
+            assembly = self._assembly = Assembly(int(window_share), self.head, self._make_sink)
         assembly.feed(piece)
         self._take_messages(assembly, len(piece))
 
@@ -263,9 +263,9 @@ class GrpcCall(ABC):
                 return
         if not assembly.received_bytes:
             return
-        received = assembly.received_bytes if self._arriving_message is None else size
+        new_bytes = assembly.received_bytes if self._arriving_message is None else size
         arriving = self.start_time_limit()
-        arriving.received_bytes += received
+        arriving.received_bytes += new_bytes
         arriving.reserve(assembly.heap_bytes - arriving.heap_bytes)
         if assembly.sink is not None:
             arriving.register_block(assembly.sink.discard)
@@ -377,9 +377,9 @@ class UnaryCall(GrpcCall):
         stream: Stream,
         head: CallHead,
         on_message: UnaryHandler,
-        sinks: Sinks | None = None,
+        make_sink: MakeSink | None = None,
     ) -> None:
-        super().__init__(connection, stream, head, sinks)
+        super().__init__(connection, stream, head, make_sink)
         self.on_message = on_message
         self._has_message = False
         self._task: asyncio.Task[None] | None = None
@@ -427,8 +427,8 @@ class UnaryCall(GrpcCall):
         self._mark_done()
         self._stream.on_sent = self._on_all_sent
         connection = self._connection
-        blocks = _BLOCKS[self._response_encoding]
-        connection.http2.sending.send_response(self._stream, blocks, pieces)
+        response_blocks = _BLOCKS[self._response_encoding]
+        connection.http2.sending.send_response(self._stream, response_blocks, pieces)
         connection.flush()
 
     def _handle_message(self, message: ReceivedMessage) -> None:
@@ -477,9 +477,9 @@ class StreamingCall(GrpcCall):
     )
 
     def __init__(
-        self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
+        self, connection: Carrier, stream: Stream, head: CallHead, make_sink: MakeSink | None = None
     ) -> None:
-        super().__init__(connection, stream, head, sinks)
+        super().__init__(connection, stream, head, make_sink)
         self._queue: deque[ReceivedMessage] = deque()
         self._has_unparsed_data = False  # whether received data may contain more messages
         self._is_half_closed = False  # whether the client has half-closed the stream
@@ -540,14 +540,14 @@ class StreamingCall(GrpcCall):
                 await self._message_waiter
                 self._message_waiter = None
             message = self._queue.popleft()
-            self._consumed_bytes += len(message.data) + PREFIX.size - message.beyond_window
+            self._consumed_bytes += len(message.data) + PREFIX.size - message.bytes_beyond_window
             self._update_window()
             yield (await self._inflate_message(message) if message.is_compressed else message.data)
 
     def _update_window(self) -> None:
         if self._consumed_bytes > self._connection.context.limits.window_bytes // 4:
-            consumed, self._consumed_bytes = self._consumed_bytes, 0
-            self._connection.http2.send_window_update(self._stream, consumed)
+            consumed_bytes, self._consumed_bytes = self._consumed_bytes, 0
+            self._connection.http2.send_window_update(self._stream, consumed_bytes)
         if not self._queue and self._assembly is not None:
             self._enlarge_window(self._assembly)
         self._connection.flush()

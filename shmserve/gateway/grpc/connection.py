@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_JOINED_BYTES = 64 * 1024  # larger responses are written without joining their pieces
 _WRITE_HIGH_WATER_BYTES = 256 * 1024  # unsent bytes above which data is queued
-_FREE_DEBT = 32  # useless frames that a client may send per turn without a pause
-_PAUSE_PER_FRAME_S = 0.0005  # the pause for each useless frame above `_FREE_DEBT`
-_VIOLATION_DELAY_S = 0.25
+_FREE_FRAMES = 32  # useless frames that a client may send per turn without a pause
+_PAUSE_PER_FRAME_S = 0.0005  # the pause for each useless frame above `_FREE_FRAMES`
+_CLOSE_AFTER_VIOLATION_S = 0.25
+_LINGER_S = 0.5  # the time for which a client may send after the last response
 _CHECKS_PER_TIMEOUT = 4  # time limits are checked this many times within the shortest limit
 _TLS_READ_BYTES = 64 * 1024
 
@@ -54,7 +55,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._current_buffer = context.read_buffer  # the buffer of the current read
         self._is_handling_data = False
         self._is_closing = False  # whether the server is closing the connection
-        self._counted_debt = self.http2.debt  # the debt at the end of the last turn
+        self._counted_useless_frames = self.http2.useless_frames  # until the last turn
         self._last_activity = self.loop.time()  # the time of the last activity
         self._tls = None if context.tls is None else TlsLayer(context.tls)
         self._opening_timer: asyncio.TimerHandle | None = None
@@ -143,6 +144,23 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             if transport.get_write_buffer_size():
                 self.loop.call_later(self.context.body_timeout_s, transport.abort)
 
+    def end(self) -> None:
+        """Send the end of the stream, and close once the client disconnects, or after `_LINGER_S`.
+
+        Closing at once would reset the connection of a client that still sends, for example a
+        WINDOW_UPDATE frame. The client would lose its last response or the GOAWAY.
+        """
+        transport = self.transport
+        if self.is_open and transport is not None:
+            self._is_closing = True
+            self.lifetime.stop()
+            if self._tls is not None:
+                self._tls.close()
+                transport.write(self._tls.outgoing())
+                self._tls = None
+            transport.write_eof()
+            self.loop.call_later(_LINGER_S, self.force_close)
+
     # --- bytes
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -162,6 +180,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Handle the received bytes, as many as are permitted in one turn."""
         data: Bytes = self._current_buffer[:nbytes]
+        if self._is_closing:
+            return
         self._last_activity = self.loop.time()
         if self._tls is not None and data:
             try:
@@ -195,10 +215,10 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if http2.is_closing:
             self._close_after_violation()
         else:
-            debt_of_turn = http2.debt - self._counted_debt
-            self._counted_debt += debt_of_turn
-            if debt_of_turn > _FREE_DEBT or http2.has_pending_frames:
-                pause_s = debt_of_turn * _PAUSE_PER_FRAME_S if debt_of_turn > _FREE_DEBT else 0.0
+            new_frames = http2.useless_frames - self._counted_useless_frames
+            self._counted_useless_frames += new_frames
+            if new_frames > _FREE_FRAMES or http2.has_pending_frames:
+                pause_s = new_frames * _PAUSE_PER_FRAME_S if new_frames > _FREE_FRAMES else 0.0
                 self._pause_reading(pause_s)
 
     def _pause_reading(self, seconds: float) -> None:
@@ -216,7 +236,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self._is_closing = True
             self.transport.pause_reading()
             self._drop_calls()
-            self.loop.call_later(_VIOLATION_DELAY_S, self.force_close)
+            self.loop.call_later(_CLOSE_AFTER_VIOLATION_S, self.force_close)
 
     def _resume_reading(self) -> None:
         if self.is_open and self.transport is not None:
@@ -280,9 +300,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     # --- time limits
 
-    def watch(self, call: GrpcCall, arriving: ArrivingMessage) -> None:
-        """Register a call, whose message must arrive within the time limit of `arriving`."""
-        self._arriving_messages[call] = arriving
+    def watch(self, call: GrpcCall, incoming: ArrivingMessage) -> None:
+        """Register a call, whose message must arrive within the time limit of `incoming`."""
+        self._arriving_messages[call] = incoming
         self._schedule_time_limit_check()
 
     def unwatch(self, call: GrpcCall) -> None:
@@ -419,8 +439,8 @@ class ConnectionLifetime:
         settings = self._settings
         self._start_timer("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if settings.max_connection_age_ms:
-            spread = random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
-            age_s = settings.max_connection_age_ms / 1000 * spread
+            random_factor = random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
+            age_s = settings.max_connection_age_ms / 1000 * random_factor
             self._start_timer("age", age_s, self._on_max_age)
 
     def stop(self) -> None:
@@ -429,10 +449,10 @@ class ConnectionLifetime:
             timer.cancel()
         self._timers.clear()
 
-    def _start_timer(self, name: str, after_s: float, action: Callable[[], None]) -> None:
+    def _start_timer(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
         if (previous_timer := self._timers.pop(name, None)) is not None:
             previous_timer.cancel()
-        self._timers[name] = self._loop.call_later(after_s, action)
+        self._timers[name] = self._loop.call_later(delay_s, action)
 
     # --- keepalive
 
@@ -503,9 +523,9 @@ class ConnectionLifetime:
             self.record_call_end()
             return
         self.is_shutting_down = self.counts_received = True
-        self._connection.http2.send_goaway(final=False)
+        self._connection.http2.send_goaway(is_final=False)
         if refuses_requests:
-            self._connection.http2.send_goaway(final=True)
+            self._connection.http2.send_goaway(is_final=True)
         self._connection.http2.ping(_DRAIN_PAYLOAD)
         self._start_timer("ping", _PING_LIMIT_S, self._refuse_streams)
         self._connection.flush()
@@ -515,7 +535,7 @@ class ConnectionLifetime:
         timer = self._timers.pop("ping", None)
         if timer is not None:
             timer.cancel()
-            self._connection.http2.send_goaway(final=True)
+            self._connection.http2.send_goaway(is_final=True)
             self._connection.flush()
         # The report is deferred, so that the last frames of the call are written first.
         self._loop.call_soon(self._report_if_drained)
@@ -523,8 +543,8 @@ class ConnectionLifetime:
     def _report_if_drained(self) -> None:
         calls = [stream.call for stream in self._connection.http2.streams.values()]
         if not calls:
-            self._connection.force_close()
-        if not any(call is not None and call.delays_drain for call in calls):
+            self._connection.end()  # the end of the connection reports the drain
+        elif not any(call is not None and call.delays_drain for call in calls):
             self._connection.report_drained()
 
     def record_call_end(self) -> None:

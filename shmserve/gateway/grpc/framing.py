@@ -68,7 +68,7 @@ _STATUS_BY_CODE = {
     "UNSUPPORTED": StatusCode.UNIMPLEMENTED,
 }
 _MAX_DETAILS_BYTES = 7000  # maximum size of the percent-encoded details in bytes
-_UNESCAPED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+_UNESCAPED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")  # not percent-encoded
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -79,7 +79,7 @@ _PROTOCOL_FIELDS = frozenset((b"te", b"content-type", b"content-length", b"accep
 _match_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
 _ENDS_ON_ERROR_FIELD = (b"triton_grpc_error", b"true")
 _SECONDS_BY_UNIT = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
-_MAX_TIMEOUT_S = 1e9
+_MAX_TIMEOUT_S = 1e9  # longer timeouts are reduced to this one
 _MAX_TIMEOUT_DIGITS = 30  # maximum number of digits of a timeout
 _MAX_NAME_LENGTH = 64  # characters of an unknown encoding's name in an error
 
@@ -233,7 +233,7 @@ MessageContent = bytes | ArrivingRequest
 
 # Returns the receiver of a call's next message, given the call's head and the message's size, or
 # None if the message should be assembled as bytes.
-Sinks = Callable[[CallHead, int], RequestSink | None]
+MakeSink = Callable[[CallHead, int], RequestSink | None]
 
 
 def release_message(message: MessageContent) -> None:
@@ -243,11 +243,11 @@ def release_message(message: MessageContent) -> None:
 
 
 class ReceivedMessage(NamedTuple):
-    """A complete message; `beyond_window` is the number of its bytes that exceeded the window."""
+    """A complete message; `bytes_beyond_window` of its bytes exceeded the window."""
 
     data: MessageContent
     is_compressed: bool
-    beyond_window: int
+    bytes_beyond_window: int
 
 
 class ArrivingMessage(Arrival):
@@ -284,7 +284,7 @@ class Assembly:
 
     _permitted_bytes: int
     _head: CallHead
-    _create_sink: Sinks | None
+    _create_sink: MakeSink | None
     sink: RequestSink | None = None
     _piece: memoryview = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
     _position: int = 0
@@ -297,7 +297,7 @@ class Assembly:
     _message: bytearray = field(default_factory=bytearray)
     _is_compressed: bool = False
     missing_bytes: int = 0  # bytes that the incomplete message lacks
-    beyond_window: int = 0  # bytes of the message that need a window update
+    bytes_beyond_window: int = 0  # bytes of the message that need a window update
     _permitted_beyond: int = 0  # bytes of the message that a window update has permitted
 
     @property
@@ -354,23 +354,23 @@ class Assembly:
                 if not self._start_message():
                     return ReceivedMessage(b"", self._is_compressed, 0)
                 continue
-            part = self._piece[self._position : self._position + self.missing_bytes]
-            self._position += len(part)
-            self.missing_bytes -= len(part)
+            message_part = self._piece[self._position : self._position + self.missing_bytes]
+            self._position += len(message_part)
+            self.missing_bytes -= len(message_part)
             if self.sink is None:
-                self._message += part
+                self._message += message_part
             else:
-                self.sink.feed(part)
+                self.sink.feed(message_part)
             if not self.missing_bytes:
                 data = self._finish_content()
                 message = ReceivedMessage(data, self._is_compressed, self._permitted_beyond)
-                self._permitted_beyond = self.beyond_window = 0
+                self._permitted_beyond = self.bytes_beyond_window = 0
                 return message
         return None
 
     def permit_rest(self) -> int:
         """Permit the bytes of the message beyond the flow-control window; return their number."""
-        permitted_bytes, self.beyond_window = self.beyond_window, 0
+        permitted_bytes, self.bytes_beyond_window = self.bytes_beyond_window, 0
         self._permitted_beyond += permitted_bytes
         return permitted_bytes
 
@@ -407,7 +407,7 @@ class Assembly:
             raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, text)
         self._is_compressed = bool(flag)
         self._size = self.missing_bytes = size
-        self.beyond_window = max(0, size + PREFIX.size - self._permitted_bytes)
+        self.bytes_beyond_window = max(0, size + PREFIX.size - self._permitted_bytes)
         if size >= LARGE_MESSAGE_BYTES and not flag and self._create_sink is not None:
             self.sink = self._create_sink(self._head, size)
         return bool(size)
@@ -426,10 +426,10 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
         raise BrokenMessage(StatusCode.INTERNAL, text)
     inflater = Inflater(limit)
     pieces: list[bytes] = []
-    reservation = Arrival(0.0, budget)
+    arrival = Arrival(0.0, budget)
     try:
         for piece in inflater.feed(data):
-            reservation.reserve(len(piece))
+            arrival.reserve(len(piece))
             pieces.append(piece)
             if len(pieces) % 4 == 0:
                 await asyncio.sleep(0)
@@ -439,7 +439,7 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
     except Unavailable as error:
         raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
     finally:
-        reservation.release_budget()
+        arrival.release_budget()
     return b"".join(pieces)
 
 

@@ -81,7 +81,7 @@ class RequestRefused(Exception):
 
 
 class Inferences(ActiveCount):
-    """The inferences of a gateway; `active` counts those whose last response is not sent yet."""
+    """The inferences of a gateway; `active_count` counts those whose last response is not sent."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Inferences(ActiveCount):
                 call.fail(*_ending_from_error(error, call))
             return
         if not call.is_done:
-            self.active += 1
+            self.active_count += 1
             call.on_disconnect = inference.cancel
             call.on_ended = self.decrement
 
@@ -197,27 +197,27 @@ class Inferences(ActiveCount):
     ) -> BuiltRequest:
         if type(received_message) is ArrivingRequest:
             self.gateway.malloc_trim.schedule(len(received_message))
-            arrived = received_message.built_request
-            if not arrived.model.is_published and self.needs_load(received_message):
-                raise RequestRefused(Unavailable(_MODEL_UNLOADED), arrived.infer_request.id)
-            return arrived
+            arrived_request = received_message.built_request
+            if not arrived_request.model.is_published and self.needs_load(received_message):
+                raise RequestRefused(Unavailable(_MODEL_UNLOADED), arrived_request.infer_request.id)
+            return arrived_request
         if headers:  # a cached template would lack the parameters from the call's metadata
             return self._parse(received_message, None, headers, is_streamed=is_streamed)
         try:
             built_request = self._template_cache.find_by_layout(received_message)
-            parts = split_message(received_message) if built_request is None else None
-            if parts is not None:
-                built_request = self._template_cache.find_by_fingerprint(received_message, parts)
+            split = split_message(received_message) if built_request is None else None
+            if split is not None:
+                built_request = self._template_cache.find_by_fingerprint(received_message, split)
         except ShmserveError as error:
             raise RequestRefused(error, _request_id(received_message)) from None
         if built_request is not None:
             return built_request
-        return self._parse(received_message, parts, headers, is_streamed=is_streamed)
+        return self._parse(received_message, split, headers, is_streamed=is_streamed)
 
     def _parse(
         self,
         encoded_request: bytes,
-        parts: SplitMessage | None,
+        split: SplitMessage | None,
         headers: Mapping[str, str],
         *,
         is_streamed: bool,
@@ -233,32 +233,32 @@ class Inferences(ActiveCount):
                 raise Unsupported(_DECOUPLED_UNSUPPORTED)
             request = decode_request(message)
             request.parameters |= headers
-            if parts is None:
+            if split is None:
                 return build_request(self.gateway, model, request)
-            if parts.contents:
+            if split.contents:
                 # Each input is read from `body`, which joins the tensors as in an HTTP body.
                 for tensor in request.inputs:
                     if tensor.memory_range is None:
                         tensor.binary_size, tensor.data = len(tensor.data), None
-            body = b"".join(parts.contents)
+            body = b"".join(split.contents)
             if any(tensor.data is not None for tensor in request.inputs):
                 return build_request(self.gateway, model, request, body)
             built_request, template = build_with_template(self.gateway, model, request, body, 0)
         except ShmserveError as error:
             raise RequestRefused(error, request_id) from None
         if template is not None:
-            self._template_cache.store(parts, request, model, template)
+            self._template_cache.store(split, request, model, template)
         return built_request
 
     def _reserve_request(
-        self, call: CallHead, size: int, head: bytes, first_tensor_size: int
+        self, call_head: CallHead, message_size: int, encoded_fields: bytes, first_tensor_size: int
     ) -> ArrivingRequest | None:
         """Reserve arena memory for the tensors of a message, and return the request.
 
         Args:
-            call: The head of the call.
-            size: The size of the message in bytes.
-            head: The fields of the message before the tensors.
+            call_head: The head of the call.
+            message_size: The size of the message in bytes.
+            encoded_fields: The fields of the message before the tensors.
             first_tensor_size: The size of the first tensor in bytes.
 
         Returns:
@@ -266,18 +266,18 @@ class Inferences(ActiveCount):
             invalid. The message is then parsed as a whole.
         """
         try:
-            message = ModelInferRequest.FromString(head)
+            message = ModelInferRequest.FromString(encoded_fields)
             version = checked_version(message.model_version)
             model = self.gateway.models.resolve(message.model_name, version)
             request = decode_request(message, [b""] * len(message.inputs))
-            request.parameters |= self.select_headers(call)
+            request.parameters |= self.select_headers(call_head)
             inputs = request.inputs
             for tensor in inputs:
                 tensor.binary_size = first_tensor_size if len(inputs) == 1 else _input_size(tensor)
                 tensor.data = None
             if any(tensor.memory_range is not None or tensor.binary_size < 0 for tensor in inputs):
                 return None
-            return reserve_tensors(self.gateway, model, request, size)
+            return reserve_tensors(self.gateway, model, request, message_size)
         except (ShmserveError, DecodeError):
             return None
 
@@ -315,7 +315,7 @@ class Inferences(ActiveCount):
 
     def encode(
         self,
-        built: BuiltRequest,
+        built_request: BuiltRequest,
         templates: BoundedCache[bytes, GrpcResponseTemplate] | None,
         schema: bytes,
         inferred: Inferred,
@@ -323,7 +323,7 @@ class Inferences(ActiveCount):
         """Return a response as a serialized ModelInferResponse.
 
         Args:
-            built: The request.
+            built_request: The request.
             templates: The templates of responses by their schemas; None: no template is used.
             schema: The schema of the response.
             inferred: The response.
@@ -332,19 +332,19 @@ class Inferences(ActiveCount):
             InvalidArgument: An output cannot be classified.
             Internal: An output's size does not match its shape, or the response is too large.
         """
-        request = built.infer_request
-        classified = classify_outputs(self.gateway, built.model, request, inferred)
-        if classified is not inferred:
+        request = built_request.infer_request
+        response = classify_outputs(self.gateway, built_request.model, request, inferred)
+        if response is not inferred:
             templates = None
-        in_regions = request.region_outputs
+        region_outputs = request.region_outputs
         template = None if templates is None else templates.find(schema)
         if template is None:
-            template = GrpcResponseTemplate(built.model, classified, in_regions)
+            template = GrpcResponseTemplate(built_request.model, response, region_outputs)
             if templates is not None:
                 templates.store(schema, template)
         contents: list[bytes | memoryview] = []
-        for tensor in classified.outputs:
-            is_sent = tensor.name not in in_regions
+        for tensor in response.outputs:
+            is_sent = tensor.name not in region_outputs
             contents.append(output_bytes(self.gateway, tensor) if is_sent else b"")
         return template.encode(request.id, contents)
 
@@ -369,7 +369,7 @@ class Inferences(ActiveCount):
             RequestRefused: The request is invalid, or the load failed or took too long.
         """
         request_id = ""
-        self.active += 1
+        self.active_count += 1
         try:
             if isinstance(received_message, bytes):
                 message = _parse_message(received_message)

@@ -31,7 +31,7 @@ from shmserve.gateway.grpc.framing import (
     UNKNOWN_METHOD,
     CallHead,
     Ending,
-    Sinks,
+    MakeSink,
     ending_from_error,
 )
 from shmserve.gateway.grpc.infer import Inferences
@@ -114,12 +114,12 @@ class Service:
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        sinks = inferences.create_sink
-        self._factories[MODEL_INFER] = partial(UnaryCall, on_message=inferences.infer, sinks=sinks)
+        infer, make_sink = inferences.infer, inferences.create_sink
+        self._factories[MODEL_INFER] = partial(UnaryCall, on_message=infer, make_sink=make_sink)
         handle_stream = partial(stream_infer, inferences)
-        self._factories[MODEL_STREAM_INFER] = _stream_factory(handle_stream, sinks=sinks)
+        self._factories[MODEL_STREAM_INFER] = _stream_factory(handle_stream, make_sink=make_sink)
         self._factories[HEALTH_WATCH] = _stream_factory(
-            self._watch_health, limits_first_message=True
+            self._watch_health, has_message_timeout=True
         )
         for path in REFLECTION_METHODS:
             self._factories[path] = _stream_factory(reflect)
@@ -198,19 +198,19 @@ def _ignore_message(_: bytes, call: UnaryCall) -> None:
 
 
 def _stream_factory(
-    handler: StreamHandler, *, limits_first_message: bool = False, sinks: Sinks | None = None
+    handler: StreamHandler, *, has_message_timeout: bool = False, make_sink: MakeSink | None = None
 ) -> CallFactory:
     """Return the factory of streaming calls.
 
     Args:
         handler: The handler of the call's messages.
-        limits_first_message: Whether the first message has a time limit.
-        sinks: The factory of the sinks that receive large messages.
+        has_message_timeout: Whether the first message has a time limit.
+        make_sink: The factory of the sinks that receive large messages.
     """
 
     def create_call(connection: Carrier, stream: Stream, head: CallHead) -> StreamingCall:
-        call = StreamingCall(connection, stream, head, sinks)
-        if limits_first_message:
+        call = StreamingCall(connection, stream, head, make_sink)
+        if has_message_timeout:
             call.start_time_limit()
         call.run(handler)
         return call

@@ -75,17 +75,17 @@ async def stream_infer(inferences: Inferences, call: StreamingCall) -> None:
     stream = _Stream(inferences, call)
     # Until the call ends, it uses memory for an unread response and for incomplete requests.
     call.on_ended = lambda: stream.malloc_trim.schedule(stream.total_bytes)
-    reader = asyncio.create_task(stream.read_requests())
+    reader_task = asyncio.create_task(stream.read_requests())
     try:
         await stream.write_responses()
-        await reader  # raises the error of the reader, which has ended
+        await reader_task  # raises the error of the reader, which has ended
     except TimeoutError:
         raise Unavailable("the client does not read its responses") from None
     finally:
         # Cancel everything before waiting, since a second cancellation would interrupt the wait.
-        reader.cancel()
+        reader_task.cancel()
         stream.cancel()
-        await asyncio.wait((reader,))
+        await asyncio.wait((reader_task,))
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class _Stream:
             else:
                 entry = self._submit(received_message)
         if not isinstance(entry, RequestRefused):
-            inferences.active += 1
+            inferences.active_count += 1
         if isinstance(entry, StreamingInference):
             self._decoupled_sizes[entry] = size
             return
@@ -226,14 +226,14 @@ class _Stream:
         built_request = inference.built_request
         infer_request, model = built_request.infer_request, built_request.model
         if (encoded := inference.from_template(message)) is not None:
-            return encode_streamed(encoded, final=False), None
+            return encode_streamed(encoded, is_final=False), None
         schema = b"" if isinstance(message, m.Failed) else message.schema
         inferred: Inferred | None = None
         try:
             inferred = inference.unpack_outputs(message)
             if inferred is None:
-                end = encode_stream_end(model.name, infer_request.version, infer_request.id)
-                return end if infer_request.has_empty_final else None, None
+                end_message = encode_stream_end(model.name, infer_request.version, infer_request.id)
+                return end_message if infer_request.has_empty_final else None, None
             trace = built_request.trace
             is_explained = trace is not None and trace.has_explanation
             templates = None if is_explained else inference.response_templates
@@ -241,9 +241,9 @@ class _Stream:
         except ShmserveError as error:
             if self._ends_on_error:
                 raise
-            names = (infer_request.id, model.name)
-            return encode_stream_error(error.message, *names, final=is_final), inferred
-        return encode_streamed(response, final=is_final), inferred
+            log_args = (infer_request.id, model.name)
+            return encode_stream_error(error.message, *log_args, is_final=is_final), inferred
+        return encode_streamed(response, is_final=is_final), inferred
 
     async def _write_ordered(self, byte_limit: int) -> None:
         """Write the responses that are next in order, up to a total of `byte_limit` bytes."""

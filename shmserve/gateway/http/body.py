@@ -130,11 +130,11 @@ async def read_json(
             and (size > _MAX_PROMPT_BODY_BYTES or has_many_objects(b"".join(pieces)))
         ):
             return await parse_large(pieces)
-        raw = b"".join(pieces)
+        encoded_body = b"".join(pieces)
     finally:
         if body.arrival.received_bytes:
             body.arrival.release_budget()
-    return parse(raw) if raw or is_required else {}
+    return parse(encoded_body) if encoded_body or is_required else {}
 
 
 class Body:
@@ -313,8 +313,8 @@ class Body:
             missing_bytes = self.declared_size - arrival.received_bytes
             if missing_bytes and arrival.received_bytes == content.total_bytes:
                 connection = self._request.connection
-                with connection.receiving(arriving, arrival, missing_bytes) as complete:
-                    await arrival.wait_for_end(complete)
+                with connection.receiving(arriving, arrival, missing_bytes) as all_received:
+                    await arrival.wait_for_end(all_received)
                 return arriving.is_complete
             piece = memoryview(await self.next())
             if not piece:
@@ -347,9 +347,9 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     fingerprint = Fingerprint(body[:size], len(body) - size)
     # Forwarded headers are parameters that the body does not contain.
     if size <= limit and not forwarded_headers:
-        repeated = fill_known_template(model.templates, fingerprint, body, size)
-        if repeated is not None:
-            return repeated
+        known_request = fill_known_template(model.templates, fingerprint, body, size)
+        if known_request is not None:
+            return known_request
     try:
         infer_request = await _parse_header(body[:size], len(body) - size, model, limit)
     except JsonFault as error:
@@ -515,9 +515,9 @@ async def _parse_header(
     return infer_request
 
 
-async def _read_parts(parts: Iterator[list[Any]], tensor: InferInput) -> bytes:
+async def _read_parts(value_lists: Iterator[list[Any]], tensor: InferInput) -> bytes:
     pieces: list[bytes] = []
-    for piece in tensors.decode_parts(parts, tensor.datatype, tensor.count, tensor.name):
+    for piece in tensors.decode_parts(value_lists, tensor.datatype, tensor.count, tensor.name):
         pieces.append(piece)
         await asyncio.sleep(0)  # other requests are handled between two slices
     return b"".join(pieces)

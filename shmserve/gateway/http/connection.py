@@ -16,7 +16,6 @@ and its body differs from an earlier body only in the values of tensors. Such a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 
@@ -31,6 +30,7 @@ from shmserve.gateway.http.incoming import (
     SMALL_BODY_BYTES,
     Incoming,
     MalformedBody,
+    ReadState,
 )
 from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
@@ -53,7 +53,10 @@ logger = logging.getLogger(__name__)
 
 _OK_HEAD_FORMAT = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
 _IDLE_TIMEOUT_S = 3600.0  # long, because idle keep-alive connections cost nothing
-_LINGER_TIMEOUT_S = 2.0
+# The limits of `_linger`: the pause between two pieces, the duration, and the number of bytes.
+_LINGER_IDLE_S = 2.0
+_LINGER_TIMEOUT_S = 30.0
+_MAX_LINGER_BYTES = 4 << 30
 _DRAIN_IDLE_S = 0.5  # the idle time after which a draining connection is closed
 
 
@@ -126,7 +129,7 @@ class HttpConnection(Incoming):
             return False
         self._begun_request = begun_request
         self._is_handling = True
-        self._app.active += 1
+        self._app.active_count += 1
         return True
 
     def _write_response(self, body: bytes | None, headers: bytes = JSON_HEADER) -> None:
@@ -170,6 +173,10 @@ class HttpConnection(Incoming):
                     # A pipelined request would otherwise be handled at once, and a long pipeline
                     # would delay all other connections.
                     await asyncio.sleep(0)
+            self._is_handling = False
+            # Pipelined requests after the last handled request are dropped.
+            messages.clear()
+            await self._linger()
         except ConnectionError:
             logger.debug("a client disconnected before its response")
         except asyncio.CancelledError:
@@ -179,7 +186,6 @@ class HttpConnection(Incoming):
             logger.exception("an HTTP connection failed")
         self._is_handling = False
         self._task = None
-        # Pipelined requests after the last handled request are dropped.
         messages.clear()
         self._close()
 
@@ -229,13 +235,28 @@ class HttpConnection(Incoming):
         finally:
             if response.on_sent is not None:
                 response.on_sent()
-        if response.closes_connection:
-            await _linger(content)
-            return False
-        return True
+        return not response.closes_connection
 
-    def _refuse(self, problem: ShmserveError, head: bytes) -> None:
-        response = self._app.malformed_response(problem, head)
+    async def _linger(self) -> None:
+        """Send the end of the stream, and drop further bytes until the client disconnects.
+
+        Closing at once would reset the connection of a client that still sends, and the client
+        would lose the responses that it has not read (RFC 9112, 9.6).
+        """
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        self._state, self._idle_start = ReadState.FAILED, self._loop.time()
+        transport.write_eof()
+        self._is_stream_full = self._is_queue_full = False
+        self._set_reading()
+        end, dropped_bytes = self._idle_start + _LINGER_TIMEOUT_S, -1
+        while dropped_bytes < self._dropped_bytes < _MAX_LINGER_BYTES and self._loop.time() < end:
+            dropped_bytes = self._dropped_bytes
+            await asyncio.sleep(_LINGER_IDLE_S)
+
+    def _refuse(self, error: ShmserveError, head: bytes) -> None:
+        response = self._app.malformed_response(error, head)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
             self.transport.write(response.head(None, len(body)) + body)
@@ -264,12 +285,3 @@ def _describe_error(error: HttpProcessingError) -> str:
     summary = error.message.partition("\n\n")[0]
     reason = " ".join(summary.split()).rstrip(":")
     return f"{reason} (allowed: {MAX_HEADERS})" if reason.startswith("Too many headers") else reason
-
-
-async def _linger(content: StreamReader | WholeBody) -> None:
-    # Closing at once would reset the connection of a client that still sends its request, and the
-    # client would lose the response.
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(_LINGER_TIMEOUT_S):
-            while not content.is_eof():
-                await content.readany()

@@ -57,10 +57,10 @@ _INTERVAL_PER_COST = 10  # taking a snapshot may use at most 1/10 of the time be
 _MAX_INTERVAL_S = 5.0
 # Processes are read with every fifth snapshot, since /proc is slow.
 _SNAPSHOTS_PER_PROCESS_READ = 5
-_STATE_TIMEOUT_S = 1.0
+_STATE_TIMEOUT_S = 1.0  # the time limit of the wait for the supervisor's state
 _HEADERS = SERVER_SENT_EVENTS.headers + b"Cache-Control: no-store\r\n"
 _TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)
-_MAX_EVENTS = 100
+_MAX_EVENTS = 100  # number of events that the dashboard shows
 _PAGE_FILE = Path(__file__).with_name("pages") / "dashboard.html"
 
 
@@ -116,18 +116,18 @@ class LiveFigures:
             self._recorder.cancel()
 
     async def _stream_events(self) -> AsyncGenerator[Sequence[bytes], None]:
-        seen_number = 0
+        seen_snapshot_number = 0
         task = self._add_viewer()
         try:
             while not (self._is_ended or task.done()):
-                if self._snapshot_number == seen_number:
+                if self._snapshot_number == seen_snapshot_number:
                     await self._snapshot_taken.wait()
                     continue
-                is_next = seen_number == self._snapshot_number - 1
-                frame = self._change_event if is_next else self._full_event
-                frame = frame if seen_number else self._first_event()
-                seen_number = self._snapshot_number
-                yield (frame,)
+                is_next = seen_snapshot_number == self._snapshot_number - 1
+                event = self._change_event if is_next else self._full_event
+                event = event if seen_snapshot_number else self._first_event()
+                seen_snapshot_number = self._snapshot_number
+                yield (event,)
         finally:
             self._remove_viewer()
 
@@ -152,10 +152,10 @@ class LiveFigures:
         try:
             with contextlib.closing(EventWatch(self._run_dir)) as watch:
                 await watch.wait_for_state(_STATE_TIMEOUT_S)
-                source = _SnapshotSource(self._gateway, watch, self._figures, self._history)
+                snapshots = _SnapshotSource(self._gateway, watch, self._figures, self._history)
                 while True:
                     started_s = time.monotonic()
-                    self._publish(*await source.take(started_s))
+                    self._publish(*await snapshots.take(started_s))
                     cost_s = time.monotonic() - started_s
                     pause_s = max(_SNAPSHOT_INTERVAL_S - cost_s, _INTERVAL_PER_COST * cost_s)
                     await asyncio.sleep(min(pause_s, _MAX_INTERVAL_S))
@@ -185,7 +185,7 @@ class _SnapshotSource:
     _history: History
     _cpu: CpuUtilization = field(init=False, default_factory=CpuUtilization)
     _models: dict[str, Row] = field(init=False, default_factory=dict)
-    _last_event: int = field(init=False, default=0)
+    _seen_event_count: int = field(init=False, default=0)
     _snapshot_count: int = field(init=False, default=0)
     _process_figures: dict[str, Any] = field(init=False, default_factory=dict)
 
@@ -197,17 +197,18 @@ class _SnapshotSource:
         rows = self._figures.build_rows(reports, now_s)
         self._history.add(time.time(), rows)
         previous_models, self._models = self._models, self._model_rows(rows)
-        newest = list(watch.newest)
-        new_count, self._last_event = min(watch.count - self._last_event, len(newest)), watch.count
+        newest_events = list(watch.newest_events)
+        new_event_count = min(watch.event_count - self._seen_event_count, len(newest_events))
+        self._seen_event_count = watch.event_count
         common_members = {"at": time.time(), "server": await self._server_figures()}
         changed = {key: row for key, row in self._models.items() if previous_models.get(key) != row}
         return (
-            {**common_members, "whole": True, "models": self._models, "events": newest},
+            {**common_members, "whole": True, "models": self._models, "events": newest_events},
             {
                 **common_members,
                 "models": changed,
                 "gone": sorted(previous_models.keys() - self._models.keys()),
-                "events": newest[len(newest) - new_count :],
+                "events": newest_events[len(newest_events) - new_event_count :],
             },
         )
 
@@ -230,8 +231,8 @@ class _SnapshotSource:
     async def _server_figures(self) -> dict[str, Any]:
         gateway = self._gateway
         if self._snapshot_count % _SNAPSHOTS_PER_PROCESS_READ == 0:
-            sizes = await collect(proportional_sizes(os.getppid()))
-            self._process_figures = {"processes": len(sizes), "pss_bytes": sum(sizes)}
+            pss_bytes = await collect(proportional_sizes(os.getppid()))
+            self._process_figures = {"processes": len(pss_bytes), "pss_bytes": sum(pss_bytes)}
         self._snapshot_count += 1
         total, used = memory_bytes()
         regions = [*gateway.regions.named_regions(), *gateway.regions.unnamed_regions()]
@@ -258,14 +259,14 @@ class EventWatch:
 
     Attributes:
         states: The state and the reason of each model version, including those that do not serve.
-        newest: The latest events, oldest first.
-        count: The number of events since the start.
+        newest_events: The latest events, oldest first.
+        event_count: The number of events since the start.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.states: dict[tuple[str, str], tuple[str, str]] = {}
-        self.newest: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
-        self.count = 0
+        self.newest_events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self.event_count = 0
         import zmq.asyncio  # imported late, since most gateways have no viewer
 
         self._topic_suffix = secrets.token_hex(8)
@@ -295,8 +296,8 @@ class EventWatch:
                     self._record_model_change(event)
                 if not topic.startswith(m.SNAPSHOT.encode()):
                     event_entry = {"time": header.time_ns / 1e9, "event": type(event).__name__}
-                    self.newest.append(event_entry | asdict(event))
-                    self.count += 1
+                    self.newest_events.append(event_entry | asdict(event))
+                    self.event_count += 1
             if topic.startswith(m.SNAPSHOT.encode()):
                 self._state_received.set()
 

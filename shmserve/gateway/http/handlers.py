@@ -151,8 +151,8 @@ async def handle_log_settings(gateway: Gateway, request: HttpRequest) -> HttpRes
 
 
 def _read_log_changes(body: Any) -> dict[str, Any]:
-    names, members = (*LOG_SWITCHES, LOG_LEVEL, LOG_FORMAT, LOG_FILE), _object_members(body)
-    changes = {key: members[key] for key in names if members.get(key) is not None}
+    setting_names, members = (*LOG_SWITCHES, LOG_LEVEL, LOG_FORMAT, LOG_FILE), _object_members(body)
+    changes = {key: members[key] for key in setting_names if members.get(key) is not None}
     for key, value in changes.items():
         if key == LOG_FILE:
             raise management.log_file_error()
@@ -224,10 +224,11 @@ def _decode_load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, 
         if key == "config":
             config = value
             continue
-        try:
-            files[key.removeprefix("file:")] = base64.b64decode(value, validate=True)
+        try:  # Encoders may break lines.
+            contents = base64.b64decode("".join(value.split()), validate=True)
         except (binascii.Error, ValueError):
             raise InvalidArgument(f"the contents of '{key}' are not valid base64") from None
+        files[key.removeprefix("file:")] = contents
     return config, files
 
 
@@ -244,9 +245,9 @@ async def post_register(gateway: Gateway, request: HttpRequest, name: str) -> Ht
     memory_api.check_region_name(name)
     members = _object_members(await read_json(gateway, request))
     key, offset, size, is_leased, pin_pages = decode_registration(members)
-    region = (name, key, offset, size)
+    region_fields = (name, key, offset, size)
     registration = memory_api.register_system(
-        gateway, peer, *region, is_leased=is_leased, pin_pages=pin_pages
+        gateway, peer, *region_fields, is_leased=is_leased, pin_pages=pin_pages
     )
     if is_leased:
         await memory_api.await_leased_registration(gateway, client, registration)
@@ -333,12 +334,12 @@ async def post_register_cuda(gateway: Gateway, request: HttpRequest, name: str) 
     return HttpResponse()
 
 
-def _typed_member(members: dict[str, Any], field: str, kind: type[str] | type[int]) -> Any:
+def _typed_member(members: dict[str, Any], field: str, expected_type: type[str] | type[int]) -> Any:
     if field not in members:
         raise JsonFault(f"attempt to access non-existing object member '{field}'")
     value: Any = members[field]
-    if kind is str and type(value) is not str:
+    if expected_type is str and type(value) is not str:
         raise mistyped_value_error("string")
-    if kind is int and not (type(value) is int and 0 <= value <= MAX_UINT64):
+    if expected_type is int and not (type(value) is int and 0 <= value <= MAX_UINT64):
         raise mistyped_value_error("unsigned-integer")
     return value

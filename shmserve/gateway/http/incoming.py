@@ -43,7 +43,7 @@ ParsedMessage = tuple[RawRequestMessage, StreamReader]
 MAX_HEADERS = 128
 MAX_LINE_BYTES = 8190
 SMALL_BODY_BYTES = 128 * 1024  # large enough for a tensor of 64 KiB with its header
-_MAX_CACHED_HEAD_BYTES = 2048
+_MAX_CACHED_HEAD_BYTES = 2048  # larger heads are parsed for each request
 _MAX_QUEUED_REQUESTS = 32
 _READ_AHEAD_BYTES = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
 # Shared by all connections, since a connection consumes the bytes before another one reads.
@@ -86,7 +86,7 @@ class ReadState(enum.Enum):
 
     PARSING = enum.auto()  # pass them to the parser
     CONFLICTING_HEAD = enum.auto()  # wait for the rest of a head with a length and chunks
-    FAILED = enum.auto()  # drop them, since the malformed request ends the connection
+    FAILED = enum.auto()  # drop them, since the connection ends with an earlier request
 
 
 class Incoming(LimitedConnection, asyncio.Protocol):
@@ -110,6 +110,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None
         self._state = ReadState.PARSING
+        self._dropped_bytes = 0  # the number of bytes dropped in the state FAILED
         # The received part of an incomplete or malformed head; None: unknown, or no such head.
         self._head: bytes | None = None
         self._ends_request = False  # whether the last received bytes end a head or a chunked body
@@ -124,7 +125,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # --- the cached head
         # The last request, if it had a small body: its head, the sizes of the head and of the whole
         # request, the request, and the access rules under which it was authorised.
-        self._cached: tuple[bytes, int, int, HttpRequest, Authorisation] | None = None
+        self._cached_head: tuple[bytes, int, int, HttpRequest, Authorisation] | None = None
         # The body object is reused, since at most one request with a cached head is queued.
         self._cached_body = WholeBody()
         self._pending_head = b""  # a head that equals the cached one and whose body has not arrived
@@ -226,8 +227,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         is_between_requests = not (self._missing_bytes or self._is_handling or self._messages)
         # Without a waiter, the task has not started, has ended, or is handling a request.
         waiter = self._waiter
-        if waiter is not None and is_between_requests and self._cached is not None:
-            head, head_size, cached_size, request, authorisation = self._cached
+        if waiter is not None and is_between_requests and self._cached_head is not None:
+            head, head_size, cached_size, request, authorisation = self._cached_head
             size = len(data)
             if (
                 size <= cached_size
@@ -254,6 +255,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     def _parse(self, data: bytes, is_between_requests: bool) -> None:
         """Parse the bytes, and queue the requests or the error that they complete."""
         if self._is_closed or self._state is ReadState.FAILED:
+            self._dropped_bytes += len(data)
             return
         if self._state is ReadState.CONFLICTING_HEAD:
             assert self._head is not None
@@ -356,20 +358,20 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     def _parse_complete(self, data: bytes) -> list[ParsedMessage]:
         """Return the complete requests before the first malformed one, with a new parser."""
-        messages: list[ParsedMessage] = []
+        complete_messages: list[ParsedMessage] = []
         self._parser = self._new_parser()
         with contextlib.suppress(HttpProcessingError):
             # Each head ends with an empty line, and is parsed apart from the bytes after it.
-            for part in data.split(b"\r\n\r\n", _MAX_QUEUED_REQUESTS):
-                messages += self._parser.feed_data(part + b"\r\n\r\n")[0]
-        return [message for message in messages if message[1].is_eof()]
+            for head in data.split(b"\r\n\r\n", _MAX_QUEUED_REQUESTS):
+                complete_messages += self._parser.feed_data(head + b"\r\n\r\n")[0]
+        return [message for message in complete_messages if message[1].is_eof()]
 
     def _cache_head(self, data: bytes) -> None:
         """Cache the head if `data` is exactly one request, or the start of one.
 
         The head of a request that offers another protocol is not cached.
         """
-        self._cached, self._missing_bytes, self._offers_upgrade = None, -1, False
+        self._cached_head, self._missing_bytes, self._offers_upgrade = None, -1, False
         if len(self._messages) != 1 or self._state is ReadState.FAILED:
             return
         queued_message = self._messages[0]
@@ -386,7 +388,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if not closes and int(length) <= SMALL_BODY_BYTES and head_size <= _MAX_CACHED_HEAD_BYTES:
             authorisation = self.client.listener.authorisation
             request = HttpRequest(message, content, self)
-            self._cached = (data[:head_size], head_size, size, request, authorisation)
+            self._cached_head = (data[:head_size], head_size, size, request, authorisation)
 
     def _start_timeout(self, timeout_s: float) -> None:
         """Start the read timeout of the missing bytes."""
@@ -494,10 +496,10 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._set_reading()
 
     def _set_reading(self) -> None:
-        paused = self._is_stream_full or self._is_queue_full
-        if paused is not self._is_reading_paused and self.transport is not None:
-            self._is_reading_paused = paused
-            if paused:
+        is_paused = self._is_stream_full or self._is_queue_full
+        if is_paused is not self._is_reading_paused and self.transport is not None:
+            self._is_reading_paused = is_paused
+            if is_paused:
                 self.transport.pause_reading()
             else:
                 self.transport.resume_reading()
@@ -517,8 +519,8 @@ class TensorReceiver(asyncio.BufferedProtocol):
         self._arrival: Arrival
         self._missing_bytes = 0
         self._all_received: asyncio.Future[None]
-        for event in ("connection_lost", "eof_received", "pause_writing", "resume_writing"):
-            setattr(self, event, getattr(connection, event))
+        for callback_name in ("connection_lost", "eof_received", "pause_writing", "resume_writing"):
+            setattr(self, callback_name, getattr(connection, callback_name))
 
     def begin(
         self, arriving: ArrivingRequest, arrival: Arrival, missing_bytes: int
@@ -546,13 +548,13 @@ class TensorReceiver(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Handle the received bytes. Reading stops after the last byte of a tensor."""
-        received = self._buffer[:nbytes]
+        received_data = self._buffer[:nbytes]
         if self._arriving is None:
-            self._connection.data_received(bytes(received))
+            self._connection.data_received(bytes(received_data))
             return
         self._missing_bytes -= nbytes
         self._arrival.received_bytes += nbytes
-        self._arriving.feed_across_tensors(received)
+        self._arriving.feed_across_tensors(received_data)
         if not self._missing_bytes:
             if self._connection.transport is not None:
                 self._connection.transport.pause_reading()

@@ -81,17 +81,17 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
     model = gateway.models.find(name, version)
     if model is None:
         model = await _load_on_demand(gateway, request, name, version)
-    framing = find_accepted_framing(headers[ACCEPT]) if ACCEPT in headers else None
-    if framing is None and model.decoupled:
+    stream_framing = find_accepted_framing(headers[ACCEPT]) if ACCEPT in headers else None
+    if stream_framing is None and model.decoupled:
         raise Unsupported(_DECOUPLED_UNSUPPORTED)
     built_request = await read_request(gateway, model, request)
-    if framing is not None:
+    if stream_framing is not None:
         await reload_model(gateway, built_request)
         # The templates encode each output in the form that the request asks for, JSON or binary. A
         # stream has all outputs as JSON.
         built_request.response_templates = None
         queue = ResponseQueue(gateway, request, built_request, arrived_ns)
-        return await _stream_responses(gateway, queue, framing)
+        return await _stream_responses(gateway, queue, stream_framing)
     try:
         await reload_model(gateway, built_request)
         inference = submit_inference(
@@ -228,9 +228,9 @@ class HttpInference(UnaryInference):
             built_request.trace.finish()
         if logger.isEnabledFor(logging.DEBUG):
             duration_us = (time.monotonic_ns() - self.submit.arrived_ns) // 1000
-            extra = {"request_id": built_request.infer_request.id}
-            message_args = (built_request.model.name, duration_us)
-            logger.debug("inference of model '%s' took %d us", *message_args, extra=extra)
+            log_fields = {"request_id": built_request.infer_request.id}
+            log_args = (built_request.model.name, duration_us)
+            logger.debug("inference of model '%s' took %d us", *log_args, extra=log_fields)
         return response
 
     async def _create_response(self, message: m.Finished | m.Responded) -> HttpResponse:
@@ -241,18 +241,18 @@ class HttpInference(UnaryInference):
         inferred = self.unpack_outputs(message)
         uses_worker_memory = _has_worker_memory(infer_request, inferred)
         try:
-            classified = classify_outputs(gateway, model, infer_request, inferred)
+            classified_response = classify_outputs(gateway, model, infer_request, inferred)
             template = None
             if built_request.response_templates is not None:
                 template = built_request.response_templates.find(message.schema)
             if template is None:
                 template = JsonResponseTemplate(
-                    infer_request, model.name, model.version, classified
+                    infer_request, model.name, model.version, classified_response
                 )
-                if built_request.response_templates is not None and classified is inferred:
+                if built_request.response_templates is not None and classified_response is inferred:
                     built_request.response_templates.store(message.schema, template)
             response = await _encode_response(
-                gateway, self.http_request, infer_request.id, template, classified
+                gateway, self.http_request, infer_request.id, template, classified_response
             )
         except BaseException:
             if uses_worker_memory:
@@ -265,8 +265,8 @@ class HttpInference(UnaryInference):
 
 def _has_worker_memory(infer_request: InferRequest, inferred: Inferred) -> bool:
     """Return whether an output is in a worker's memory, not in the message or a client's region."""
-    in_regions = infer_request.region_outputs
-    return not all(type(o.data) is bytes or o.name in in_regions for o in inferred.outputs)
+    region_outputs = infer_request.region_outputs
+    return not all(type(o.data) is bytes or o.name in region_outputs for o in inferred.outputs)
 
 
 async def _encode_response(
@@ -295,18 +295,18 @@ async def _encode_outputs(
     gateway: Gateway, template: JsonResponseTemplate, inferred: Inferred
 ) -> tuple[list[bytes], list[bytes | memoryview]]:
     """Return the texts for `template.encode_json`, and views of the binary outputs."""
-    text_values: list[bytes] = []
-    binary: list[bytes | memoryview] = []
+    json_arrays: list[bytes] = []
+    binary_data: list[bytes | memoryview] = []
     for output in template.outputs:
         data = output_bytes(gateway, inferred.outputs[output.position])
         if output.binary:
-            binary.append(data)
+            binary_data.append(data)
             if output.byte_size < 0:
-                text_values.append(b"%d" % len(data))
+                json_arrays.append(b"%d" % len(data))
         else:
-            description = (output.datatype, output.shape, output.name)
-            text_values.append(await encode_in_turns(data, *description, gateway.malloc_trim))
-    return text_values, binary
+            tensor_fields = (output.datatype, output.shape, output.name)
+            json_arrays.append(await encode_in_turns(data, *tensor_fields, gateway.malloc_trim))
+    return json_arrays, binary_data
 
 
 def _assemble_response(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:
@@ -352,13 +352,13 @@ class _StreamEncoder:
     async def encode(self, inferred: Inferred) -> bytes:
         """Return the JSON text of the first response in the queue, which has these outputs."""
         gateway, model = self._gateway, self._model
-        classified = classify_outputs(gateway, model, self._infer_request, inferred)
-        template = JsonResponseTemplate(self._infer_request, model.name, model.version, classified)
+        response = classify_outputs(gateway, model, self._infer_request, inferred)
+        template = JsonResponseTemplate(self._infer_request, model.name, model.version, response)
         message = self._queue.first_response
-        if classified is inferred and isinstance(message, m.Responded) and not message.final:
+        if response is inferred and isinstance(message, m.Responded) and not message.final:
             self._queue.inference.response_templates.store(message.schema, template)
-        arrays, _ = await _encode_outputs(gateway, template, classified)
-        return template.encode_json(self._infer_request.id, arrays)
+        json_arrays, _ = await _encode_outputs(gateway, template, response)
+        return template.encode_json(self._infer_request.id, json_arrays)
 
 
 _MAX_JOINED_BYTES = 32 * 1024  # bytes of responses that are written together
@@ -493,9 +493,9 @@ async def _encode_batches(
         events: list[bytes] = []
         size = 0
         while queue and size < _MAX_JOINED_BYTES and not is_ended:
-            text, inferred = await queue.encode_first(encode)
-            if text is not None:
-                events.append(framing.frame(text))
+            json_text, inferred = await queue.encode_first(encode)
+            if json_text is not None:
+                events.append(framing.frame(json_text))
                 size += len(events[-1])
             is_ended = queue.remove_first(inferred)
         if events:

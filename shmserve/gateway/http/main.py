@@ -46,8 +46,8 @@ class HttpServer(process.ProtocolServer):
         super().__init__()
         self._gateway = gateway
         self._figures = LiveFigures(gateway, start.run_dir)
-        origins = gateway.settings.cors_origins
-        self._app = App(gateway, ROUTES, Cors(origins) if origins else None)
+        cors_origins = gateway.settings.cors_origins
+        self._app = App(gateway, ROUTES, Cors(cors_origins) if cors_origins else None)
         self._http_sockets = sockets[: start.http_sockets]
         self._metrics_sockets = sockets[start.http_sockets :]
 
@@ -68,9 +68,9 @@ class HttpServer(process.ProtocolServer):
     ) -> None:
         settings = self._gateway.settings  # read for each socket, since the tokens may change
         rules = Authorisation(settings.tokens, restrictions)
-        host_names = (settings.http_address, socket.gethostname(), *settings.allowed_hosts)
-        names = frozenset(map(str.lower, host_names))
-        listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
+        all_host_names = (settings.http_address, socket.gethostname(), *settings.allowed_hosts)
+        lower_names = frozenset(map(str.lower, all_host_names))
+        listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, lower_names)
         socket_counts = len(self._http_sockets), len(self._metrics_sockets)
         descriptor_limit = fd_limits.connections_share(*socket_counts)
         if sock in self._metrics_sockets:

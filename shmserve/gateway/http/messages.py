@@ -46,13 +46,13 @@ def read_time_limit(headers: CIMultiDictProxy[str]) -> TimeLimit:
     """
     if REQUEST_TIMEOUT_MS not in headers:
         return UNLIMITED
-    header = headers[REQUEST_TIMEOUT_MS]
-    if not (header.isascii() and header.isdecimal() and int(header[:20])):
+    header_value = headers[REQUEST_TIMEOUT_MS]
+    if not (header_value.isascii() and header_value.isdecimal() and int(header_value[:20])):
         raise InvalidArgument(
             f"header '{REQUEST_TIMEOUT_MS}' must be a number of milliseconds above 0, "
-            f"got '{header[:40]}'"
+            f"got '{header_value[:40]}'"
         )
-    return int(header[:20]) * 1000, f"the header '{REQUEST_TIMEOUT_MS}'"
+    return int(header_value[:20]) * 1000, f"the header '{REQUEST_TIMEOUT_MS}'"
 
 
 class HttpChannel(Protocol):
@@ -198,8 +198,8 @@ class HttpResponse:
             connection = b"Connection: close\r\n"
         elif request is not None and request.is_http10:
             connection = b"Connection: keep-alive\r\n"
-        values = (STATUS_LINES[self.status], size, connection, self.headers)
-        return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
+        head_values = (STATUS_LINES[self.status], size, connection, self.headers)
+        return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % head_values
 
     async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
         """Write the response, and disconnect a client that reads it too slowly.
@@ -215,30 +215,21 @@ class HttpResponse:
         elif size <= _MAX_JOINED_BYTES:
             transport.write(b"".join((head, *self.pieces)))
         else:
-            await self._write_pieces(request, transport, head, stall_timeout_s)
+            # With the high-water mark 0, `drain` returns once the socket has all bytes. The memory
+            # of the pieces may then be released.
+            transport.set_write_buffer_limits(high=0)
+            try:
+                transport.write(head)
+                for piece in self.pieces:
+                    for offset in range(0, len(piece), _PIECE_BYTES):
+                        transport.write(piece[offset : offset + _PIECE_BYTES])
+                        if request.connection.writing_paused:
+                            await drain_or_abort(request.connection, transport, stall_timeout_s)
+            finally:
+                if not transport.is_closing():
+                    transport.set_write_buffer_limits()
         if request.connection.writing_paused:
             await drain_or_abort(request.connection, transport, stall_timeout_s)
-
-    async def _write_pieces(
-        self,
-        request: HttpRequest,
-        transport: asyncio.Transport,
-        head: bytes,
-        stall_timeout_s: float,
-    ) -> None:
-        # With the high-water mark 0, `drain` returns once the socket has all bytes. The memory of
-        # the pieces may then be released.
-        transport.set_write_buffer_limits(high=0)
-        try:
-            transport.write(head)
-            for piece in self.pieces:
-                for offset in range(0, len(piece), _PIECE_BYTES):
-                    transport.write(piece[offset : offset + _PIECE_BYTES])
-                    if request.connection.writing_paused:
-                        await drain_or_abort(request.connection, transport, stall_timeout_s)
-        finally:
-            if not transport.is_closing():
-                transport.set_write_buffer_limits()
 
 
 class ChunkedResponse(HttpResponse):
@@ -348,8 +339,8 @@ def error_response(
         headers: Further header lines.
         closes_connection: Whether the connection ends with this response.
     """
-    fields = (error.status, (encode_error(error),), JSON_HEADER + headers)
-    return HttpResponse(*fields, closes_connection=closes_connection)
+    response_fields = (error.status, (encode_error(error),), JSON_HEADER + headers)
+    return HttpResponse(*response_fields, closes_connection=closes_connection)
 
 
 class Framing(NamedTuple):

@@ -92,8 +92,8 @@ def _describe_operation(route: Route, operation: dict[str, Any], path: str) -> d
     server_error = {"description": "failure, or temporarily unavailable", "content": error}
     entry["responses"] = {"200": success_response, "4XX": client_error, "5XX": server_error}
     if "body" in operation:
-        required = operation.get("required", False)
-        entry["requestBody"] = {"required": required, "content": _media_types(operation["body"])}
+        is_required = operation.get("required", False)
+        entry["requestBody"] = {"required": is_required, "content": _media_types(operation["body"])}
     return entry
 
 

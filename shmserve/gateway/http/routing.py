@@ -108,16 +108,16 @@ class RouteTable:
         path may follow a host, as in requests to proxies.
         """
         path = _target_path(target)
-        first_match = None
+        method_mismatch = None
         for route, pattern in self._patterns:
             match = pattern.fullmatch(path)
-            if match is None or (route.path == ANY_PATH and first_match):
+            if match is None or (route.path == ANY_PATH and method_mismatch):
                 continue
             route_match = route, tuple(map(unquote, match.groups("")))
             if route.method in (method, ""):
                 return route_match
-            first_match = first_match or route_match
-        return first_match
+            method_mismatch = method_mismatch or route_match
+        return method_mismatch
 
     def allowed_methods(self, target: str) -> str:
         """Return the methods of a request's target, separated by commas."""
@@ -142,8 +142,8 @@ class RouteTable:
 
 def optional_parts(template: str) -> Iterator[tuple[str, bool]]:
     """Yield the parts of a route's template, and whether each part is optional."""
-    for required, optional in re.findall(r"([^\[\]]+)|\[([^\]]+)\]", template):
-        yield required or optional, bool(optional)
+    for required_part, optional_part in re.findall(r"([^\[\]]+)|\[([^\]]+)\]", template):
+        yield required_part or optional_part, bool(optional_part)
 
 
 def _compile_template(template: str) -> re.Pattern[str]:
@@ -259,9 +259,9 @@ class Cors:
                 f"pages of the origin {origin} are refused (--cors-allow-origin)"
             )
         header_lines = ["Access-Control-Allow-Methods: GET, POST", "Access-Control-Max-Age: 600"]
-        requested_headers = headers.get(self._HEADERS, "")
-        if self._HEADER_NAMES.fullmatch(requested_headers):
-            header_lines.append(f"Access-Control-Allow-Headers: {requested_headers}")
+        requested_names = headers.get(self._HEADERS, "")
+        if self._HEADER_NAMES.fullmatch(requested_names):
+            header_lines.append(f"Access-Control-Allow-Headers: {requested_names}")
         if headers.get(self._NETWORK) == "true":
             header_lines.append("Access-Control-Allow-Private-Network: true")
         return HttpResponse(200, (), "".join(f"{line}\r\n" for line in header_lines).encode())
@@ -280,7 +280,7 @@ class Cors:
 class App(ActiveCount):
     """The application of a listener, which dispatches requests to the handlers of `routes`.
 
-    `active` counts the requests whose response is not sent yet.
+    `active_count` counts the requests whose response is not sent yet.
     """
 
     def __init__(self, gateway: Gateway, routes: RouteTable, cors: Cors | None = None) -> None:
@@ -299,11 +299,11 @@ class App(ActiveCount):
     async def handle(self, request: HttpRequest) -> HttpResponse:
         """Return the response to any request; raise only CancelledError.
 
-        A request that was begun without a task is already counted in `active`.
+        A request that was begun without a task is already counted in `active_count`.
         """
         begun_request, request.begun_request = request.begun_request, None
         if begun_request is None:
-            self.active += 1
+            self.active_count += 1
         routes, cors = self._routes, self._cors
         method = "GET" if request.method == "HEAD" else request.method
         route_match = request.route_match or routes.find(request.target, method)

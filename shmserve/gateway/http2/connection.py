@@ -54,13 +54,13 @@ from shmserve.gateway.http2.outgoing import Outgoing, Stream
 # The maximum number of streams whose reset by the server is recorded, because the client may still
 # send frames for them.
 _MAX_RECORDED_RESETS = 1024
-_RESET_DEBT = 4  # a reset stream counts as this many useless control frames
+_FRAMES_PER_RESET = 4  # a reset stream counts as this many useless control frames
 # The number of control frames that the client may send for each new call and each sent DATA frame.
 _EARNED_PER_FRAME = 4
 # The client may send one more control frame for this many bytes of sent data. A DATA frame may
 # contain many messages, and some clients send a window update for each, long after its arrival.
 _BYTES_PER_EARNED_FRAME = 32
-_MAX_SAVED_FRAMES = 1 << 16
+_MAX_SAVED_FRAMES = 1 << 16  # maximum number of control frames that a client can save up
 _EMPTY_VIEW = memoryview(b"")
 
 
@@ -122,12 +122,12 @@ class Http2Connection(FrameReader[HeadT]):
         return events
 
     @property
-    def debt(self) -> int:
+    def useless_frames(self) -> int:
         """Return how much useless work the client has caused, in units of control frames.
 
         Only the difference of two results is meaningful.
         """
-        return -self._control_budget.tokens - _RESET_DEBT * self._reset_budget.tokens
+        return -self._control_budget.tokens - _FRAMES_PER_RESET * self._reset_budget.tokens
 
     # --- data
 
@@ -182,7 +182,7 @@ class Http2Connection(FrameReader[HeadT]):
 
     def _handle_frame(self, frame_type: int, flags: int, stream_id: int, payload: bytes) -> None:
         if self._block is not None and (
-            frame_type != CONTINUATION or stream_id != self._block_stream
+            frame_type != CONTINUATION or stream_id != self._block_stream_id
         ):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "another frame within a header block")
         if not self.settings_received and (frame_type != SETTINGS or flags & ACK):
@@ -282,7 +282,7 @@ class Http2Connection(FrameReader[HeadT]):
         earned_by_data = (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
         earned_frames = _EARNED_PER_FRAME * sent_frames + earned_by_data
         saved_frames = min(self._saved_control_frames + earned_frames, _MAX_SAVED_FRAMES)
-        needed_frames = min(saved_frames, self._control_budget.debt)
+        needed_frames = min(saved_frames, self._control_budget.missing_tokens)
         self._saved_control_frames = saved_frames - needed_frames
         self._control_budget.add_tokens(needed_frames)
 
@@ -313,9 +313,9 @@ class Http2Connection(FrameReader[HeadT]):
             self.settings_acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
-        sending, window = self.sending, settings.get(frames.INITIAL_WINDOW_SIZE)
-        if window is not None:
-            sending.change_initial_window(window, self.streams.values())
+        sending, initial_window = self.sending, settings.get(frames.INITIAL_WINDOW_SIZE)
+        if initial_window is not None:
+            sending.change_initial_window(initial_window, self.streams.values())
         sending.max_frame_size = settings.get(frames.MAX_FRAME_SIZE, sending.max_frame_size)
         self.settings_received = True
         sending.output.append(_SETTINGS_ACK)
@@ -394,13 +394,13 @@ class Http2Connection(FrameReader[HeadT]):
             last_stream = min(self.last_stream_id, self._goaway_stream_id)
             self.sending.output.append(frames.encode_goaway(last_stream, code, reason))
 
-    def send_goaway(self, *, final: bool) -> None:
+    def send_goaway(self, *, is_final: bool) -> None:
         """Send GOAWAY, which announces the end of the connection.
 
-        The first GOAWAY permits new streams, which may be in flight. A `final` GOAWAY permits no
+        The first GOAWAY permits new streams, which may be in flight. A final GOAWAY permits no
         stream above the last one that was received.
         """
-        if final and not self._is_refusing:
+        if is_final and not self._is_refusing:
             self._is_refusing = True
             self._goaway_stream_id = self.last_stream_id
         self.sending.output.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))

@@ -135,16 +135,16 @@ def _check_updates(block: bytes) -> None:
 
     The limits on header lists do not count these updates.
     """
-    position = count = 0
+    position = update_count = 0
     while position < len(block) and block[position] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
-        count += 1
-        if count > _MAX_UPDATES:
+        update_count += 1
+        if update_count > _MAX_UPDATES:
             text = f"more than {_MAX_UPDATES} table size updates in a header block"
             raise ConnectionFault(FaultCode.COMPRESSION_ERROR, text)
-        is_continued = block[position] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
+        has_more_bytes = block[position] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
         position += 1
-        while is_continued and position < len(block):
-            is_continued = block[position] >= 128
+        while has_more_bytes and position < len(block):
+            has_more_bytes = block[position] >= 128
             position += 1
 
 
@@ -221,9 +221,9 @@ def _encode_integer(value: int) -> bytes:
     if value < 127:
         return bytes((value,))
     remaining = value - 127
-    parts = bytearray((127,))
+    encoded = bytearray((127,))
     while remaining >= 128:
-        parts.append(remaining & 127 | 128)
+        encoded.append(remaining & 127 | 128)
         remaining >>= 7
-    parts.append(remaining)
-    return bytes(parts)
+    encoded.append(remaining)
+    return bytes(encoded)

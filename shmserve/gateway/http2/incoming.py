@@ -70,12 +70,12 @@ class Limits:
     header_list_bytes: int = 16 * 1024
     header_block_bytes: int = 64 * 1024
     max_continuations: int = 8
-    resets: int = 1024
+    resets: int = 1024  # the budget of stream resets
     resets_per_s: float = 64.0
-    control_frames: int = 2048
+    control_frames: int = 2048  # the budget of control frames
     control_frames_per_s: float = 256.0
-    frames_per_call: int = 256
-    stream_cost_frames: int = 8
+    frames_per_call: int = 256  # maximum work of one call of `receive`
+    stream_cost_frames: int = 8  # opening a stream costs as much as this many frames
     window_bytes: int = 1024 * 1024
     frame_bytes: int = 1024 * 1024
 
@@ -85,25 +85,25 @@ class Budget:
 
     Args:
         capacity: The number of tokens of a full bucket.
-        per_s: The number of tokens that are added per second.
+        tokens_per_s: The number of tokens that are added per second.
         clock: Returns the time in seconds.
         event_name: The name of the events that cost a token each, for the error.
     """
 
-    __slots__ = ("_capacity", "_clock", "_event_name", "_per_s", "_refilled_at", "tokens")
+    __slots__ = ("_capacity", "_clock", "_event_name", "_refilled_at", "_tokens_per_s", "tokens")
 
     def __init__(
-        self, capacity: int, per_s: float, clock: Callable[[], float], event_name: str
+        self, capacity: int, tokens_per_s: float, clock: Callable[[], float], event_name: str
     ) -> None:
         self._capacity = capacity
         self.tokens = capacity
-        self._per_s = per_s
+        self._tokens_per_s = tokens_per_s
         self._clock = clock
         self._refilled_at = clock()
         self._event_name = event_name
 
     @property
-    def debt(self) -> int:
+    def missing_tokens(self) -> int:
         """Return the number of tokens that are missing from a full bucket."""
         return self._capacity - self.tokens
 
@@ -112,12 +112,12 @@ class Budget:
         self.tokens -= 1
         if self.tokens < 0:
             now = self._clock()
-            refilled_tokens = int((now - self._refilled_at) * self._per_s)
+            refilled_tokens = int((now - self._refilled_at) * self._tokens_per_s)
             if refilled_tokens:
                 self._refilled_at = now
                 self.tokens = min(self.tokens + refilled_tokens, self._capacity)
             if self.tokens < 0:
-                text = f"too many {self._event_name} (allowed: {self._per_s:g} per second)"
+                text = f"too many {self._event_name} (allowed: {self._tokens_per_s:g} per second)"
                 raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text)
 
     def add_tokens(self, count: int) -> None:
@@ -189,9 +189,9 @@ class FrameReader(ABC, Generic[HeadT]):
         self._needed_bytes = 0  # bytes that the buffer needs before parsing continues
         self._has_preface = False  # whether the connection preface has arrived
         self._block: bytearray | None = None  # an incomplete header block
-        self._block_stream = 0
-        self._block_flags = 0
-        self._block_frames = 0
+        self._block_stream_id = 0
+        self._block_flags = 0  # the flags of its HEADERS frame
+        self._block_frames = 0  # number of its CONTINUATION frames
         self.arriving_bytes = 0  # remaining bytes of the current DATA frame, ignored or not
         self.arriving_stream: Stream | None = None
         self._padding_left = 0
@@ -214,18 +214,18 @@ class FrameReader(ABC, Generic[HeadT]):
             data = bytes(self._buffer)
             self._buffer.clear()
         self.has_pending_frames = False
-        events = self._events = []
+        new_events = self._events = []
         try:
             position = self._process_frames(data)
         except ConnectionFault as fault:
             self.fail(fault.code, fault.reason)
-            return events
+            return new_events
         finally:
             self._events = []  # drops the references to `data`
         if position < len(data):
             self._buffer += memoryview(data)[position:]
             self.has_pending_frames = len(self._buffer) >= self._needed_bytes
-        return events
+        return new_events
 
     def fail(self, code: FaultCode, reason: str = "") -> None:
         """Send GOAWAY and close the connection."""
@@ -242,7 +242,7 @@ class FrameReader(ABC, Generic[HeadT]):
                 return position
         view = memoryview(data)
         remaining_work = self._limits.frames_per_call
-        unpack = FRAME_HEADER.unpack_from
+        unpack_header = FRAME_HEADER.unpack_from
         while True:
             if self.arriving_bytes or self._padding_left:
                 if position == data_size:
@@ -255,8 +255,8 @@ class FrameReader(ABC, Generic[HeadT]):
             if data_size - position < FRAME_HEADER_SIZE:
                 self._needed_bytes = FRAME_HEADER_SIZE
                 break
-            high, low, frame_type, flags, stream_id = unpack(data, position)
-            size = high << 8 | low
+            size_high, size_low, frame_type, flags, stream_id = unpack_header(data, position)
+            size = size_high << 8 | size_low
             stream_id &= STREAM_BITS
             remaining_work -= 1
             if frame_type == DATA and self._block is None and self.settings_received:
@@ -274,8 +274,8 @@ class FrameReader(ABC, Generic[HeadT]):
                 break
             position += FRAME_HEADER_SIZE
             self.received_frames += 1
-            cost = self._limits.stream_cost_frames if frame_type == HEADERS else _CONTROL_FRAME_COST
-            remaining_work -= cost
+            work = self._limits.stream_cost_frames if frame_type == HEADERS else _CONTROL_FRAME_COST
+            remaining_work -= work
             remaining_work -= size >> _SIZE_SHIFT
             payload = bytes(view[position : position + size])
             try:
@@ -298,8 +298,8 @@ class FrameReader(ABC, Generic[HeadT]):
         return len(PREFACE)
 
     def _check_size(self, frame_type: int, size: int) -> None:
-        is_block = frame_type in (HEADERS, CONTINUATION)
-        limit = self._limits.frame_bytes if is_block else _MAX_CONTROL_BYTES
+        is_header_block = frame_type in (HEADERS, CONTINUATION)
+        limit = self._limits.frame_bytes if is_header_block else _MAX_CONTROL_BYTES
         if size > limit:
             raise length_fault(f"frame of type {frame_type}", size, f"at most {limit}")
         self._check_block_size(size)
@@ -354,7 +354,7 @@ class FrameReader(ABC, Generic[HeadT]):
             self._handle_headers(stream_id, flags, payload)
         else:
             self._block = bytearray(payload)
-            self._block_stream, self._block_flags, self._block_frames = stream_id, flags, 0
+            self._block_stream_id, self._block_flags, self._block_frames = stream_id, flags, 0
 
     def _continue_block(self, flags: int, payload: bytes) -> None:
         if self._block is None:
@@ -369,7 +369,7 @@ class FrameReader(ABC, Generic[HeadT]):
         self._check_block_size(len(self._block))
         if flags & END_HEADERS:
             block, self._block = bytes(self._block), None
-            self._handle_headers(self._block_stream, self._block_flags, block)
+            self._handle_headers(self._block_stream_id, self._block_flags, block)
 
     # --- implemented by the subclass
 

@@ -168,12 +168,12 @@ class Outgoing:
         self.data_frames += 1
         self.data_bytes += size
         packed_id, data_start = stream.packed_id, _pack_start(size >> 8, size & 0xFF, DATA, 0)
-        start = (blocks.head_start, packed_id, blocks.head, data_start, packed_id)
+        frame_start = (blocks.head_start, packed_id, blocks.head, data_start, packed_id)
         trailer_parts = (blocks.trailers_start, packed_id, blocks.trailers)
         if size < _MAX_JOINED_BYTES:
-            self.output.append(b"".join((*start, *pieces, *trailer_parts)))
+            self.output.append(b"".join((*frame_start, *pieces, *trailer_parts)))
         else:
-            self.output += (b"".join(start), *pieces, b"".join(trailer_parts))
+            self.output += (b"".join(frame_start), *pieces, b"".join(trailer_parts))
         stream.has_all_output = True
         self._on_sent(stream)
 
@@ -244,8 +244,8 @@ class Outgoing:
         """Send up to `_TURN_BYTES` of a stream's data; return whether more could be sent now."""
         if stream not in self.waiting_streams:
             return False
-        turn_bytes = _TURN_BYTES
-        while stream.queued_bytes and turn_bytes > 0 and not self.is_paused:
+        remaining_bytes = _TURN_BYTES
+        while stream.queued_bytes and remaining_bytes > 0 and not self.is_paused:
             sendable_bytes = min(self.max_frame_size, stream.send_window, self.window)
             if sendable_bytes <= 0:
                 break
@@ -255,7 +255,7 @@ class Outgoing:
                 piece = piece[:sendable_bytes]
             size = len(piece)
             stream.queued_bytes -= size
-            turn_bytes -= size
+            remaining_bytes -= size
             self._send_data_frame(stream, piece, size)
         del self.waiting_streams[stream]
         if stream.queued_bytes or self.is_paused:
@@ -266,7 +266,7 @@ class Outgoing:
             self._on_sent(stream)
         if stream.on_progress is not None:
             stream.on_progress()
-        return bool(stream.queued_bytes) and turn_bytes <= 0
+        return bool(stream.queued_bytes) and remaining_bytes <= 0
 
     def _send_data_frame(self, stream: Stream, piece: bytes | memoryview, size: int) -> None:
         stream.send_window -= size

@@ -20,9 +20,9 @@ from operator import attrgetter, methodcaller
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import processes
 
-MIN_COUNTED_BYTES = 128 * 1024
-_MIN_TRIMMED_BYTES = 1024 * 1024
-_TRIM_DELAY_S = 0.5
+MIN_COUNTED_BYTES = 128 * 1024  # smaller released blocks do not count for a trim
+_MIN_TRIMMED_BYTES = 1024 * 1024  # released bytes from which the heap is trimmed
+_TRIM_DELAY_S = 0.5  # the pause before the heap is trimmed
 
 # In bytes per second. Each `SLOWEST_RATE` received bytes extend the time limit of a body by a
 # second. A client that reads a response at a lower rate is disconnected.
@@ -106,10 +106,10 @@ class BodyBudget:
             body.evict()
             yield
 
-    def _slow_bodies(self, frees_memory: Callable[[Arrival], int]) -> list[Arrival]:
-        """Return the slow bodies for which `frees_memory` is true, the slowest first."""
+    def _slow_bodies(self, freed_bytes: Callable[[Arrival], int]) -> list[Arrival]:
+        """Return the slow bodies for which `freed_bytes` is true, the slowest first."""
         now = time.monotonic()
-        slow_bodies = [body for body in self._bodies if frees_memory(body) and body.is_slow(now)]
+        slow_bodies = [body for body in self._bodies if freed_bytes(body) and body.is_slow(now)]
         return sorted(slow_bodies, key=methodcaller("rate", now))
 
 
@@ -149,8 +149,8 @@ class Arrival:
         self.received_bytes = 0
         self.heap_bytes = 0
 
-    async def next(self, read: Awaitable[bytes]) -> bytes:
-        """Wait for `read`, which returns the next bytes of the body, within the time limit.
+    async def next(self, next_bytes: Awaitable[bytes]) -> bytes:
+        """Wait for `next_bytes`, which returns the next bytes of the body, within the time limit.
 
         Raises:
             BodyTimeout: The time limit has expired, or the body was evicted.
@@ -160,7 +160,7 @@ class Arrival:
         self._wait_started_at = time.monotonic()
         try:
             async with asyncio.timeout(deadline - self._wait_started_at) as self._current_timeout:
-                data = await read
+                data = await next_bytes
         except TimeoutError:
             self.check_not_evicted()
             text = f"the request body did not arrive in time (limit: {limit_s:.1f} s)"
@@ -172,7 +172,7 @@ class Arrival:
         self.received_bytes += len(data)
         return data
 
-    async def wait_for_end(self, complete: asyncio.Future[None]) -> None:
+    async def wait_for_end(self, body_end: asyncio.Future[None]) -> None:
         """Wait for the end of a body whose receiver updates `received_bytes`.
 
         Raises:
@@ -180,10 +180,10 @@ class Arrival:
         """
 
         async def wait() -> bytes:
-            await asyncio.wait((complete,))
+            await asyncio.wait((body_end,))
             return b""
 
-        while not complete.done():
+        while not body_end.done():
             received_bytes = self.received_bytes
             try:
                 await self.next(wait())

@@ -109,9 +109,9 @@ def submit_inference(
     except BaseException:
         built_request.release()
         raise
-    trace = ""
+    trace_context = ""
     if traceparent or gateway.tracer.is_active or "explain" in request.parameters:
-        trace = _begin_trace(gateway, built_request, arrived_ns, traceparent)
+        trace_context = _begin_trace(gateway, built_request, arrived_ns, traceparent)
     limit_us, limit_origin = call_limit
     server_limit_us = gateway.settings.request_timeout_us
     if request.deadline_us > 0 and not 0 < limit_us <= request.deadline_us:
@@ -133,7 +133,7 @@ def submit_inference(
         correlation_id=request.correlation_id,
         # The address of the object distinguishes the connections of this process.
         source=id(client) if request.correlation_id else 0,
-        trace=trace,
+        trace=trace_context,
     )
     inference = create_inference(message, schedulers, built_request.on_release, built_request)
     schedulers.submit(inference, model.endpoint)
@@ -153,7 +153,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     if trace.has_explanation:
         # A template would repeat the durations of the first response in later responses.
         built.response_templates = None
-    return trace.scheduler.message
+    return trace.scheduler_context.message
 
 
 async def reload_model(gateway: Gateway, built_request: BuiltRequest) -> None:
@@ -189,12 +189,12 @@ def log_failure(built_request: BuiltRequest, error: ShmserveError) -> None:
     level = logging.ERROR if error.server_fault else logging.DEBUG
     if logger.isEnabledFor(level):
         outcome = "failed" if error.server_fault else "was refused"
-        message_args = (built_request.model.name, outcome, error.message)
-        extra = {
+        log_args = (built_request.model.name, outcome, error.message)
+        log_fields = {
             "request_id": built_request.infer_request.id,
             "trace_id": trace and trace.context.trace_id,
         }
-        logger.log(level, "inference of model '%s' %s: %s", *message_args, extra=extra)
+        logger.log(level, "inference of model '%s' %s: %s", *log_args, extra=log_fields)
 
 
 def record_failure(built_request: BuiltRequest, error: ShmserveError) -> None:
@@ -437,54 +437,42 @@ def classify_outputs(
     Raises:
         InvalidArgument: An output cannot be sorted, or is too large.
     """
-    classes = request.classes
-    if not classes:
+    class_counts = request.class_counts
+    if not class_counts:
         return inferred
-    is_batched = bool(model.signature.max_batch_size)
 
     def classify(tensor: TensorRef) -> TensorRef:
-        class_count = classes.get(tensor.name, 0)
+        class_count = class_counts.get(tensor.name, 0)
         if not class_count:
             return tensor
         location = tensor.data
         data = location if isinstance(location, bytes) else gateway.mappings.view(location)
         labels = model.labels.get(tensor.name, ())
-        return _classify_tensor(tensor, data, class_count, labels, is_batched=is_batched)
+        datatype, element_total = tensor.datatype, element_count(tensor.shape)
+        if datatype in _UNSORTABLE_DATATYPES:
+            text = f"class result not available for output due to unsupported type '{datatype}'"
+            raise InvalidArgument(text)
+        if element_total > _MAX_CLASSIFIED_ELEMENTS:
+            raise InvalidArgument(
+                f"output '{tensor.name}': {element_total} elements are too many for classification "
+                f"(maximum: {_MAX_CLASSIFIED_ELEMENTS})"
+            )
+        if len(data) != element_total * ITEM_SIZE[datatype]:
+            return tensor  # `output_bytes` reports the wrong size later
+        batch_shape = tensor.shape[:1] if model.signature.max_batch_size else ()
+        values = np.frombuffer(data, NUMPY_DTYPES[datatype])
+        rows = values.reshape(batch_shape[0] if element_total and batch_shape else 1, -1)
+        class_count = min(class_count, rows.shape[1])
+        if len(rows) * class_count > _MAX_CLASSES:
+            raise InvalidArgument(
+                f"output '{tensor.name}': {len(rows) * class_count} classes are too many for a "
+                f"response (maximum: {_MAX_CLASSES})"
+            )
+        texts = [text for row in rows for text in _class_texts(row, class_count, labels)]
+        packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+        return TensorRef(tensor.name, "BYTES", (*batch_shape, class_count), packed)
 
     return replace(inferred, outputs=tuple(map(classify, inferred.outputs)))
-
-
-def _classify_tensor(
-    tensor: TensorRef,
-    data: bytes | memoryview,
-    class_count: int,
-    labels: Sequence[str],
-    *,
-    is_batched: bool,
-) -> TensorRef:
-    datatype, element_total = tensor.datatype, element_count(tensor.shape)
-    if datatype in _UNSORTABLE_DATATYPES:
-        text = f"class result not available for output due to unsupported type '{datatype}'"
-        raise InvalidArgument(text)
-    if element_total > _MAX_CLASSIFIED_ELEMENTS:
-        raise InvalidArgument(
-            f"output '{tensor.name}': {element_total} elements are too many for classification "
-            f"(maximum: {_MAX_CLASSIFIED_ELEMENTS})"
-        )
-    if len(data) != element_total * ITEM_SIZE[datatype]:
-        return tensor  # `output_bytes` reports the wrong size later
-    batch_shape = tensor.shape[:1] if is_batched else ()
-    values = np.frombuffer(data, NUMPY_DTYPES[datatype])
-    rows = values.reshape(batch_shape[0] if element_total and batch_shape else 1, -1)
-    class_count = min(class_count, rows.shape[1])
-    if len(rows) * class_count > _MAX_CLASSES:
-        raise InvalidArgument(
-            f"output '{tensor.name}': {len(rows) * class_count} classes are too many for a "
-            f"response (maximum: {_MAX_CLASSES})"
-        )
-    texts = [text for row in rows for text in _class_texts(row, class_count, labels)]
-    packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-    return TensorRef(tensor.name, "BYTES", (*batch_shape, class_count), packed)
 
 
 def _class_texts(row: NDArray[np.generic], class_count: int, labels: Sequence[str]) -> list[bytes]:
@@ -510,6 +498,6 @@ def largest_indices(row: NDArray[np.generic], count: int) -> list[int]:
         # Only values that can be among the largest are sorted.
         threshold = np.partition(row, len(row) - count)[len(row) - count]
         candidates = np.flatnonzero(~(row < threshold))
-    order = np.argsort(row[candidates][::-1], kind="stable")[::-1]
-    indices: list[int] = candidates[::-1][order][:count].tolist()
+    descending_order = np.argsort(row[candidates][::-1], kind="stable")[::-1]
+    indices: list[int] = candidates[::-1][descending_order][:count].tolist()
     return indices

@@ -411,10 +411,10 @@ def raw_request(signature: Signature, body: bytes) -> tuple[InferRequest, bytes]
         InvalidArgument: The model has several inputs, or the size of the body does not determine
             the shape of the input.
     """
-    prefix = "[request id: <id_unknown>] "
+    error_prefix = "[request id: <id_unknown>] "
     if len(signature.inputs) != 1:
         raise InvalidArgument(
-            f"{prefix}Raw request must only have 1 input (found 1) to be deduced but got "
+            f"{error_prefix}Raw request must only have 1 input (found 1) to be deduced but got "
             f"{len(signature.inputs)} inputs in '{signature.name}' model configuration"
         )
     spec = next(iter(signature.inputs.values()))
@@ -422,14 +422,14 @@ def raw_request(signature: Signature, body: bytes) -> tuple[InferRequest, bytes]
     fixed_elements = element_count([dim for dim in dims if dim != -1])
     if dims.count(-1) > 1:
         raise InvalidArgument(
-            f"{prefix}The shape of the raw input '{spec.name}' can not be deduced because "
+            f"{error_prefix}The shape of the raw input '{spec.name}' can not be deduced because "
             "there are more than one variable-sized dimension (send JSON with its shape before "
             "the bytes, and the length of the JSON in Inference-Header-Content-Length)"
         )
     if spec.datatype == "BYTES":
         if -1 in dims or fixed_elements != 1:
             raise InvalidArgument(
-                f"{prefix}For BYTE datatype raw input '{spec.name}', "
+                f"{error_prefix}For BYTE datatype raw input '{spec.name}', "
                 "the model must have input shape [1]"
             )
         body = len(body).to_bytes(4, "little") + body

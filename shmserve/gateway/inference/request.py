@@ -42,9 +42,9 @@ class InferInput:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    count: int
-    data: Any = None
-    binary_size: int = -1
+    count: int  # number of elements
+    data: Any = None  # the bytes, once decoded
+    binary_size: int = -1  # bytes in the body; -1: the body does not have the tensor
     memory_range: RegionRange | None = None
 
 
@@ -59,7 +59,7 @@ class InferOutput:
     """
 
     name: str
-    binary: bool
+    binary: bool  # whether the output is sent as binary data
     memory_range: RegionRange | None = None
     class_count: int = 0
 
@@ -84,7 +84,7 @@ class InferRequest:
     binary: bool = False
     parameters: dict[str, Any] = field(default_factory=dict)
     correlation_id: int | str = 0
-    flags: int = 0
+    flags: int = 0  # bits that mark the start and the end of a sequence
     timeout_us: int = 0
     priority: int = 0
     version: str = ""
@@ -114,7 +114,7 @@ class InferRequest:
         return {output.name for output in self.outputs if output.memory_range is not None}
 
     @property
-    def classes(self) -> dict[str, int]:
+    def class_counts(self) -> dict[str, int]:
         """Return the number of classes of each classified output, by name."""
         return {output.name: output.class_count for output in self.outputs if output.class_count}
 
@@ -172,8 +172,8 @@ def select_forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -
     """
     if not pattern:
         return {}
-    search = _compile_pattern(pattern).search
-    forwarded_headers = {name: value for name, value in headers if search(name)}
+    find_match = _compile_pattern(pattern).search
+    forwarded_headers = {name: value for name, value in headers if find_match(name)}
     for name in forwarded_headers:
         lower_name = name.lower()
         if lower_name in _RESERVED_PARAMETERS or lower_name.startswith("triton_"):

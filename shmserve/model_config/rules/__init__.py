@@ -24,7 +24,7 @@ from shmserve.ipc.model_spec import (
     LARGEST_INSTANCE_BOUND,
 )
 from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
-from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, find_repeats
+from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.parameters import parameter_problems
 from shmserve.model_config.rules.scheduling import (
@@ -36,7 +36,7 @@ from shmserve.model_config.rules.scheduling import (
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems, warmup_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOptimizationPolicy
 
-_GROUPS: Key = ("instance_group",)
+_GROUPS: Key = ("instance_group",)  # the key of the instance groups
 _MAX_LABEL_FILE_BYTES = 4 * 1024 * 1024
 _IGNORED_GROUP_FIELDS = ("secondary_devices", "profile", "host_policy")
 _OPTIMIZATION_FIELDS = (
@@ -176,10 +176,6 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
     if not config.instance_group:
         text = f"must specify one or more 'instance group's for {config.name}"
         yield Problem(_GROUPS, text)
-    names = (((*_GROUPS, i, "name"), group.name) for i, group in enumerate(config.instance_group))
-    for key, name, first in find_repeats(names):
-        text = f"instance group {name} of model {config.name} is specified more than once"
-        yield Problem(key, text, (first,))
     for index, group in enumerate(config.instance_group):
         path, subject = (*_GROUPS, index), f"instance group {group.name} of model {config.name}"
         for problem in _group_problems(path, group, gpu_count):
@@ -232,8 +228,8 @@ def _metric_problems(config: ModelConfig) -> Iterator[Problem]:
         if control.HasField("histogram_options") and not buckets:
             text = f"histogram options must specify non-empty 'buckets' for {config.name}"
             yield Problem(path, text)
-        for position, (low, high) in enumerate(pairwise([-inf, *buckets, inf])):
-            if not low < high:
+        for position, (lower_bound, upper_bound) in enumerate(pairwise([-inf, *buckets, inf])):
+            if not lower_bound < upper_bound:
                 text = f"histogram buckets must be finite and in ascending order for {config.name}"
                 yield Problem((*path, min(position, len(buckets) - 1)), text)
                 break
@@ -248,11 +244,11 @@ def _name_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[Problem]:
-    base = model_dir.absolute()
+    absolute_dir = model_dir.absolute()
     for index, output in enumerate(config.output):
         if not output.label_filename:
             continue
-        problem = _label_problem(base, output.label_filename)
+        problem = _label_problem(absolute_dir, output.label_filename)
         if problem:
             subject = f"label file '{output.label_filename}' of output '{output.name}'"
             key = ("output", index, "label_filename")
@@ -309,13 +305,13 @@ def warnings_of(written_config: ModelConfig, final_config: ModelConfig) -> list[
     counts = ((i, group.count) for i, group in enumerate(written_config.instance_group))
     text = "is replaced by the default, because a count must be at least 1"
     warnings = [f"instance_group[{i}].count: {count} {text}" for i, count in counts if count < 0]
-    passive = (i for i, group in enumerate(written_config.instance_group) if group.passive)
+    passive_indices = (i for i, group in enumerate(written_config.instance_group) if group.passive)
     text = "no effect: the instances receive requests, unlike passive instances of Triton"
-    warnings += (f"instance_group[{i}].passive: {text}" for i in passive)
+    warnings += (f"instance_group[{i}].passive: {text}" for i in passive_indices)
     for name in sorted(set(written_config.parameters).difference(KNOWN_PARAMETERS)):
-        near = nearest(name, KNOWN_PARAMETERS, 0.8)
-        if near:
-            warnings.append(f"parameters: '{clip(name)}' is unknown; did you mean '{near}'?")
+        similar = nearest(name, KNOWN_PARAMETERS, 0.8)
+        if similar:
+            warnings.append(f"parameters: '{clip(name)}' is unknown; did you mean '{similar}'?")
     for name, parameter in sorted(written_config.parameters.items()):
         if parameter.string_value.startswith("${"):
             text = f"'{clip(parameter.string_value)}' is a placeholder of a template; fill it in"
@@ -342,13 +338,13 @@ def _find_ignored(config: ModelConfig) -> Iterator[str]:
             yield f"model_metrics.metric_control[{index}]"
     on_gpu = _is_on_gpu(config)
     needs_gpu = config.backend == "pytorch"
-    supported = _OPTIMIZATIONS.get(config.backend, ()) if on_gpu or not needs_gpu else ()
-    yield from _ignored_optimization(config.optimization, supported)
+    supported_fields = _OPTIMIZATIONS.get(config.backend, ()) if on_gpu or not needs_gpu else ()
+    yield from _ignored_optimization(config.optimization, supported_fields)
     accelerators = config.optimization.execution_accelerators
-    unused = "cpu" if on_gpu else "gpu"
-    unused_field = f"{unused}_execution_accelerator"
-    if "execution_accelerators" in supported and _is_set(accelerators, unused_field):
-        yield f"optimization.execution_accelerators.{unused}_execution_accelerator"
+    unused_device = "cpu" if on_gpu else "gpu"
+    unused_field = f"{unused_device}_execution_accelerator"
+    if "execution_accelerators" in supported_fields and _is_set(accelerators, unused_field):
+        yield f"optimization.execution_accelerators.{unused_device}_execution_accelerator"
     for index, state in enumerate(config.sequence_batching.state):
         if state.use_growable_memory:
             yield f"sequence_batching.state[{index}].use_growable_memory"
@@ -390,4 +386,4 @@ def _ignored_optimization(
 
 
 def _is_set(message: Any, name: str) -> bool:
-    return any(target.name == name for target, _ in message.ListFields())
+    return any(field.name == name for field, _ in message.ListFields())

@@ -17,7 +17,7 @@ from shmserve.model_config.diagnostics import Key, Problem, find_repeats, map_ke
 from shmserve.model_config.rules.scheduling import cache_problems
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
-_STEP: Key = ("ensemble_scheduling", "step")
+_STEP_KEY: Key = ("ensemble_scheduling", "step")
 _CONDITION = re.compile(r"step\[(0|[1-9][0-9]{0,8})\]\.condition")
 
 
@@ -34,21 +34,21 @@ def _config_problems(config: ModelConfig) -> Iterator[Problem]:
         text = f"ensemble scheduling must be set for ensemble {name} whose platform is {platform}"
         yield Problem(("ensemble_scheduling",), text, (("platform",),))
         return
-    for field, is_set, phrase in (
+    for field, is_set, state_text in (
         ("instance_group", config.instance_group, "instance group should not"),
         ("optimization", config.HasField("optimization"), "optimization should not"),
         ("model_warmup", config.model_warmup, "model_warmup can not"),
     ):
         if is_set:
-            yield Problem((field,), f"{phrase} be specified for ensemble '{name}'")
+            yield Problem((field,), f"{state_text} be specified for ensemble '{name}'")
     steps = config.ensemble_scheduling.step
     if not steps:
-        yield Problem(_STEP, f"must specify 'step' for ensemble '{name}'")
+        yield Problem(_STEP_KEY, f"must specify 'step' for ensemble '{name}'")
     for index, step in enumerate(steps):
         for field in ("model_name", "input_map", "output_map"):
             if not getattr(step, field):
                 text = f"must specify '{field}' in step {index} of ensemble '{name}'"
-                yield Problem((*_STEP, index, field), text)
+                yield Problem((*_STEP_KEY, index, field), text)
     yield from _condition_problems(config)
     yield from _link_problems(config)
 
@@ -58,16 +58,16 @@ def _link_problems(config: ModelConfig) -> Iterator[Problem]:
     name, steps = config.name, config.ensemble_scheduling.step
     read_tensors = _used_tensors(config)
     written_tensors = {
-        (*_STEP, index, "output_map", map_key(output)): tensor
+        (*_STEP_KEY, index, "output_map", map_key(output)): tensor
         for index, step in enumerate(steps)
         for output, tensor in sorted(step.output_map.items())
     }
-    for key, tensor, first in find_repeats(written_tensors.items()):
+    for key, tensor, first_key in find_repeats(written_tensors.items()):
         text = (
             f"ensemble tensor '{tensor}' can appear in an output map only once for "
-            f"ensemble '{name}' step {key[len(_STEP)]}"
+            f"ensemble '{name}' step {key[len(_STEP_KEY)]}"
         )
-        yield Problem(key, text, (first,))
+        yield Problem(key, text, (first_key,))
     inputs = {io.name for io in config.input}
     for key, tensor in written_tensors.items():
         if tensor in inputs:
@@ -108,13 +108,13 @@ def _condition_problems(config: ModelConfig) -> Iterator[Problem]:
                 yield Problem(path, text)
         elif int(match[1]) >= len(steps):
             text = f"parameter '{key}': ensemble '{name}' has {len(steps)} steps, numbered from 0"
-            yield Problem(path, text, (_STEP,))
+            yield Problem(path, text, (_STEP_KEY,))
         elif parameter.string_value not in tensors:
             text = (
                 f"parameter '{key}': expected the name of a tensor of ensemble '{name}', found "
                 f"'{parameter.string_value}'"
             )
-            yield Problem(path, text, (_STEP,))
+            yield Problem(path, text, (_STEP_KEY,))
 
 
 def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
@@ -130,7 +130,7 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
     while ready_indices := [index for index in waiting_indices if known.issuperset(reads[index])]:
         waiting_indices = [index for index in waiting_indices if index not in ready_indices]
         known.update(t for index in ready_indices for t in steps[index].output_map.values())
-    writers = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
+    writer_indices = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
     if known.issuperset(output.name for output in config.output):
         for index in waiting_indices:  # these steps are in a cycle, or depend on a cycle
             missing_tensor = next(tensor for tensor in reads[index] if tensor not in known)
@@ -139,36 +139,36 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
                 f"never run: its input tensor '{missing_tensor}' is produced only by steps that "
                 "depend on it"
             )
-            yield Problem((*_STEP, index), text)
+            yield Problem((*_STEP_KEY, index), text)
     for index, output in enumerate(config.output):
         if output.name not in known:
-            missing_tensor = next(t for t in reads[writers[output.name]] if t not in known)
+            missing_tensor = next(t for t in reads[writer_indices[output.name]] if t not in known)
             text = (
                 f"output '{output.name}' for ensemble '{name}' is not written: at least one of "
                 f"its depending tensors, '{missing_tensor}', is not connected"
             )
-            yield Problem(("output", index, "name"), text, (_STEP,))
+            yield Problem(("output", index, "name"), text, (_STEP_KEY,))
     used_tensors = _used_tensors(config) | {io.name for io in config.output}
     for index, step in enumerate(steps):
         for output_name, tensor in sorted(step.output_map.items()):
             if tensor not in used_tensors:
                 text = f"ensemble tensor '{tensor}' is unused in ensemble '{name}'"
-                yield Problem((*_STEP, index, "output_map", map_key(output_name)), text)
+                yield Problem((*_STEP_KEY, index, "output_map", map_key(output_name)), text)
 
 
 def _unused_problems(
-    config: ModelConfig, kind: str, tensors: Sequence[ModelInput | ModelOutput], used: set[str]
+    config: ModelConfig, noun: str, tensors: Sequence[ModelInput | ModelOutput], used_set: set[str]
 ) -> Iterator[Problem]:
     for index, io in enumerate(tensors):
-        if io.name and io.name not in used:
-            text = f"ensemble {kind} '{io.name}' for ensemble {config.name}' is not used"
-            yield Problem((kind, index, "name"), text, (_STEP,))
+        if io.name and io.name not in used_set:
+            text = f"ensemble {noun} '{io.name}' for ensemble {config.name}' is not used"
+            yield Problem((noun, index, "name"), text, (_STEP_KEY,))
 
 
 class GraphProblem(InvalidArgument):
     """A mismatch between an ensemble, at `key`, and the models that its steps call."""
 
-    def __init__(self, text: str, key: Key = _STEP) -> None:
+    def __init__(self, text: str, key: Key = _STEP_KEY) -> None:
         super().__init__(text)
         self.key = key
 
@@ -189,11 +189,11 @@ def compose(
     available_models = _available_models(config, models, has_any_version)
     _check_mappings(config, available_models)
     _check_streams(config, available_models)
-    full = copy.deepcopy(config)
-    full.model_transaction_policy.decoupled = any(map(_is_decoupled, available_models))
-    for problem in cache_problems(full):
+    full_config = copy.deepcopy(config)
+    full_config.model_transaction_policy.decoupled = any(map(_is_decoupled, available_models))
+    for problem in cache_problems(full_config):
         raise GraphProblem(problem.text, problem.key)
-    return full
+    return full_config
 
 
 def _available_models(
@@ -206,10 +206,10 @@ def _available_models(
             raise GraphProblem(
                 f"ensemble '{name}' depends on '{step.model_name}' whose required version "
                 f"{step.model_version} is not loaded.",
-                (*_STEP, index, "model_version"),
+                (*_STEP_KEY, index, "model_version"),
             )
         if model is None:
-            missing_models.setdefault(step.model_name, (*_STEP, index, "model_name"))
+            missing_models.setdefault(step.model_name, (*_STEP_KEY, index, "model_name"))
     if missing_models:
         raise GraphProblem(
             f"ensemble {name} contains models that are not available or ambiguous: "
@@ -279,7 +279,7 @@ def _mapped_tensors(
     inputs = {io.name: io for io in model.input}
     outputs = {io.name: io for io in model.output}
     for name, tensor in sorted(step.input_map.items()):
-        key: Key = (*_STEP, step_index, "input_map", map_key(name))
+        key: Key = (*_STEP_KEY, step_index, "input_map", map_key(name))
         if name not in inputs:
             raise GraphProblem(
                 f"{context}ensemble tensor {tensor} is mapping to non-existing input {name} in "
@@ -292,10 +292,10 @@ def _mapped_tensors(
             raise GraphProblem(
                 f"{context}input {io.name} in model {model.name} is not mapped to any ensemble "
                 "tensors",
-                (*_STEP, step_index, "input_map"),
+                (*_STEP_KEY, step_index, "input_map"),
             )
     for name, tensor in sorted(step.output_map.items()):
-        key = (*_STEP, step_index, "output_map", map_key(name))
+        key = (*_STEP_KEY, step_index, "output_map", map_key(name))
         if name not in outputs:
             raise GraphProblem(
                 f"{context}ensemble tensor {tensor} is mapped from non-existing output {name} in "
@@ -335,20 +335,20 @@ def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     steps = config.ensemble_scheduling.step
     conditional = conditions(config)
     # For each tensor, the index of the decoupled step whose responses it comes from; -1: none.
-    origins: dict[str, int] = {io.name: -1 for io in config.input}
+    stream_steps: dict[str, int] = {io.name: -1 for io in config.input}
     reads = [set(step.input_map.values()) for step in steps]
     for index, condition in conditional.items():
         reads[index].add(condition)
     waiting_indices = set(range(len(steps)))
-    while ready_indices := sorted(i for i in waiting_indices if reads[i] <= origins.keys()):
+    while ready_indices := sorted(i for i in waiting_indices if reads[i] <= stream_steps.keys()):
         waiting_indices.difference_update(ready_indices)
         for index in ready_indices:
-            stream_origins = {origins[tensor] for tensor in reads[index]} - {-1}
+            stream_origins = {stream_steps[tensor] for tensor in reads[index]} - {-1}
             if len(stream_origins) > 1:
                 raise GraphProblem(
                     f"in ensemble {config.name}, step of model '{steps[index].model_name}' "
                     "receives inputs originated from different decoupled models",
-                    (*_STEP, index),
+                    (*_STEP_KEY, index),
                 )
-            origin = index if _is_decoupled(models[index]) else max(stream_origins, default=-1)
-            origins.update(dict.fromkeys(steps[index].output_map.values(), origin))
+            stream_step = index if _is_decoupled(models[index]) else max(stream_origins, default=-1)
+            stream_steps.update(dict.fromkeys(steps[index].output_map.values(), stream_step))

@@ -128,10 +128,10 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
 def _bound_problems(
     config: ModelConfig, values: Mapping[str, Any], is_complete: bool
 ) -> Iterator[Problem]:
-    bounds = {name: values[name] for name in (MIN_INSTANCES, MAX_INSTANCES) if name in values}
-    if not bounds or None in bounds.values():
+    set_bounds = {name: values[name] for name in (MIN_INSTANCES, MAX_INSTANCES) if name in values}
+    if not set_bounds or None in set_bounds.values():
         return
-    minimum, maximum = bounds.get(MIN_INSTANCES) or 1, bounds.get(MAX_INSTANCES)
+    minimum, maximum = set_bounds.get(MIN_INSTANCES) or 1, set_bounds.get(MAX_INSTANCES)
     suffix = f"for {config.name}"
     if maximum is None:
         if is_complete:
@@ -152,12 +152,12 @@ def _unscalable_problems(config: ModelConfig) -> Iterator[Problem]:
     Ensembles have no instances. An instance with sequences or generations does not become free
     after a batch.
     """
-    for key, reason, applies in (
+    for key, reason, is_unscalable in (
         ("ensemble_scheduling", "an ensemble", config.HasField("ensemble_scheduling")),
         ("sequence_batching", "a model with sequences", config.HasField("sequence_batching")),
         ("backend", "a model that generates text", config.backend == LLM_BACKEND),
     ):
-        if applies:
+        if is_unscalable:
             text = (
                 f"parameter '{MAX_INSTANCES}' requires a model whose requests are independent of "
                 f"each other, found {reason}: {config.name}"
@@ -173,9 +173,9 @@ def _group_problems(config: ModelConfig, maximum: int) -> Iterator[Problem]:
         yield Problem(("instance_group", 1), text, (_key(MAX_INSTANCES),))
         return
     for group in groups:
-        count = group.count * (len(group.gpus) if group.kind == ModelInstanceGroup.KIND_GPU else 1)
-        if count > maximum:
-            text = f"at most {maximum} instances are allowed {suffix}, found {count}"
+        number = group.count * (len(group.gpus) if group.kind == ModelInstanceGroup.KIND_GPU else 1)
+        if number > maximum:
+            text = f"at most {maximum} instances are allowed {suffix}, found {number}"
             yield Problem(("instance_group", 0, "count"), text, (_key(MAX_INSTANCES),))
 
 
@@ -226,8 +226,8 @@ def _input_errors(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput
     if -1 not in io.dims:
         yield "names an input without a variable dimension (-1)"
     if io.HasField("reshape") or io.allow_ragged_batch:
-        field = "allow_ragged_batch" if io.allow_ragged_batch else "reshape"
-        yield f"names an input with '{field}', which cannot be combined with padding"
+        conflicting_field = "allow_ragged_batch" if io.allow_ragged_batch else "reshape"
+        yield f"names an input with '{conflicting_field}', which cannot be combined with padding"
     if io.data_type == DataType.TYPE_STRING:
         yield "names an input of strings, which cannot be padded"
     else:
@@ -239,19 +239,19 @@ def _input_errors(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput
 
 
 def _value_errors(value: Any, data_type: int) -> Iterator[str]:
-    low, high = _INTEGER_RANGES.get(data_type, (None, None))
+    lowest, highest = _INTEGER_RANGES.get(data_type, (None, None))
     kind = DataType.Name(data_type)
-    if low is None or high is None:
-        largest = _FLOAT_MAXIMA[data_type]
+    if lowest is None or highest is None:
+        max_float = _FLOAT_MAXIMA[data_type]
         if isinstance(value, bool) or not isinstance(value, int | float):
             yield f"must have a 'value' that is a number ({kind}), found {value!r}"
-        elif abs(value) > largest and value not in (math.inf, -math.inf):
+        elif abs(value) > max_float and value not in (math.inf, -math.inf):
             yield (
-                f"must have a 'value' from {-largest:.6g} to {largest:.6g}, or infinity, for "
+                f"must have a 'value' from {-max_float:.6g} to {max_float:.6g}, or infinity, for "
                 f"{kind}, found {clip(repr(value), _MAX_SHOWN_CHARS)}"
             )
-    elif not isinstance(value, int) or not low <= value <= high:
-        yield f"must have an integer 'value' from {low} to {high} ({kind}), found {value!r}"
+    elif not isinstance(value, int) or not lowest <= value <= highest:
+        yield f"must have an integer 'value' from {lowest} to {highest} ({kind}), found {value!r}"
 
 
 def _bucket_errors(buckets: Any, dims: list[int]) -> Iterator[str]:
@@ -281,20 +281,20 @@ def _output_errors(
 ) -> Iterator[str]:
     if set(entry) != {"like"}:
         yield "has keys besides 'like' (allowed: only 'like')"
-    output, source = outputs.get(name), entry["like"]
+    output, input_name = outputs.get(name), entry["like"]
     if output is None:
         yield "has 'like', but the model has no output of this name"
         return
     if output.HasField("reshape"):
         yield "names an output with 'reshape', which cannot be combined with padding"
     if (
-        not isinstance(source, str)
-        or source not in inputs
-        or "like" in entries.get(source, {"like": 0})
+        not isinstance(input_name, str)
+        or input_name not in inputs
+        or "like" in entries.get(input_name, {"like": 0})
     ):
-        yield f"must have a 'like' that names a padded input, found {source!r}"
+        yield f"must have a 'like' that names a padded input, found {input_name!r}"
         return
-    output_count, input_count = list(output.dims).count(-1), list(inputs[source].dims).count(-1)
+    output_count, input_count = list(output.dims).count(-1), list(inputs[input_name].dims).count(-1)
     if output_count != input_count:
         yield f"has {output_count} variable dimensions, but its 'like' input has {input_count}"
 
@@ -306,13 +306,13 @@ def _name_errors(
     used_names = set(inputs)
     for name, entry in entries.items():
         for key in ("lengths", "mask"):
-            tensor = entry.get(key)
-            if tensor is None:
+            tensor_name = entry.get(key)
+            if tensor_name is None:
                 continue
-            if not isinstance(tensor, str) or not tensor:
-                yield name, f"must have a '{key}' that names an input, found {tensor!r}"
-            elif tensor in used_names:
-                text = f"creates the input '{tensor}' ('{key}'), whose name another input has"
+            if not isinstance(tensor_name, str) or not tensor_name:
+                yield name, f"must have a '{key}' that names an input, found {tensor_name!r}"
+            elif tensor_name in used_names:
+                text = f"creates the input '{tensor_name}' ('{key}'), whose name another input has"
                 yield name, text
             else:
-                used_names.add(tensor)
+                used_names.add(tensor_name)

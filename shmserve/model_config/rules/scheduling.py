@@ -13,11 +13,11 @@ from shmserve.proto.model_config_pb2 import (
     ModelSequenceBatching,
 )
 
-_DYNAMIC: Key = ("dynamic_batching",)
+_DYNAMIC_KEY: Key = ("dynamic_batching",)
 _Control = ModelSequenceBatching.Control
-_SEQUENCE: Key = ("sequence_batching",)
-_FALSE_TRUE = ("int32_false_true", "fp32_false_true", "bool_false_true")
-_CHOICES = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
+_SEQUENCE_KEY: Key = ("sequence_batching",)
+_FALSE_TRUE_FIELDS = ("int32_false_true", "fp32_false_true", "bool_false_true")
+_FIELDS_FORMAT = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
 _CORRELATION_TYPES = (
     *(DataType.TYPE_UINT64, DataType.TYPE_INT64, DataType.TYPE_UINT32, DataType.TYPE_INT32),
     DataType.TYPE_STRING,
@@ -29,21 +29,21 @@ def dynamic_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Prob
     name, batching = config.name, config.dynamic_batching
     sizes = batching.preferred_batch_size
     subject = "dynamic batching preferred size"
-    yield from _preferred_problems(config, _DYNAMIC, sizes, subject, is_complete)
-    levels, levels_key = batching.priority_levels, (*_DYNAMIC, "priority_levels")
-    if levels:
-        if not 1 <= batching.default_priority_level <= levels:
-            text = f"default priority level must be in range [1, {levels}] for {name}"
-            yield Problem((*_DYNAMIC, "default_priority_level"), text, (levels_key,))
+    yield from _preferred_problems(config, _DYNAMIC_KEY, sizes, subject, is_complete)
+    level_count, levels_key = batching.priority_levels, (*_DYNAMIC_KEY, "priority_levels")
+    if level_count:
+        if not 1 <= batching.default_priority_level <= level_count:
+            text = f"default priority level must be in range [1, {level_count}] for {name}"
+            yield Problem((*_DYNAMIC_KEY, "default_priority_level"), text, (levels_key,))
         for level in sorted(batching.priority_queue_policy):
-            if not 1 <= level <= levels:
+            if not 1 <= level <= level_count:
                 text = (
-                    f"priority queue policy must have priority level in range [1, {levels}] "
+                    f"priority queue policy must have priority level in range [1, {level_count}] "
                     f"for {name}"
                 )
-                yield Problem((*_DYNAMIC, "priority_queue_policy", level), text, (levels_key,))
+                yield Problem((*_DYNAMIC_KEY, "priority_queue_policy", level), text, (levels_key,))
     if batching.preserve_ordering:
-        if levels > 1:
+        if level_count > 1:
             text = f"Only one priority level is allowed when 'preserve_ordering' is true for {name}"
             yield Problem(levels_key, text)
         for key in _find_delays(batching):
@@ -70,10 +70,10 @@ def _preferred_problems(
 
 def _find_delays(batching: ModelDynamicBatching) -> Iterator[Key]:
     """Yield the keys of queue policies with a timeout and the action DELAY, not REJECT."""
-    path = (*_DYNAMIC, "default_queue_policy")
+    path = (*_DYNAMIC_KEY, "default_queue_policy")
     policies: dict[Key, ModelQueuePolicy] = {path: batching.default_queue_policy}
     for level, policy in sorted(batching.priority_queue_policy.items()):
-        policies[*_DYNAMIC, "priority_queue_policy", level] = policy
+        policies[*_DYNAMIC_KEY, "priority_queue_policy", level] = policy
     for key, policy in policies.items():
         if policy.timeout_action == ModelQueuePolicy.DELAY and policy.default_timeout_microseconds:
             yield key
@@ -83,29 +83,29 @@ def sequence_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Pro
     """Yield the problems of `sequence_batching`; `is_complete` as for `validate`."""
     name, batching = config.name, config.sequence_batching
     controls = [
-        ((*_SEQUENCE, "control_input", i, "control", j), control)
-        for i, control_input in enumerate(batching.control_input)
-        for j, control in enumerate(control_input.control)
+        ((*_SEQUENCE_KEY, "control_input", input_index, "control", control_index), control)
+        for input_index, control_input in enumerate(batching.control_input)
+        for control_index, control in enumerate(control_input.control)
     ]
-    kinds = (((*path, "kind"), control.kind) for path, control in controls)
-    for key, kind, first in find_repeats(kinds):
+    control_kinds = (((*path, "kind"), control.kind) for path, control in controls)
+    for key, kind, first_key in find_repeats(control_kinds):
         kind_name = _Control.Kind.Name(kind)
         text = f"sequence batching specifies multiple {kind_name} tensors for {name}"
-        yield Problem(key, text, (first,))
+        yield Problem(key, text, (first_key,))
     yield from _control_name_problems(config)
     for path, control in controls:
         yield from _control_problems(path, control, name)
     subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
-    yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject, is_complete)
+    yield from _preferred_problems(config, (*_SEQUENCE_KEY, "oldest"), sizes, subject, is_complete)
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
-        key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
+        key = (*_SEQUENCE_KEY, "direct", "minimum_slot_utilization")
         text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"
         yield Problem(key, text)
     if batching.oldest.max_candidate_sequences < 0:
-        key = (*_SEQUENCE, "oldest", "max_candidate_sequences")
+        key = (*_SEQUENCE_KEY, "oldest", "max_candidate_sequences")
         yield Problem(key, f"sequence batching max candidate sequences must be >= 0 for {name}")
     for index, state in enumerate(batching.state):
-        yield from _state_problems((*_SEQUENCE, "state", index), state, name)
+        yield from _state_problems((*_SEQUENCE_KEY, "state", index), state, name)
 
 
 def _control_name_problems(config: ModelConfig) -> Iterator[Problem]:
@@ -113,7 +113,7 @@ def _control_name_problems(config: ModelConfig) -> Iterator[Problem]:
     name = config.name
     names: list[tuple[Key, str]] = []
     for index, control_input in enumerate(config.sequence_batching.control_input):
-        key = (*_SEQUENCE, "control_input", index, "name")
+        key = (*_SEQUENCE_KEY, "control_input", index, "name")
         if not control_input.name:
             yield Problem(key, f"sequence batching control tensor must have a name for {name}")
         else:
@@ -128,7 +128,7 @@ def _control_name_problems(config: ModelConfig) -> Iterator[Problem]:
 def _control_problems(path: Key, control: _Control, name: str) -> Iterator[Problem]:
     kind = _Control.Kind.Name(control.kind)
     related_keys = ((*path, "kind"),)
-    set_fields = [field for field in _FALSE_TRUE if len(getattr(control, field))]
+    set_fields = [field for field in _FALSE_TRUE_FIELDS if len(getattr(control, field))]
     if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
         if control.data_type not in _CORRELATION_TYPES:
             text = (
@@ -137,17 +137,17 @@ def _control_problems(path: Key, control: _Control, name: str) -> Iterator[Probl
             )
             yield Problem((*path, "data_type"), text, related_keys)
         if set_fields:
-            choices = _CHOICES.format("or")
-            text = f"sequence batching must not specify either {choices} for {kind} for {name}"
+            allowed = _FIELDS_FORMAT.format("or")
+            text = f"sequence batching must not specify either {allowed} for {kind} for {name}"
             yield Problem((*path, set_fields[0]), text, related_keys)
         return
     if not set_fields:
-        choices = _CHOICES.format("or")
-        text = f"sequence batching must specify either {choices} for {kind} for {name}"
+        allowed = _FIELDS_FORMAT.format("or")
+        text = f"sequence batching must specify either {allowed} for {kind} for {name}"
         yield Problem(path, text, related_keys)
     if len(set_fields) > 1:
-        choices = _CHOICES.format("and")
-        text = f"sequence batching specifies more than one from {choices} for {kind} for {name}"
+        allowed = _FIELDS_FORMAT.format("and")
+        text = f"sequence batching specifies more than one from {allowed} for {kind} for {name}"
         yield Problem((*path, set_fields[1]), text, related_keys)
     for field in set_fields:
         if len(getattr(control, field)) != 2:
@@ -159,7 +159,7 @@ def _control_problems(path: Key, control: _Control, name: str) -> Iterator[Probl
 
 
 def _state_problems(path: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[Problem]:
-    tensor = state.input_name
+    input_name = state.input_name
     for field in ("input_name", "output_name", "data_type", "dims"):
         if not getattr(state, field):
             text = f"sequence batching state must specify '{field}' for {name}"
@@ -167,7 +167,7 @@ def _state_problems(path: Key, state: ModelSequenceBatching.State, name: str) ->
     for index, dim in enumerate(state.dims):
         if dim < 1 and dim != -1:
             text = (
-                f"sequence batching state '{tensor}' dimension must be integer >= 1, or -1 to "
+                f"sequence batching state '{input_name}' dimension must be integer >= 1, or -1 to "
                 f"indicate a variable-size dimension for {name}"
             )
             yield Problem((*path, "dims", index), text)
@@ -176,7 +176,7 @@ def _state_problems(path: Key, state: ModelSequenceBatching.State, name: str) ->
 def initial_state_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of the initial values of `sequence_batching.state`."""
     for position, state in enumerate(config.sequence_batching.state):
-        path: Key = (*_SEQUENCE, "state", position)
+        path: Key = (*_SEQUENCE_KEY, "state", position)
         if len(state.initial_state) > 1:
             text = (
                 f"initial_state field for state input '{state.input_name}' must contain exactly "
@@ -232,11 +232,11 @@ def cache_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of `response_cache`, which excludes streams and sequences."""
     if not config.response_cache.enable:
         return
-    for reason, applies in (
+    for reason, is_excluded in (
         ("sequence batching scheduler", config.HasField("sequence_batching")),
         ("'decoupled' transaction policy", config.model_transaction_policy.decoupled),
     ):
-        if applies:
+        if is_excluded:
             text = (
                 f"Response Cache does not currently support model {config.name} with {reason}. "
                 "Please disable the response cache."

@@ -16,7 +16,7 @@ from shmserve.proto.model_config_pb2 import (
 )
 
 _IMAGE_FORMATS = (ModelInput.FORMAT_NHWC, ModelInput.FORMAT_NCHW)
-_MAX_BATCH_SIZE: Key = ("max_batch_size",)
+_BATCH_SIZE_KEY: Key = ("max_batch_size",)
 _ALLOWED_DIMS = "must be integer >= 1, or -1 to indicate a variable-size dimension"
 
 
@@ -37,21 +37,21 @@ def tensor_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Probl
 
 def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of batch_input and batch_output."""
-    inputs = {io.name for io in config.input}
+    input_names = {io.name for io in config.input}
     input_ranks = {io.name: _model_rank(io) for io in config.input}
     output_ranks = {out.name: _model_rank(out) for out in config.output}
     for index, batch_input in enumerate(config.batch_input):
         path: Key = ("batch_input", index)
         kind = BatchInput.Kind.Name(batch_input.kind)
-        yield from _source_problems(path, batch_input, f"batch input kind '{kind}'", inputs)
+        yield from _source_problems(path, batch_input, f"batch input kind '{kind}'", input_names)
         if batch_input.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
             text = "batch input data type must be TYPE_INT32 or TYPE_FP32"
             yield Problem((*path, "data_type"), text)
-        yield from _target_problems(path, batch_input.target_name, inputs)
+        yield from _target_problems(path, batch_input.target_name, input_names)
     for index, batch_output in enumerate(config.batch_output):
         path = ("batch_output", index)
         kind = BatchOutput.Kind.Name(batch_output.kind)
-        yield from _source_problems(path, batch_output, f"batch output kind '{kind}'", inputs)
+        yield from _source_problems(path, batch_output, f"batch output kind '{kind}'", input_names)
         source = batch_output.source_input[0] if batch_output.source_input else ""
         names = enumerate(batch_output.target_name)
         targets: dict[Key, str] = {(*path, "target_name", i): name for i, name in names}
@@ -69,11 +69,11 @@ def _model_rank(io: ModelInput | ModelOutput) -> int:
     return len(io.reshape.shape if io.HasField("reshape") else io.dims)
 
 
-def _target_problems(path: Key, names: Sequence[str], inputs: set[str]) -> Iterator[Problem]:
+def _target_problems(path: Key, names: Sequence[str], input_names: set[str]) -> Iterator[Problem]:
     if not names:
         yield Problem((*path, "target_name"), "batch input must specify 'target_name'")
     for index, name in enumerate(names):
-        if name in inputs:
+        if name in input_names:
             text = (
                 f"batch input '{name}' is created by the server and cannot be an input of clients"
             )
@@ -81,37 +81,37 @@ def _target_problems(path: Key, names: Sequence[str], inputs: set[str]) -> Itera
 
 
 def _source_problems(
-    path: Key, tensor: BatchInput | BatchOutput, subject: str, inputs: set[str]
+    path: Key, tensor: BatchInput | BatchOutput, subject: str, input_names: set[str]
 ) -> Iterator[Problem]:
     key, names = (*path, "source_input"), tensor.source_input
     if len(names) != 1:
         text = f"{subject} expects 1 source input, got {len(names)}"
         yield Problem(key, text, ((*path, "kind"),))
     for index, name in enumerate(names):
-        if name not in inputs:
+        if name not in input_names:
             yield Problem((*key, index), f"unknown source input name '{name}'", (("input",),))
 
 
 def _repeat_problems(field: str, tensors: Sequence[ModelInput | ModelOutput]) -> Iterator[Problem]:
     names = (((field, i, "name"), io.name) for i, io in enumerate(tensors) if io.name)
-    for key, name, first in find_repeats(names):
-        yield Problem(key, f"model {field} '{name}' is specified more than once", (first,))
+    for key, name, first_key in find_repeats(names):
+        yield Problem(key, f"model {field} '{name}' is specified more than once", (first_key,))
 
 
 def _io_problems(
-    path: Key, io: ModelInput | ModelOutput, kind: str, max_batch_size: int, is_complete: bool
+    path: Key, io: ModelInput | ModelOutput, noun: str, max_batch_size: int, is_complete: bool
 ) -> Iterator[Problem]:
     if not io.name:
-        yield Problem((*path, "name"), f"{kind}must specify 'name'")
+        yield Problem((*path, "name"), f"{noun}must specify 'name'")
         return
-    subject = f"{kind}'{io.name}' "
-    dims = (*path, "dims")
+    subject = f"{noun}'{io.name}' "
+    dims_key = (*path, "dims")
     if is_complete and io.data_type == DataType.TYPE_INVALID:
         yield Problem((*path, "data_type"), f"{subject}must specify 'data_type'")
     if is_complete and not io.dims:
-        yield Problem(dims, f"{subject}must specify 'dims'")
+        yield Problem(dims_key, f"{subject}must specify 'dims'")
     for index in _invalid_dims(io.dims):
-        yield Problem((*dims, index), f"{subject}dimension {_ALLOWED_DIMS}")
+        yield Problem((*dims_key, index), f"{subject}dimension {_ALLOWED_DIMS}")
     if io.HasField("reshape") and io.dims:
         for problem in _reshape_problems(path, io.dims, io.reshape.shape, max_batch_size):
             yield problem._replace(text=f"{subject}{problem.text}")
@@ -131,7 +131,7 @@ def _reshape_problems(
         text = (
             "cannot have empty reshape for non-batching model as scalar tensors are not supported"
         )
-        yield Problem(key, text, (_MAX_BATCH_SIZE,))
+        yield Problem(key, text, (_BATCH_SIZE_KEY,))
     for index in _invalid_dims(shape):
         yield Problem((*key, index), f"reshape dimensions {_ALLOWED_DIMS}")
     if _invalid_dims(shape) or _invalid_dims(dims):
@@ -156,13 +156,13 @@ def _invalid_dims(dims: Sequence[int]) -> list[int]:
 
 def _products(dims: Sequence[int]) -> list[int]:
     """Return the element counts between variable dimensions: [2, 4, -1, 6] -> [8, 6]."""
-    runs: list[list[int]] = [[]]
+    fixed_runs: list[list[int]] = [[]]
     for dim in dims:
         if dim == -1:
-            runs.append([])
+            fixed_runs.append([])
         else:
-            runs[-1].append(dim)
-    return [math.prod(run) for run in runs]
+            fixed_runs[-1].append(dim)
+    return [math.prod(fixed_dims) for fixed_dims in fixed_runs]
 
 
 def warmup_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:

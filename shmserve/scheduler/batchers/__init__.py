@@ -32,9 +32,9 @@ class PendingRequest(Protocol):
     """The attributes of a queued request by which a batcher decides."""
 
     rows: int
-    shape_key: bytes
+    shape_key: bytes  # equal for requests that can share a batch
     enqueued_ns: int
-    flush_by_ns: int
+    flush_by_ns: int  # the time before which a batch should run rather than wait
 
 
 class Batch(Record):
@@ -43,7 +43,7 @@ class Batch(Record):
     `reason` is why the batch takes no further request.
     """
 
-    count: int
+    count: int  # number of requests
     reason: CloseReason
 
 

@@ -4,7 +4,7 @@ The batcher learns the duration of batches by size and the arrival of requests (
 
 1. A batch has the size with the highest row rate among the sizes up to the number of waiting rows.
    Batches thus stay smaller than a size at which the execution time jumps. An untried size whose
-   rate may be higher is tried if the account of misses (see below) covers the trial's cost, or if
+   rate may be higher is tried if the budget of misses (see below) covers the trial's cost, or if
    the known sizes do not keep up with the arrivals.
 2. Waiting requests run as soon as an instance is free, unless rule 3 applies.
 3. The batcher waits for further requests of a burst if the rows that join the batch, divided by the
@@ -24,8 +24,8 @@ maximises throughput with the size of the highest possible rate. Misses caused b
 neither the aim nor this sum. Preferred sizes are ignored.
 
 Trials have a budget. The target permits one request in a hundred to miss it, and a fifth of these
-misses may be spent on trials. An account contains the earned and unspent misses. A trial is made if
-it causes no miss even at worst, if the account covers its estimated misses, or if the target is
+misses may be spent on trials. The budget contains the earned and unspent misses. A trial is made if
+it causes no miss even at worst, if the budget covers its estimated misses, or if the target is
 being missed already. `bench/measured.md` shows the effect of each mechanism.
 """
 
@@ -73,7 +73,7 @@ class MissBudget:
         self._trial_misses = 0.0
 
     def add_credit(self, on_time: int) -> None:
-        """Credit the account with permitted misses, for requests that met the latency target.
+        """Credit the budget with permitted misses, for requests that met the latency target.
 
         Args:
             on_time: The number of these requests.
@@ -111,14 +111,14 @@ class WaitingChoice:
     test. Tests become exponentially rarer while they confirm the choice, which bounds their cost.
     """
 
-    def __init__(self, account: MissBudget) -> None:
-        self._account = account
-        self.waits = True
+    def __init__(self, miss_budget: MissBudget) -> None:
+        self._miss_budget = miss_budget
+        self.should_wait = True
         self.waiting_clearly_pays = False  # whether waiting certainly has the lower latency
         self._waiting_is_better = True
         self._explore_interval = _MIN_EXPLORE_INTERVAL
         self._next_explore_epoch = 2 * _MIN_EXPLORE_INTERVAL
-        self._mean_ns: dict[bool, float] = {}
+        self._mean_ns: dict[bool, float] = {}  # the mean latency with and without waiting
         self._explore_misses = 0  # misses in the last epoch with the choice that seems worse
         self._epoch_count = 0
         self._start_epoch()
@@ -130,8 +130,8 @@ class WaitingChoice:
         """Record the latencies of a batch; `misses` of its requests missed the latency target."""
         self._batch_count += 1
         self._miss_count += misses
-        if misses and self.waits is not self._waiting_is_better:
-            self._account.subtract_misses(misses)
+        if misses and self.should_wait is not self._waiting_is_better:
+            self._miss_budget.subtract_misses(misses)
         if self._batch_count > _SETTLING_BATCHES:
             self._request_count += len(latencies_ns)
             self._total_latency_ns += sum(latencies_ns)
@@ -140,28 +140,28 @@ class WaitingChoice:
 
     def _end_epoch(self) -> None:
         mean_ns = self._total_latency_ns / max(1, self._request_count)
-        before_ns = self._mean_ns.get(self.waits, mean_ns)
-        self._mean_ns[self.waits] = before_ns + (mean_ns - before_ns) * _EPOCH_WEIGHT
-        if self.waits is not self._waiting_is_better:
+        old_mean_ns = self._mean_ns.get(self.should_wait, mean_ns)
+        self._mean_ns[self.should_wait] = old_mean_ns + (mean_ns - old_mean_ns) * _EPOCH_WEIGHT
+        if self.should_wait is not self._waiting_is_better:
             self._explore_misses = self._miss_count
         self._start_epoch()
         self._epoch_count += 1
         if len(self._mean_ns) < 2:
-            self.waits = not self.waits
+            self.should_wait = not self.should_wait
             return
-        with_ns, without_ns = self._mean_ns[True], self._mean_ns[False]
-        waiting_is_better = with_ns < without_ns
+        waiting_ns, no_waiting_ns = self._mean_ns[True], self._mean_ns[False]
+        waiting_is_better = waiting_ns < no_waiting_ns
         if waiting_is_better is not self._waiting_is_better:
             self._waiting_is_better = waiting_is_better
             self._explore_interval = _MIN_EXPLORE_INTERVAL
             self._next_explore_epoch = self._epoch_count + _MIN_EXPLORE_INTERVAL
-        self.waits = waiting_is_better
-        self.waiting_clearly_pays = with_ns < _CLEAR_RATIO * without_ns
+        self.should_wait = waiting_is_better
+        self.waiting_clearly_pays = waiting_ns < _CLEAR_RATIO * no_waiting_ns
         if (
             self._epoch_count >= self._next_explore_epoch
-            and self._explore_misses <= self._account.credit
+            and self._explore_misses <= self._miss_budget.credit
         ):
-            self.waits = not waiting_is_better
+            self.should_wait = not waiting_is_better
             self._explore_interval = min(self._explore_interval * 2, _MAX_EXPLORE_INTERVAL)
             self._next_explore_epoch = self._epoch_count + self._explore_interval
 
@@ -193,12 +193,12 @@ class SizeTrials:
     size has a low row rate, the queue also grows, and requests behind the trial may be late. The
     instance shortens the queue only in its idle time, so that a trial is expensive if the load is
     high. If clients wait for their responses, at most one request of each client is late. The
-    account of permitted misses pays the actual cost of a trial, at most the estimated cost.
+    budget of permitted misses pays the actual cost of a trial, at most the estimated cost.
     """
 
-    def __init__(self, account: MissBudget) -> None:
-        self._account = account
-        self._next_trial = 0
+    def __init__(self, miss_budget: MissBudget) -> None:
+        self._miss_budget = miss_budget
+        self._next_trial_batch = 0
         self._size = 0  # the size of the running trial; 0: no trial runs
         self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle_share = 1.0
@@ -208,18 +208,18 @@ class SizeTrials:
 
     def is_due(self, batches: int) -> bool:
         """Check whether a trial is due, given the number of batches executed so far."""
-        return batches >= self._next_trial
+        return batches >= self._next_trial_batch
 
     def start_trial(self, size: int, worst_ns: float, state: TrialState, batches: int) -> bool:
         """Start a trial of at most `worst_ns`; return False if it may cause too many misses."""
         self._state = state
         self._idle_share = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
         estimated_misses = self._estimate_misses(size, worst_ns, state.max_in_flight)
-        if estimated_misses > max(self._account.credit, 0) and not state.is_overloaded:
+        if estimated_misses > max(self._miss_budget.credit, 0) and not state.is_overloaded:
             return False
         self._size = size
         is_learning = batches < LEARNING or state.is_overloaded
-        self._next_trial = batches + (_LEARNING_INTERVAL if is_learning else _TRIAL_INTERVAL)
+        self._next_trial_batch = batches + (_LEARNING_INTERVAL if is_learning else _TRIAL_INTERVAL)
         return True
 
     def _estimate_misses(self, size: int, took_ns: float, max_in_flight: float) -> float:
@@ -249,7 +249,7 @@ class SizeTrials:
             self._delayed_requests -= count
             charged_misses = min(misses, self._chargeable_misses)
             self._chargeable_misses -= charged_misses
-            self._account.subtract_misses(charged_misses)
+            self._miss_budget.subtract_misses(charged_misses)
 
 
 class AdaptiveBatcher(Batcher):
@@ -262,9 +262,9 @@ class AdaptiveBatcher(Batcher):
         self._size_times = SizeTimes(rules.max_batch_size)
         self._arrivals = Arrivals()
         self._load = Load()
-        self._account = MissBudget()
-        self._waiting_choice = WaitingChoice(self._account)
-        self._size_trials = SizeTrials(self._account)
+        self._miss_budget = MissBudget()
+        self._waiting_choice = WaitingChoice(self._miss_budget)
+        self._size_trials = SizeTrials(self._miss_budget)
         self._latency_aim_ns = float(rules.target_ns)
         self._excess_misses = 0.0  # the cumulative sum of misses beyond the tolerated share
         # The first request of the batch that is being formed, and the end of its wait.
@@ -281,12 +281,12 @@ class AdaptiveBatcher(Batcher):
     def record_batch(
         self, now_ns: int, in_flight: int, rows: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
-        count, target = len(latencies_ns), self._rules.target_ns
+        count, target_ns = len(latencies_ns), self._rules.target_ns
         self._arrivals.record_batch(now_ns, in_flight, self._size_times.setup_ns)
         self._load.record_batch(now_ns, in_flight, count, rows, took_ns)
         misses = 0
         for latency_ns in latencies_ns:
-            if latency_ns > target:
+            if latency_ns > target_ns:
                 misses += 1
         out_of_reach = self._is_out_of_reach and self._load.is_steady and misses > 0
         self._size_times.observe(rows, took_ns, out_of_reach=out_of_reach)
@@ -294,8 +294,8 @@ class AdaptiveBatcher(Batcher):
         if self._load.batch_count > LEARNING:
             self._waiting_choice.record_batch(latencies_ns, misses)
         elif self._load.batch_count == LEARNING:
-            self._account.end_learning()
-        self._adjust_aim(count - misses, self._account.subtract_trial_misses(misses))
+            self._miss_budget.end_learning()
+        self._adjust_aim(count - misses, self._miss_budget.subtract_trial_misses(misses))
 
     def _adjust_aim(self, on_time: int, misses: int) -> None:
         """Adjust the aim, which is the latency for which the batcher plans.
@@ -305,13 +305,13 @@ class AdaptiveBatcher(Batcher):
             misses: The number of requests that missed it, without those that trials have caused.
                 They lower the aim.
         """
-        self._account.add_credit(on_time)
+        self._miss_budget.add_credit(on_time)
         earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time, 0)
         self._excess_misses = min(earlier_misses + misses, _MAX_MISSES)
         raise_factor = 1 + _AIM_STEP * _ALLOWED_MISSES / (1 - _ALLOWED_MISSES) * on_time
         self._latency_aim_ns *= raise_factor * (1 - _AIM_STEP) ** misses
-        target = self._rules.target_ns
-        self._latency_aim_ns = min(max(self._latency_aim_ns, _MIN_AIM * target), target)
+        target_ns = self._rules.target_ns
+        self._latency_aim_ns = min(max(self._latency_aim_ns, _MIN_AIM * target_ns), target_ns)
 
     # --- decisions ----------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class AdaptiveBatcher(Batcher):
         end_ns = self._start_by(head.oldest_ns, head.rows)
         if (
             ends_sooner
-            or (self._waiting_choice.waits and self._waiting_choice.waiting_clearly_pays)
+            or (self._waiting_choice.should_wait and self._waiting_choice.waiting_clearly_pays)
             or self._is_out_of_reach
         ):
             end_ns = max(end_ns, burst_end_ns)
@@ -400,11 +400,11 @@ class AdaptiveBatcher(Batcher):
         max_requests = int((self._rules.max_batch_size - rows) / rows_per_request)
         for requests, wait_ns in self._arrivals.burst(max_requests):
             larger_rows = rows + requests * rows_per_request
-            longer_ns = wait_ns + size_times.expected_ns(round(larger_rows)) - batch_ns
-            ends_sooner = longer_ns < -_CLEAR_DIFFERENCE * batch_ns
+            added_ns = wait_ns + size_times.expected_ns(round(larger_rows)) - batch_ns
+            ends_sooner = added_ns < -_CLEAR_DIFFERENCE * batch_ns
             if ends_sooner or (
-                self._waiting_choice.waits
-                and longer_ns < (larger_rows - best_size) * self._load.row_ns
+                self._waiting_choice.should_wait
+                and added_ns < (larger_rows - best_size) * self._load.row_ns
             ):
                 return self._arrivals.wait_until_ns, ends_sooner
         return 0, False
@@ -423,17 +423,17 @@ class AdaptiveBatcher(Batcher):
         return _count_fitting(head.requests, size)
 
     def _trial_state(self, now_ns: int, oldest_ns: int) -> TrialState:
-        load, target = self._load, self._rules.target_ns
+        load, target_ns = self._load, self._rules.target_ns
         best_size = self._best_size(self._rules.max_batch_size)
         best_ns = self._size_times.expected_ns(best_size)
         row_ns = best_ns / best_size
-        spare_ns = target - load.waiting_rows * row_ns - best_ns
-        is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
+        spare_ns = target_ns - load.waiting_rows * row_ns - best_ns
+        is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target_ns / 2
         if spare_ns < 0 and self._is_out_of_reach:
             # If the load is steady although requests are late, clients wait for their responses, or
             # the instance is fully used.
             is_overloaded = is_overloaded or load.is_steady
-        oldest_left_ns = target - (now_ns - oldest_ns)
+        oldest_left_ns = target_ns - (now_ns - oldest_ns)
         return TrialState(
             oldest_left_ns, spare_ns, row_ns, load.rows_per_ns, load.max_in_flight, is_overloaded
         )

@@ -72,46 +72,46 @@ def gather(pending: Iterable[PendingRequest], rules: Batching) -> QueueHead | No
     """
     largest_preferred = rules.largest_preferred
     max_size = rules.max_batch_size
-    preferred = rules.preferred
+    preferred_sizes = rules.preferred
     requests: list[PendingRequest] = []
-    total = preferred_count = 0
+    rows = preferred_count = 0
     is_full = has_other_shape = False
     shape_key = b""
     padded_batch = None if rules.padding is None else PaddedBatch(rules.padding)
-    oldest = flush_by = NEVER
+    oldest_ns = flush_ns = NEVER
     for request in pending:
-        new_total = total + request.rows
+        new_rows = rows + request.rows
         if requests:
-            if new_total > largest_preferred and not preferred_count:
+            if new_rows > largest_preferred and not preferred_count:
                 preferred_count = len(requests)
-            if new_total > max_size:
+            if new_rows > max_size:
                 is_full = True
                 break
             if (
                 request.shape_key != shape_key
                 if padded_batch is None
-                else not padded_batch.may_join(request.shape_key, request.rows)
+                else not padded_batch.try_join(request.shape_key, request.rows)
             ):
                 has_other_shape = True
                 break
         else:
             shape_key = request.shape_key
             if padded_batch is not None:
-                padded_batch.may_join(shape_key, request.rows)
-        total = new_total
+                padded_batch.try_join(shape_key, request.rows)
+        rows = new_rows
         requests.append(request)
-        if request.enqueued_ns < oldest:
-            oldest = request.enqueued_ns
-        if request.flush_by_ns < flush_by:
-            flush_by = request.flush_by_ns
-        if total in preferred:
+        if request.enqueued_ns < oldest_ns:
+            oldest_ns = request.enqueued_ns
+        if request.flush_by_ns < flush_ns:
+            flush_ns = request.flush_by_ns
+        if rows in preferred_sizes:
             preferred_count = len(requests)
-        if total >= max_size:
+        if rows >= max_size:
             is_full = True
             break
     if not requests:
         return None
-    return QueueHead(requests, total, preferred_count, is_full, has_other_shape, oldest, flush_by)
+    return QueueHead(requests, rows, preferred_count, is_full, has_other_shape, oldest_ns, flush_ns)
 
 
 def closed_batch(head: QueueHead | None) -> Batch | None:
@@ -132,8 +132,8 @@ def decide(
     head = gather(pending, rules)
     if head is None:
         return None
-    count, preferred_count, delay = len(head.requests), head.preferred_count, rules.delay_ns
-    waited_enough = 0 < delay <= now_ns - head.oldest_ns
+    count, preferred_count, delay_ns = len(head.requests), head.preferred_count, rules.delay_ns
+    waited_enough = 0 < delay_ns <= now_ns - head.oldest_ns
     if preferred_count and not waited_enough:
         return Batch(
             preferred_count,
@@ -149,8 +149,8 @@ def decide(
         return Batch(count, CloseReason.DELAY)
     if head.rows >= rules.largest_preferred:
         return Batch(count, CloseReason.PREFERRED)
-    if not delay:
+    if not delay_ns:
         return Batch(count, CloseReason.IDLE)
     if head.flush_by_ns - reserve_ns <= now_ns:
         return Batch(count, CloseReason.DEADLINE)
-    return WaitUntil(min(head.oldest_ns + delay, head.flush_by_ns - reserve_ns))
+    return WaitUntil(min(head.oldest_ns + delay_ns, head.flush_by_ns - reserve_ns))

@@ -76,10 +76,10 @@ class SizeTimes:
     The first execution is ignored, because models initialise themselves then.
     """
 
-    def __init__(self, largest: int) -> None:
+    def __init__(self, largest_size: int) -> None:
         self._sizes: dict[int, _SizeDuration] = {}
         self._observed: list[int] = []  # the indices of the observed sizes
-        self._last_index = _index(largest)
+        self._last_index = _index(largest_size)
         self._level = 1.0
         # The fitted line of duration by size; the durations are divided by `_level`.
         self._setup_ns = self._slope_ns = 0.0
@@ -305,18 +305,18 @@ class SizeTimes:
         seem to be the fastest, and each of them would be tried.
         """
         shortest: dict[int, float] = {}
-        pool: list[int] = []
+        pooled_indices: list[int] = []
         mean = weight = 0.0
         for index in self._observed:
             size = self._sizes[index]
             pooled_mean = (mean * weight + size.mean * size.weight) / (weight + size.weight)
-            if pool:
+            if pooled_indices:
                 error = spread * pooled_mean * math.sqrt(1 / weight + 1 / size.weight)
                 if abs(size.mean - mean) > _SURE_ERRORS * error:
-                    pool, weight, pooled_mean = [], 0.0, size.mean
+                    pooled_indices, weight, pooled_mean = [], 0.0, size.mean
             mean, weight = pooled_mean, weight + size.weight
-            pool.append(index)
-            shortest.update(dict.fromkeys(pool, mean / (1 + spread / math.sqrt(weight))))
+            pooled_indices.append(index)
+            shortest.update(dict.fromkeys(pooled_indices, mean / (1 + spread / math.sqrt(weight))))
         return shortest
 
     def _find_disturbed(self, shortest: dict[int, float]) -> tuple[int, float]:
@@ -410,7 +410,7 @@ class _ArrivalStatistics:
         self.chance = 0.0
         self.gap_ns = 0.0
         self.deviation_ns = 0.0
-        self.observations = 0
+        self.observation_count = 0
 
     def record_gap(self, gap_ns: int) -> None:
         """Record that the next request arrived after this gap."""
@@ -427,8 +427,8 @@ class _ArrivalStatistics:
         self._update_chance(0.0)
 
     def _update_chance(self, outcome: float) -> None:
-        self.observations += 1
-        self.chance += (outcome - self.chance) / min(self.observations, 16)
+        self.observation_count += 1
+        self.chance += (outcome - self.chance) / min(self.observation_count, 16)
 
     @property
     def patience_ns(self) -> int:
@@ -481,7 +481,7 @@ class Arrivals:
 
         Each item is the expected number of requests so far and the expected wait.
         """
-        arrival_probability, requests, wait_ns = 1.0, 0.0, 0.0
+        arrival_probability, expected_requests, wait_ns = 1.0, 0.0, 0.0
         for extra in range(max_requests):
             statistics = self._likely_statistics(self._in_flight + extra)
             if statistics is None:
@@ -491,8 +491,8 @@ class Arrivals:
                 statistics.chance * statistics.gap_ns + miss_chance * statistics.patience_ns
             )
             arrival_probability *= statistics.chance
-            requests += arrival_probability
-            yield requests, wait_ns
+            expected_requests += arrival_probability
+            yield expected_requests, wait_ns
 
     @property
     def wait_until_ns(self) -> int:
@@ -504,7 +504,7 @@ class Arrivals:
         statistics = self._by_in_flight.get(min(in_flight, _MAX_LEVELS))
         if (
             statistics is None
-            or statistics.observations < _MIN_ARRIVALS
+            or statistics.observation_count < _MIN_ARRIVALS
             or statistics.chance < _MIN_CHANCE
         ):
             return None

@@ -21,13 +21,13 @@ from shmserve.scheduler.batchers.sequences import (
 )
 from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.instances.pool import Slot
-from shmserve.scheduler.requests.queue import queue_expired_text
+from shmserve.scheduler.requests.queue import EXPIRED_TEXT, queue_expired_text
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
 from shmserve.scheduler.statistics import Reason
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG_EXPIRED = "timeout of the corresponding sequence has been expired"
+_BACKLOG_EXPIRED = "timeout of the corresponding sequence has been expired"  # as in Triton
 _ENDED_BY_EARLIER = "an earlier request of the sequence was cancelled or timed out, which ended it"
 
 
@@ -99,9 +99,9 @@ class SequenceDispatcher(Dispatcher):
 
     def expired_text(self, request: ScheduledRequest, now_ns: int) -> str:
         text = queue_expired_text(request, now_ns)
-        return (
-            text if request.sequence.instance_slots is not None else f"{_BACKLOG_EXPIRED}: {text}"
-        )
+        if request.sequence.instance_slots is None:
+            text = _BACKLOG_EXPIRED + text.removeprefix(EXPIRED_TEXT)
+        return text
 
     def on_removed(
         self,

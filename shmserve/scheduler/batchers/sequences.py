@@ -128,19 +128,17 @@ class StatefulSequence:
     Attributes:
         owner: The submitter of its requests.
         instance_slots: The slots of its instance, or None while it waits in the backlog.
-        slot: The number of its slot, if it has one.
         has_ended: Whether no further request can come.
-        has_state: Whether its instance stores state of this sequence.
     """
 
-    id: int | str
+    id: int | str  # the correlation id
     owner: Owner
     waiting: WaitingRequests = field(default_factory=WaitingRequests)
     running_request: ScheduledRequest | None = None
     instance_slots: InstanceSlots | None = None
-    slot: int = 0
+    slot: int = 0  # the number of its slot, if it has one
     has_ended: bool = False
-    has_state: bool = False
+    has_state: bool = False  # whether its instance stores state of this sequence
 
 
 class Rows(Record):
@@ -149,7 +147,7 @@ class Rows(Record):
     Each sequence has the row of its slot. None stands for a null row, which has no request.
     """
 
-    rows: list[tuple[int, StatefulSequence | None]]
+    rows: list[tuple[int, StatefulSequence | None]]  # (slot, sequence; None: a null request)
     reason: CloseReason
 
 
@@ -160,10 +158,10 @@ class InstanceSlots:
     decides which instance's slots are taken first.
     """
 
-    def __init__(self, peer: bytes, order: tuple[int, int], slots: int) -> None:
+    def __init__(self, peer: bytes, order: tuple[int, int], slot_count: int) -> None:
         self.peer = peer
         self.order = order
-        self.sequences: list[StatefulSequence | None] = [None] * slots
+        self.sequences: list[StatefulSequence | None] = [None] * slot_count
         self.running_sequences: list[StatefulSequence] = []
         self.is_closed = False  # whether new sequences are rejected
         # Sequences that may run, by slot, in the order in which they became ready.
@@ -411,7 +409,7 @@ class Sequences:
             Whether the request is a START that restarts an open sequence.
         """
         sequence = self._open_sequences.get(correlation_id)
-        restarts = sequence is not None and bool(request.flags & SEQUENCE_START)
+        is_restart = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost_ids.pop(correlation_id, None)
             owner = (request.client, request.submit.source)
@@ -428,7 +426,7 @@ class Sequences:
             self._fill()
         elif sequence.running_request is None:
             sequence.instance_slots.mark_ready(sequence)
-        return restarts
+        return is_restart
 
     def _close(self, sequence: StatefulSequence) -> None:
         sequence.has_ended = True
@@ -494,8 +492,8 @@ class Sequences:
         Slots that an earlier call has returned are not included. The instances must be notified
         before another sequence begins in these slots.
         """
-        unended, self._unended_slots = self._unended_slots, {}
-        return unended
+        unended_slots, self._unended_slots = self._unended_slots, {}
+        return unended_slots
 
     def _release(self, sequence: StatefulSequence) -> None:
         slots = sequence.instance_slots

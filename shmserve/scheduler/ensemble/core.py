@@ -47,7 +47,7 @@ from shmserve.scheduler.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
-_MAX_PLANS = 64
+_MAX_PLANS = 64  # cached plans
 _DEADLOCK = (
     "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 )

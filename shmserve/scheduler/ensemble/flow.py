@@ -34,7 +34,7 @@ RESPONSE = -1  # the index of the response among the readers of tensors; steps h
 _ANY_COUNT = -1  # the number of uses is unknown until the request ends
 
 _CONDITION_PARAMETER = "step[{}].condition"
-_MAX_STEP_KINDS = 256  # cached `StepKind`s of a step
+_MAX_STEP_TEMPLATES = 256  # cached `StepTemplate`s of a step
 
 # The tensors of one step or response: pairs of a name and a value.
 Tensors = Sequence[tuple[str, Value]]
@@ -48,8 +48,6 @@ class StepNode:
         version: The model's version; "" is the latest.
         inputs: The ensemble's tensor for each input of the model.
         outputs: The ensemble's tensor for each output of the model.
-        condition: The tensor that decides whether the step runs, or "".
-        reads: The tensors that the step waits for.
     """
 
     index: int
@@ -57,8 +55,8 @@ class StepNode:
     version: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
-    condition: str = ""
-    reads: frozenset[str] = field(init=False)
+    condition: str = ""  # the tensor that decides whether the step runs; "": always
+    reads: frozenset[str] = field(init=False)  # the tensors that the step waits for
 
     def __post_init__(self) -> None:
         tensors = {*self.inputs.values(), *([self.condition] if self.condition else [])}
@@ -145,13 +143,12 @@ class ModelProperties:
 
     Attributes:
         decoupled: Whether the model gives any number of responses to a request.
-        optional: The inputs that a request may omit.
         device: The CUDA device whose memory the model reads and writes; None: the host's memory.
     """
 
     decoupled: bool
-    optional: frozenset[str]
-    device: int | None
+    optional: frozenset[str]  # the inputs that a request may omit
+    device: int | None  # the CUDA device of its tensors; None: host
 
 
 class TensorReader:
@@ -159,7 +156,7 @@ class TensorReader:
 
     Attributes:
         reads: The tensors that the reader waits for, and whether each exists once per request.
-        is_once: Whether the reader runs at most once per request, because all its tensors exist
+        runs_once: Whether the reader runs at most once per request, because all its tensors exist
             once.
         first_keys: The keys (tensor, response index) of the tensors in `reads` for the index 0.
     """
@@ -167,7 +164,7 @@ class TensorReader:
     def __init__(self, index: int, tensors: Iterable[str], origins: Mapping[str, int]) -> None:
         self.index = index
         self.reads = tuple((tensor, origins[tensor] == ONCE_PER_REQUEST) for tensor in tensors)
-        self.is_once = all(is_once for _, is_once in self.reads)
+        self.runs_once = all(is_once for _, is_once in self.reads)
         self.first_keys = tuple((tensor, 0) for tensor, _ in self.reads)
 
 
@@ -177,8 +174,8 @@ class PlannedStep(TensorReader):
     Attributes:
         inputs: The model's inputs: the name, the ensemble's tensor, and whether it is optional.
         repeated_tensors: The tensors that several inputs read, once for each further input.
-        kinds: A cache that step_messages.py uses: the `StepKind` of earlier requests by the kinds
-            of their inputs.
+        templates: A cache that step_messages.py uses: the `StepTemplate` of earlier requests by the
+            kinds of their inputs.
         response_schemas: A cache that step_messages.py uses: the unpacked schemas of responses.
     """
 
@@ -192,7 +189,7 @@ class PlannedStep(TensorReader):
         self.inputs = tuple((name, t, name in model.optional) for name, t in step.inputs.items())
         tensors = list(step.inputs.values())
         self.repeated_tensors = tuple(t for i, t in enumerate(tensors) if t in tensors[:i])
-        self.kinds: BoundedCache[Any, Any] = BoundedCache(_MAX_STEP_KINDS)
+        self.templates: BoundedCache[Any, Any] = BoundedCache(_MAX_STEP_TEMPLATES)
         self.response_schemas: dict[bool, Schemas[Any]] = {}
 
 
@@ -201,13 +198,13 @@ class TensorRoute(NamedTuple):
 
     Attributes:
         use_count: How often each value is used; -1: any number of times.
-        is_once: Whether the tensor exists once per request.
+        is_per_request: Whether the tensor exists once per request.
         readers: The steps that wait for the tensor, and the response if it contains the tensor.
         only_reader: The reader, if it is the only one and waits for no other tensor.
     """
 
     use_count: int
-    is_once: bool
+    is_per_request: bool
     readers: tuple[TensorReader, ...]
     only_reader: TensorReader | None
 
@@ -234,8 +231,8 @@ class Plan:
         needed_steps = graph.needed_steps(requested_outputs)
         origins = graph.origins(lambda step: find(step).decoupled)
         self.outputs = frozenset(requested_outputs)
-        needed = [step for step in graph.steps if step.index in needed_steps]
-        self.steps = {s.index: PlannedStep(s, find(s), origins) for s in needed}
+        needed_nodes = [step for step in graph.steps if step.index in needed_steps]
+        self.steps = {s.index: PlannedStep(s, find(s), origins) for s in needed_nodes}
         self.response = TensorReader(RESPONSE, requested_outputs, origins)
         all_readers = (*self.steps.values(), self.response)
         self.routes: dict[str, TensorRoute] = {}
@@ -243,11 +240,11 @@ class Plan:
             readers = tuple(reader for reader in all_readers if (tensor, 0) in reader.first_keys)
             if readers:
                 is_once = origin == ONCE_PER_REQUEST
-                has_many_uses = is_once and not all(reader.is_once for reader in readers)
+                has_many_uses = is_once and not all(reader.runs_once for reader in readers)
                 is_only = len(readers) == 1 and len(readers[0].reads) == 1
-                uses = _ANY_COUNT if has_many_uses else len(readers)
+                use_count = _ANY_COUNT if has_many_uses else len(readers)
                 only_reader = readers[0] if is_only else None
-                self.routes[tensor] = TensorRoute(uses, is_once, readers, only_reader)
+                self.routes[tensor] = TensorRoute(use_count, is_once, readers, only_reader)
         self.devices = self._devices(graph.conditions)
 
     def _devices(self, conditions: frozenset[str]) -> dict[str, int]:
@@ -351,7 +348,7 @@ class Flow:
                 self._start(route.only_reader, response_index, {tensor: value})
             else:
                 for reader in route.readers:
-                    if reader.is_once or not route.is_once:
+                    if reader.runs_once or not route.is_per_request:
                         self._fire(reader, response_index)
                     else:
                         for ready_index in self._find_response_indices(reader):
@@ -375,7 +372,7 @@ class Flow:
             return
         values = self._values
         keys: Sequence[tuple[str, int]] = reader.first_keys
-        if not reader.is_once:
+        if not reader.runs_once:
             keys = [(tensor, 0 if is_once else response_index) for tensor, is_once in reader.reads]
         for key in keys:
             if key not in values:

@@ -56,7 +56,7 @@ class TensorKind:
     def shared(cls, datatype: str, shape: tuple[int, ...], is_batched: bool) -> TensorKind:
         """Return the one object for this datatype and shape."""
         key = (datatype, shape, is_batched)
-        return _KINDS.find(key) or _KINDS.store_if_absent(key, cls(*key))
+        return _SHARED_KINDS.find(key) or _SHARED_KINDS.store_if_absent(key, cls(*key))
 
     def shape_for(self, dims: Sequence[int], for_batched: bool) -> tuple[int, ...]:
         """Return the shape for another model: a batch dimension of 1 is added or removed if needed.
@@ -73,7 +73,7 @@ class TensorKind:
         return shape
 
 
-_KINDS: BoundedCache[Any, TensorKind] = BoundedCache(1024)
+_SHARED_KINDS: BoundedCache[Any, TensorKind] = BoundedCache(1024)
 
 
 class Value(Token):
@@ -83,12 +83,12 @@ class Value(Token):
         kind: The tensor's datatype and shape; None: the value is `SKIPPED` or `ABSENT`.
         data: The tensor's bytes or their memory range.
         is_true: Whether some element is true, if the tensor is a condition.
-        override: The sequence parameters in the response that contained the tensor. They have
-            precedence over those of the client's request.
+        sequence_override: The sequence parameters in the response that contained the tensor. They
+            have precedence over those of the client's request.
         held_credits: The flow-control credits of the steps that made it, returned at its release.
     """
 
-    __slots__ = ("data", "held_credits", "is_true", "kind", "memory", "override")
+    __slots__ = ("data", "held_credits", "is_true", "kind", "memory", "sequence_override")
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Value(Token):
         data: bytes | Range,
         memory: Token | None = None,
         is_true: bool = True,
-        override: dict[str, Any] | None = None,
+        sequence_override: dict[str, Any] | None = None,
         held_credits: tuple[Token, ...] = (),
     ) -> None:
         self._reference_count = 1
@@ -104,13 +104,13 @@ class Value(Token):
         self.data = data
         self.memory = memory
         self.is_true = is_true
-        self.override = override
+        self.sequence_override = sequence_override
         self.held_credits = held_credits
         for credit in held_credits:
             credit.acquire()
 
     @property
-    def in_block(self) -> bool:
+    def is_in_own_memory(self) -> bool:
         """Return whether the tensor is inline or in a block of the ensemble's own arena."""
         return isinstance(self.data, bytes) or isinstance(self.memory, Block)
 
@@ -138,8 +138,8 @@ def combined_override(values: Iterable[Value]) -> dict[str, Any]:
     """
     parameters: dict[str, Any] = {}
     for value in values:
-        if value.override:
-            parameters.update(value.override)
+        if value.sequence_override:
+            parameters.update(value.sequence_override)
     return parameters
 
 
@@ -276,14 +276,14 @@ class DeviceBlocks:
     Allocations are kept for further requests until the process exits.
     """
 
-    def __init__(self, byte_size: int, create_driver: Callable[[], CudaExporter]) -> None:
+    def __init__(self, max_byte_size: int, create_driver: Callable[[], CudaExporter]) -> None:
         """Create an allocator without allocations.
 
         Args:
-            byte_size: The maximum number of bytes to allocate on each device.
+            max_byte_size: The maximum number of bytes to allocate on each device.
             create_driver: Returns the driver. Raises Unavailable if there is none.
         """
-        self._byte_size = byte_size
+        self._byte_size = max_byte_size
         self._create_driver = create_driver
         self._cuda: CudaExporter | None = None
         self._segments: dict[int, _Segment] = {}  # allocations by the id of their memory

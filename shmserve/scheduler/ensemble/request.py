@@ -98,23 +98,21 @@ class RequestProperties(NamedTuple):
     """The properties of a request that its schema determines.
 
     Attributes:
-        entry_count: The number of entries in the request's `data`.
         inputs: The name and kind of each input, and whether it is a condition.
         omitted_inputs: The inputs that the request omits.
         outputs: The outputs that the request asks for.
-        placed_outputs: The outputs with ranges of the client's memory.
         parameters: The parameters that the request passes to its steps.
         own_schema: The schema if the ranges or parameters affect the steps' requests; else empty.
         rows: The batch size.
     """
 
-    entry_count: int
+    entry_count: int  # number of entries in the request's `data`
     inputs: tuple[tuple[str, TensorKind, bool], ...]
     omitted_inputs: tuple[tuple[str, Value], ...]
     outputs: tuple[str, ...]
-    placed_outputs: tuple[str, ...]
+    placed_outputs: tuple[str, ...]  # outputs with ranges of the client's memory
     parameters: dict[str, Any]
-    own_schema: bytes
+    own_schema: bytes  # the schema if it affects the steps' requests
     rows: int
 
 
@@ -127,10 +125,8 @@ class EnsembleRequest:
         memory_ranges: The ranges of the client's memory for outputs, by the output's name.
         lookup: The result of the lookup in the response cache, if there was one.
         running_ids: The numbers of the steps' requests in flight.
-        waiting_count: The number of steps that wait because of `max_inflight_requests`.
         failure: The error, once the request has failed.
         input_ns: The sum of the steps' input phases; `infer_ns` and `output_ns` likewise.
-        spans: The spans of the steps.
         unread: The responses of a stream that the client has not read.
         response_count: The number of responses of a stream that were sent.
         responded_ns: The time of the last of these responses, or of the start.
@@ -150,12 +146,12 @@ class EnsembleRequest:
     rows: int
     running_ids: set[int] = field(default_factory=set)
     state: EnsembleState = RUNNING
-    waiting_count: int = 0
+    waiting_count: int = 0  # steps that wait because of `max_inflight_requests`
     failure: Failed | None = None
     input_ns: int = 0
     infer_ns: int = 0
     output_ns: int = 0
-    spans: bytes = b""
+    spans: bytes = b""  # the packed trace spans of the steps
     unread: UnreadResponses | None = None
     response_count: int = 0
     succeeded_early: bool = False
@@ -430,21 +426,21 @@ class EnsembleRequests:
         return pack_response_schema(tensors, parameters)
 
 
-def step_sequence(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
+def step_sequence(submit: Submit, sequence_override: Mapping[str, Any]) -> tuple[int | str, int]:
     """Return the correlation id and the sequence flags for a step's request or a response.
 
     Args:
         submit: The request to the ensemble.
-        override: The sequence parameters in the responses that contained the tensors; they have
-            precedence over the request's.
+        sequence_override: The sequence parameters in the responses that contained the tensors; they
+            have precedence over the request's.
     """
     correlation_id: int | str = submit.correlation_text or submit.correlation_id
     flags = submit.flags
-    if override:
-        correlation_id = override.get("sequence_id", correlation_id)
+    if sequence_override:
+        correlation_id = sequence_override.get("sequence_id", correlation_id)
         for key, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
-            if key in override:
-                flags = flags | bit if override[key] else flags & ~bit
+            if key in sequence_override:
+                flags = flags | bit if sequence_override[key] else flags & ~bit
     return correlation_id, flags
 
 

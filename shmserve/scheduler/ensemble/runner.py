@@ -43,7 +43,6 @@ class StepRunner:
     """The submitter of all requests' steps, which wait while too many are in flight.
 
     Attributes:
-        waiting_count: The number of steps that wait because of `max_inflight_requests`.
         malformed_messages: The number of responses of steps that could not be read.
     """
 
@@ -53,7 +52,7 @@ class StepRunner:
     _memory: EnsembleMemory
     _requests: EnsembleRequests
     _submit_numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    waiting_count: int = 0
+    waiting_count: int = 0  # steps that wait because of `max_inflight_requests`
     malformed_messages: int = 0
 
     def __post_init__(self) -> None:
@@ -150,10 +149,10 @@ class StepRunner:
         traced_tensors: list[TracedTensor] = []
         unpack_spans(spans, traced_tensors)
         for tensor in traced_tensors:
-            names, ensemble_tensors = node.inputs, self._graph.inputs
+            model_tensors, ensemble_tensors = node.inputs, self._graph.inputs
             if tensor.is_output:
-                names, ensemble_tensors = node.outputs, self._graph.outputs
-            name = names.get(tensor.name)
+                model_tensors, ensemble_tensors = node.outputs, self._graph.outputs
+            name = model_tensors.get(tensor.name)
             if tensor.span_id == context.span_id and name in ensemble_tensors:
                 ensemble_tensor = tensor._replace(span_id=context.parent_id, name=name)
                 request.spans += ensemble_tensor.packed()
@@ -213,15 +212,15 @@ class StepRunner:
                 firing.release()
 
     def _submit(self, request: EnsembleRequest, firing: Firing, now_ns: int) -> None:
-        number = next(self._submit_numbers)
+        submit_number = next(self._submit_numbers)
         try:
             target = self._targets.find(firing.step.node)
-            step = self._messages.request(number, request, firing, target, now_ns)
+            step = self._messages.request(submit_number, request, firing, target, now_ns)
         except ShmserveError as error:
             firing.release()
             self._requests.fail(request, error.code, error.message, now_ns)
             return
-        request.running_ids.add(number)
+        request.running_ids.add(submit_number)
         self._in_flight[firing.step.index] += 1
         self.schedulers.submit(step, target.endpoint)
 

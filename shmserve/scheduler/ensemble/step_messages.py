@@ -49,22 +49,21 @@ class StepRequest(InflightRequest):
     """The request of a step at its model's scheduler.
 
     Attributes:
-        kind: The part that is common to requests with inputs of the same kinds.
+        template: The part that is common to requests with inputs of the same kinds.
         blocks: The ensemble's blocks that the outputs are written to, until a response uses them.
-        override: The sequence parameters in the responses that contained the inputs. They have
-            precedence over those of the client's request.
+        sequence_override: The sequence parameters in the responses that contained the inputs. They
+            have precedence over those of the client's request.
         step_events: The events of requests: a response, or None when no worker has the request's
             memory any more. The runner handles these events.
-        has_outputs: Whether there has been a response with outputs.
     """
 
     request: EnsembleRequest
     firing: Firing
-    kind: StepKind
+    template: StepTemplate
     blocks: dict[str, Block]
-    override: dict[str, Any] | None
+    sequence_override: dict[str, Any] | None
     step_events: list[tuple[StepRequest, Response | None]]
-    has_outputs: bool = False
+    has_outputs: bool = False  # whether there has been a response with outputs
 
     def is_awaited(self) -> bool:
         return self.request.state is RUNNING
@@ -76,7 +75,7 @@ class StepRequest(InflightRequest):
         self.step_events.append((self, None))
 
 
-class StepKind(NamedTuple):
+class StepTemplate(NamedTuple):
     """The part that is common to a step's requests with inputs of the same datatypes and shapes.
 
     Attributes:
@@ -84,15 +83,15 @@ class StepKind(NamedTuple):
         schema_reusing_input: The schema of requests whose outputs may stay in an input's memory.
         placed_outputs: The names, in the model and the ensemble, of outputs with memory ranges.
         allocations: The byte size of each output that the ensemble allocates, and its CUDA device.
-        in_client_memory: The names of the outputs that are written to the client's memory.
+        outputs_in_client_memory: The names of the outputs that are written to the client's memory.
         response_schemas: The unpacked schemas of the responses.
     """
 
     schema: bytes
     schema_reusing_input: bytes
     placed_outputs: tuple[tuple[str, str], ...]
-    allocations: dict[str, tuple[int, int | None]]
-    in_client_memory: frozenset[str]
+    allocations: dict[str, tuple[int, int | None]]  # size and device of each block, by output
+    outputs_in_client_memory: frozenset[str]
     response_schemas: Schemas[StepResponse]
 
 
@@ -101,16 +100,14 @@ class StepOutput(NamedTuple):
 
     Attributes:
         name: The model's name of the output.
-        tensor: The ensemble's name; "": the ensemble does not use it.
         is_condition: Whether the output decides if a step runs.
-        for_client: Whether the output is in the response to the client.
     """
 
     name: str
     kind: TensorKind
-    tensor: str
+    tensor: str  # the ensemble's name; "": the ensemble does not use it
     is_condition: bool
-    for_client: bool
+    for_client: bool  # whether it is in the response to the client
 
 
 class StepResponse:
@@ -119,11 +116,11 @@ class StepResponse:
     Attributes:
         outputs: The outputs in the order of the data.
         absent_outputs: The tensors of the step that the responses lack.
-        override: The sequence parameters in the responses, which have precedence over those of
-            the client's request in later steps.
+        sequence_override: The sequence parameters in the responses, which have precedence over
+            those of the client's request in later steps.
     """
 
-    __slots__ = ("absent_outputs", "outputs", "override")
+    __slots__ = ("absent_outputs", "outputs", "sequence_override")
 
     def __init__(
         self,
@@ -136,18 +133,18 @@ class StepResponse:
         """Unpack a schema; raise MalformedMessage if it is no response schema."""
         schema = ResponseSchema(packed_schema)
         outputs: list[StepOutput] = []
-        unread_tensors = dict(step.outputs)
+        missing_tensors = dict(step.outputs)
         for name, datatype, shape, _ in schema.outputs:
-            tensor = unread_tensors.pop(name, "")  # a model may return an output repeatedly
+            tensor = missing_tensors.pop(name, "")  # a model may return an output repeatedly
             kind = TensorKind.shared(datatype, shape, is_batched)
             outputs.append(
                 StepOutput(name, kind, tensor, tensor in conditions, tensor in client_outputs)
             )
         parameters = schema.parameters or {}
         self.outputs = tuple(outputs)
-        self.absent_outputs = tuple((tensor, ABSENT) for tensor in unread_tensors.values())
+        self.absent_outputs = tuple((tensor, ABSENT) for tensor in missing_tensors.values())
         override = {key: parameters[key] for key in _SEQUENCE_PARAMETERS if key in parameters}
-        self.override = override or None
+        self.sequence_override = override or None
 
 
 @dataclass(eq=False)
@@ -177,11 +174,11 @@ class StepMessages:
         """
         client_request, memory = request.submit, self._memory
         key = (target.signature, request.properties.own_schema, firing.kinds)
-        kind: StepKind | None = firing.step.kinds.find(key)
-        if kind is None:
-            kind = self._new_kind(request, firing, target)
-            firing.step.kinds.store(key, kind)
-        blocks = self._allocate(kind) if kind.allocations else {}
+        template: StepTemplate | None = firing.step.templates.find(key)
+        if template is None:
+            template = self._template(request, firing, target)
+            firing.step.templates.store(key, template)
+        blocks = self._allocate(template) if template.allocations else {}
         data: list[Any] = []
         override: dict[str, Any] | None = None
         for value in firing.inputs.values():
@@ -189,18 +186,18 @@ class StepMessages:
             if type(content) is not bytes:
                 content = pack_range(memory.make_durable(content))
             data.append(content)
-            if value.override:
-                override = {**(override or {}), **value.override}
-        schema = kind.schema
-        for name, tensor in kind.placed_outputs:
+            if value.sequence_override:
+                override = {**(override or {}), **value.sequence_override}
+        schema = template.schema
+        for name, tensor in template.placed_outputs:
             block = blocks.get(name)
             data.append(
                 pack_range(request.memory_ranges[tensor] if block is None else block.memory_range)
             )
         # A model may return an input in place as its output, but not an input in a client's memory,
         # because the client may overwrite that memory.
-        if blocks and all(value.in_block for value in firing.inputs.values()):
-            schema = kind.schema_reusing_input
+        if blocks and all(value.is_in_own_memory for value in firing.inputs.values()):
+            schema = template.schema_reusing_input
         flags = client_request.flags
         correlation_number = client_request.correlation_id
         correlation_text = client_request.correlation_text
@@ -223,9 +220,9 @@ class StepMessages:
             TraceContext.of(client_request.trace).child().message if client_request.trace else "",
             callers=client_request.callers,
         )
-        return StepRequest(submit, request, firing, kind, blocks, override, self.step_events)
+        return StepRequest(submit, request, firing, template, blocks, override, self.step_events)
 
-    def _new_kind(self, request: EnsembleRequest, firing: Firing, target: Target) -> StepKind:
+    def _template(self, request: EnsembleRequest, firing: Firing, target: Target) -> StepTemplate:
         used_outputs = _used_outputs(request, firing.step)
         signature = target.signature
         is_batched = signature.max_batch_size > 0
@@ -244,21 +241,21 @@ class StepMessages:
         placed_names = [name for name in names if name in sizes or name in in_client_memory]
         outputs = firing.step.outputs
         parameters, plan = request.properties.parameters, request.flow.plan
-        args = (firing.step, is_batched, self._graph.conditions, plan.outputs)
-        derive = partial(StepResponse, *args)
-        return StepKind(
+        response_args = (firing.step, is_batched, self._graph.conditions, plan.outputs)
+        unpack_response = partial(StepResponse, *response_args)
+        return StepTemplate(
             pack_request_schema(inputs, names, placed_names, (), parameters),
             pack_request_schema(inputs, names, placed_names, sizes, parameters),
             tuple((name, outputs[name]) for name in placed_names),
             {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
             in_client_memory,
-            firing.step.response_schemas.setdefault(is_batched, Schemas(derive)),
+            firing.step.response_schemas.setdefault(is_batched, Schemas(unpack_response)),
         )
 
-    def _allocate(self, kind: StepKind) -> dict[str, Block]:
+    def _allocate(self, template: StepTemplate) -> dict[str, Block]:
         blocks: dict[str, Block] = {}
         try:
-            for name, (byte_size, device) in kind.allocations.items():
+            for name, (byte_size, device) in template.allocations.items():
                 blocks[name] = self._memory.allocate(byte_size, device)
         except BaseException:
             for block in blocks.values():
@@ -284,7 +281,7 @@ class StepMessages:
             InvalidArgument: A condition lies in memory that cannot be read.
         """
         request, planned_step = step.request, step.firing.step
-        response = step.kind.response_schemas[message.schema]
+        response = step.template.response_schemas[message.schema]
         packed_data = message.data
         if len(packed_data) != len(response.outputs):
             raise MalformedMessage(
@@ -309,8 +306,8 @@ class StepMessages:
     ) -> Tensors:
         """Return the tensors of a response, and the outputs that the response lacks as ABSENT."""
         firing = step.firing
-        override = response.override or step.override
-        held_credits = () if firing.step.is_once else _held_credits(firing)
+        sequence_override = response.sequence_override or step.sequence_override
+        held_credits = () if firing.step.runs_once else _held_credits(firing)
         credit = CallbackToken(partial(self._schedulers.credit, step, 1)) if more_follow else None
         if credit is not None:
             held_credits = (*held_credits, credit)
@@ -325,7 +322,7 @@ class StepMessages:
                 if type(content) is not bytes:
                     content, memory = self._keep_output(step, name, content, for_client)  # type: ignore[arg-type]
                 tensors.append(
-                    (tensor, Value(kind, content, memory, is_true, override, held_credits))
+                    (tensor, Value(kind, content, memory, is_true, sequence_override, held_credits))
                 )
         except ShmserveError:
             for _, value in tensors:
@@ -349,7 +346,7 @@ class StepMessages:
         Returns:
             The range and its token, or None for an output in the client's memory.
         """
-        if name in step.kind.in_client_memory:
+        if name in step.template.outputs_in_client_memory:
             return memory_range, None
         block = step.blocks.pop(name, None)
         if block is not None:
@@ -374,7 +371,7 @@ class StepMessages:
         self, step: StepRequest, outputs: Sequence[StepOutput], data: Sequence[bytes | Range]
     ) -> None:
         """Release outputs that are in their workers' memory."""
-        ensemble_outputs = step.kind.in_client_memory | step.blocks.keys()
+        ensemble_outputs = step.template.outputs_in_client_memory | step.blocks.keys()
         memory_ranges = [
             content
             for output, content in zip(outputs, data, strict=True)
@@ -419,7 +416,7 @@ def _used_outputs(request: EnsembleRequest, step: PlannedStep) -> tuple[Requeste
         if tensor not in request.flow.plan.routes:
             continue
         memory_range = request.memory_ranges.get(tensor)
-        if memory_range is not None and not step.is_once:
+        if memory_range is not None and not step.runs_once:
             raise Unsupported(
                 f"output '{tensor}' follows a decoupled step, so that it cannot be written to "
                 "shared memory"

@@ -77,8 +77,8 @@ class AssignedRequest:
         generation = self.generation
         if generation is None or generation.beams is not None:
             return {}
-        prompt_size = len(generation.prompt)
-        return {s.sample: s.tokens[prompt_size:] for s in generation.sequences}
+        prompt_length = len(generation.prompt)
+        return {s.sample: s.tokens[prompt_length:] for s in generation.sequences}
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
@@ -136,10 +136,10 @@ class GenerativeDispatcher(Dispatcher):
         only if no row is free for it.
         """
         engines = [self._engine(slot) for slot in self._pool.ready()]
-        capacity = self._engine_settings.max_batch_size * len(engines)
+        row_capacity = self._engine_settings.max_batch_size * len(engines)
         unprepared_count = sum(item.generation is None for item in self._assigned_requests.values())
         live_count = sum(engine.live_sequences for engine in engines)
-        return max(len(self._queue) + unprepared_count + live_count - capacity, 0)
+        return max(len(self._queue) + unprepared_count + live_count - row_capacity, 0)
 
     def flush(self) -> None:
         """Do nothing: an engine never waits for further requests."""
@@ -238,7 +238,7 @@ class GenerativeDispatcher(Dispatcher):
         assigned = self._assigned_requests.get(message.key)
         if assigned is None or assigned.slot is not slot or assigned.request.state not in AT_WORK:
             return
-        request, resumed = assigned.request, assigned.open_sample_tokens
+        request, resumed_tokens = assigned.request, assigned.open_sample_tokens
         generation: Generation[AssignedRequest] = Generation(
             assigned,
             message.key,
@@ -262,10 +262,10 @@ class GenerativeDispatcher(Dispatcher):
             self._responses.fail(request, "INVALID_ARG", text, reason, now_ns, is_early=True)
             self._executions.cancel(request)
             return
-        can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
+        can_resume = len(resumed_tokens) + len(assigned.ended_samples) == generation.samples
         if message.replays_tokens:
             ended_samples = {s: tokens for s, (tokens, _) in assigned.ended_samples.items()}
-            for sample, tokens in (resumed | ended_samples).items():
+            for sample, tokens in (resumed_tokens | ended_samples).items():
                 previous_tokens = assigned.replayed_tokens.get(sample, tokens)
                 assigned.replayed_tokens[sample] = max(tokens, previous_tokens, key=len)
             assigned.ended_samples.clear()
@@ -274,7 +274,7 @@ class GenerativeDispatcher(Dispatcher):
         self._counts.prompt_tokens.observe(len(generation.prompt))
         if request.timing is None:
             request.timing = Timing(now_ns, 0, 0, 0)
-        engine.add(generation, resumed if can_resume else None)
+        engine.add(generation, resumed_tokens if can_resume else None)
 
     def _handle_stepped(
         self, engine: Engine[AssignedRequest], slot: Slot, message: Stepped, now_ns: int
@@ -333,7 +333,7 @@ class GenerativeDispatcher(Dispatcher):
         engines = [self._engine(slot) for slot in self._pool.ready()]
         by_status = {str(s): sum(engine.count(s) for engine in engines) for s in SequenceStatus}
         rows = sum(len(engine.running_step.rows) for engine in engines if engine.running_step)
-        capacity = len(engines) * self._engine_settings.max_batch_size
+        row_capacity = len(engines) * self._engine_settings.max_batch_size
         return {
             "sequences": by_status,
             "blocks": {
@@ -342,7 +342,7 @@ class GenerativeDispatcher(Dispatcher):
                 "used": sum(engine.pool.used_count for engine in engines),
                 "host": sum(engine.host_pool.used_count for engine in engines),
             },
-            "utilization": rows / capacity if capacity else 0.0,
+            "utilization": rows / row_capacity if row_capacity else 0.0,
         }
 
     # --- exits

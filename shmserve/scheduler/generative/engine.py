@@ -64,7 +64,7 @@ class Engine(Generic[T]):
         self._beams: dict[int, Beams[T]] = {}  # beam searches by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}  # by the key of the generation
         self._new_sequences: list[NewSequence] = []
-        self._ended: list[int] = []
+        self._ended_numbers: list[int] = []
         self._step_count = 0
         # The prefill of a prompt is split at multiples of the chunk if a step has space for a chunk
         # beside all decoding rows.
@@ -85,8 +85,8 @@ class Engine(Generic[T]):
         max_blocks = -(-generation.max_computed // block_size)
         may_preempt = self.settings.enable_preemption and generation.beams is None
         max_rows = self.settings.max_batch_size
-        concurrent = 1 if may_preempt else min(generation.rows, max_rows)
-        needed_blocks = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
+        rows = 1 if may_preempt else min(generation.rows, max_rows)
+        needed_blocks = shared_blocks + rows * (max_blocks - shared_blocks) + (rows > 1)
         fits_step = generation.beams is None or generation.rows <= max_rows
         return needed_blocks <= self.pool.block_count and fits_step
 
@@ -98,10 +98,10 @@ class Engine(Generic[T]):
         """
         # If a step has too few rows to fork all samples together, each sample is a sequence from
         # the beginning.
-        forked = generation.beams is not None or generation.rows <= self.settings.max_batch_size
-        count = 1 if forked else generation.samples
-        samples = dict.fromkeys(range(count), array("i")) if resumed is None else resumed
-        for sample, tokens in samples.items():
+        is_forked = generation.beams is not None or generation.rows <= self.settings.max_batch_size
+        count = 1 if is_forked else generation.samples
+        tokens_by_sample = dict.fromkeys(range(count), array("i")) if resumed is None else resumed
+        for sample, tokens in tokens_by_sample.items():
             number, all_tokens = next(self.sequence_ids), generation.prompt + tokens
             sequence = Sequence(number, generation, sample, all_tokens)
             if resumed is None and generation.beams is None:
@@ -147,7 +147,7 @@ class Engine(Generic[T]):
         sequence.generation.sequences.remove(sequence)
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.ENDED
-        self._ended.append(sequence.number)
+        self._ended_numbers.append(sequence.number)
 
     def _free_blocks(self, sequence: Sequence[T]) -> None:
         self.pool.release(sequence.table)
@@ -183,44 +183,44 @@ class Engine(Generic[T]):
             elif not sequence.is_held:
                 waiting_sequences.append(sequence)
         running.sort(key=rank)
-        decoding = [sequence for sequence in running if sequence.missing_tokens == 1]
-        plan.decoding_count = max(len(decoding), 1)
+        decoding_sequences = [sequence for sequence in running if sequence.missing_tokens == 1]
+        plan.decoding_count = max(len(decoding_sequences), 1)
         # Drafts use the budget that a token per decoding sequence and a prompt chunk leave free.
-        has_prompts = len(decoding) < len(running) + len(waiting_sequences)
+        has_prompts = len(decoding_sequences) < len(running) + len(waiting_sequences)
         prompt_share = self._chunk_multiple if has_prompts else 0
-        plan.draft_budget = plan.token_budget - len(decoding) - prompt_share
-        self._add_rows(plan, decoding, running)
+        plan.draft_budget = plan.token_budget - len(decoding_sequences) - prompt_share
+        self._add_rows(plan, decoding_sequences, running)
         self._add_rows(plan, [s for s in running if s.missing_tokens > 1], running)
         waiting_sequences.sort(key=rank)
-        if waiting_sequences and not plan.preempted:
+        if waiting_sequences and not plan.has_preempted:
             self._admit(plan, waiting_sequences, running)
         running = [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING]
         while waiting_sequences and running and not plan.rows:
             # All running sequences wait for further beams of their search that do not fit.
             self._preempt(plan, running.pop())
             self._admit(plan, waiting_sequences, running)
-        if not (plan.rows or self._ended):
+        if not (plan.rows or self._ended_numbers):
             return None
         return self._finish_plan(plan)
 
     def _add_rows(
-        self, plan: StepPlan, sequences: list[Sequence[T]], running: list[Sequence[T]]
+        self, plan: StepPlan, sequences: list[Sequence[T]], running_sequences: list[Sequence[T]]
     ) -> None:
         """Add a row to the plan for each of `sequences`, as far as the budgets permit.
 
-        If there are too few free blocks, preempt the last sequence of `running` that has no row.
+        If there are too few free blocks, preempt the last of `running_sequences` that has no row.
         """
         for sequence in sequences:
             if sequence.status is not SequenceStatus.RUNNING or sequence.is_held:
                 continue  # the sequence was preempted, or waits for other beams
-            count, drafts = self._plan_share(plan, sequence)
-            while count and not self._reserve(plan, sequence, count + drafts):
-                if drafts:
-                    drafts = 0
+            token_count, draft_count = self._plan_share(plan, sequence)
+            while token_count and not self._reserve(plan, sequence, token_count + draft_count):
+                if draft_count:
+                    draft_count = 0
                     continue
                 victim = next(
                     candidate
-                    for candidate in reversed(running)
+                    for candidate in reversed(running_sequences)
                     if candidate.status is SequenceStatus.RUNNING
                     and candidate.number not in plan.rows
                 )
@@ -228,8 +228,8 @@ class Engine(Generic[T]):
                 if victim is sequence:
                     break
             else:
-                if count:
-                    plan.add(sequence, count, drafts)
+                if token_count:
+                    plan.add(sequence, token_count, draft_count)
 
     def _plan_share(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
         """Return how many missing tokens, and how many drafts, of a sequence fit the budgets."""
@@ -237,11 +237,11 @@ class Engine(Generic[T]):
         missing_tokens -= forks > 0
         if missing_tokens > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_budget, plan.token_budget)
-            if plan.load.decoded_tokens:  # decoding sequences wait for the step
-                target = self.settings.target_itl_ms
-                target_ms = target or _DEFAULT_ITL_MS
-                chunk = self.times.fitting_tokens(plan.load, sequence.computed_tokens, target_ms)
-                limit = min(limit, chunk if target else max(chunk, _DEFAULT_CHUNK))
+            if plan.work.decoded_tokens:  # decoding sequences wait for the step
+                configured_ms = self.settings.target_itl_ms
+                target_ms = configured_ms or _DEFAULT_ITL_MS
+                chunk = self.times.fitting_tokens(plan.work, sequence.computed_tokens, target_ms)
+                limit = min(limit, chunk if configured_ms else max(chunk, _DEFAULT_CHUNK))
             if limit < missing_tokens:
                 limit -= limit % self._chunk_multiple
             return max(min(missing_tokens, limit), 0), 0
@@ -267,12 +267,12 @@ class Engine(Generic[T]):
 
         Return False if too few are free.
         """
-        size, table = self.settings.block_size, sequence.table
-        first_index = sequence.computed_tokens // size
-        last_index = (sequence.computed_tokens + count - 1) // size
-        missing_blocks, writable = last_index + 1 - len(table), self.pool.writable
+        block_size, table = self.settings.block_size, sequence.table
+        first_index = sequence.computed_tokens // block_size
+        last_index = (sequence.computed_tokens + count - 1) // block_size
+        missing_blocks, is_writable = last_index + 1 - len(table), self.pool.is_writable
         indexed_blocks = enumerate(table[first_index : last_index + 1], first_index)
-        shared_indices = [index for index, block in indexed_blocks if not writable(block)]
+        shared_indices = [index for index, block in indexed_blocks if not is_writable(block)]
         if not shared_indices and missing_blocks <= 0:
             return True
         if len(shared_indices) + max(missing_blocks, 0) > self.pool.available_count:
@@ -291,7 +291,7 @@ class Engine(Generic[T]):
     # --- preemption
 
     def _preempt(self, plan: StepPlan, sequence: Sequence[T]) -> None:
-        plan.preempted = True
+        plan.has_preempted = True
         sequence.generation.preemptions += 1
         if self._can_swap(sequence):
             sequence.host_blocks = self.host_pool.allocate(self._filled_blocks(sequence))
@@ -314,16 +314,16 @@ class Engine(Generic[T]):
 
     def _can_swap(self, sequence: Sequence[T]) -> bool:
         """Check whether a preempted sequence's blocks are copied to the host, not recomputed."""
-        mode, count = self.settings.preemption_mode, self._filled_blocks(sequence)
+        mode, block_count = self.settings.preemption_mode, self._filled_blocks(sequence)
         if (
             mode == "recompute"
             or not sequence.computed_tokens
-            or count > self.host_pool.available_count
+            or block_count > self.host_pool.available_count
         ):
             return False
         if sequence.is_held:
             return False  # the blocks of a parent beam are shared with its successor beams
-        return mode == "swap" or self.times.swap_pays(count, sequence.computed_tokens)
+        return mode == "swap" or self.times.swap_pays(block_count, sequence.computed_tokens)
 
     # --- admission
 
@@ -417,10 +417,10 @@ class Engine(Generic[T]):
         message = plan.message
         self._step_count = message.step
         message.new_sequences.extend(self._new_sequences)
-        message.ended.extend(self._ended)
-        self._new_sequences, self._ended = [], []
-        copies = (len(message.swap_out) + len(message.swap_in)) // 2
-        fields = (message.step, plan.rows, plan.load, copies, plan.draft_count)
+        message.ended.extend(self._ended_numbers)
+        self._new_sequences, self._ended_numbers = [], []
+        copied_blocks = (len(message.swap_out) + len(message.swap_in)) // 2
+        fields = (message.step, plan.rows, plan.work, copied_blocks, plan.draft_count)
         self.running_step = RunningStep(*fields)
         return message
 
@@ -431,9 +431,9 @@ class Engine(Generic[T]):
         running_step = self.running_step
         if running_step is None or message.step != running_step.step:
             raise ValueError(f"step {message.step} is not the running step")
-        results = {result.sequence: result for result in message.results}
+        results_by_number = {result.sequence: result for result in message.results}
         sampled = {number for number, (_, row) in running_step.rows.items() if row.samples_next}
-        if results.keys() != sampled - {*message.skipped}:
+        if results_by_number.keys() != sampled - {*message.skipped}:
             raise ValueError("the results are for other sequences than the rows of the step")
         self.running_step = None
         running_step.observe(message, self.times, self.counts)
@@ -441,7 +441,7 @@ class Engine(Generic[T]):
             self.cancel(running_step.rows[number][0].generation)
         for number, (sequence, row) in running_step.rows.items():
             if sequence.status is SequenceStatus.RUNNING:
-                self._handle_row(sequence, row, results.get(number))
+                self._handle_row(sequence, row, results_by_number.get(number))
 
     def _handle_row(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
         sequence.computed_tokens = row.start + row.count

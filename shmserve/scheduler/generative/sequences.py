@@ -51,7 +51,7 @@ class BlockPool:
         # The first block of each free extent, by its last block.
         self._start_by_end: dict[int, int] = {block_count - 1: 0} if block_count else {}
         self.free_count = block_count
-        self._keys: dict[int, bytes] = {}
+        self._keys_by_block: dict[int, bytes] = {}
         self._blocks_by_key: dict[bytes, int] = {}
         # Cached blocks without references, least recently used first.
         self._cached_blocks: OrderedDict[int, None] = OrderedDict()
@@ -157,22 +157,22 @@ class BlockPool:
             self.references[block] -= 1
             if self.references[block]:
                 continue
-            if block in self._keys:
+            if block in self._keys_by_block:
                 self._cached_blocks[block] = None
             else:
                 self._free_block(block)
 
-    def writable(self, block: int) -> bool:
+    def is_writable(self, block: int) -> bool:
         """Check whether the holder of a block may write to it."""
-        return self.references[block] == 1 and block not in self._keys
+        return self.references[block] == 1 and block not in self._keys_by_block
 
     # --- the prefix cache
 
     def register(self, block: int, key: bytes) -> None:
         """Register the key of a full block, unless another block has it."""
-        if key not in self._blocks_by_key and block not in self._keys:
+        if key not in self._blocks_by_key and block not in self._keys_by_block:
             self._blocks_by_key[key] = block
-            self._keys[block] = key
+            self._keys_by_block[block] = key
 
     def find(self, key: bytes) -> int | None:
         """Return the block with the content that this key identifies, or None."""
@@ -180,7 +180,7 @@ class BlockPool:
 
     def _evict(self, block: int) -> None:
         del self._cached_blocks[block]
-        del self._blocks_by_key[self._keys.pop(block)]
+        del self._blocks_by_key[self._keys_by_block.pop(block)]
         self._free_block(block)
 
 
@@ -209,12 +209,12 @@ class Generation(Generic[T]):
     arrived_ns: int
     prompt: array[int]
     max_tokens: int
-    samples: int = 1
+    samples: int = 1  # the number of samples
     priority: int = 0
     ignores_prefix_cache: bool = False
     allows_drafts: bool = True
     beams: BeamSearch | None = None
-    preemptions: int = 0
+    preemptions: int = 0  # number of preemptions of its sequences
     cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     sequences: list[Sequence[T]] = field(default_factory=list)
 
@@ -243,24 +243,20 @@ class Sequence(Generic[T]):
 
     Attributes:
         host_blocks: The blocks of the host pool while the sequence is swapped out.
-        sent_blocks: The number of first entries of the table that were sent to the worker.
-        forks: The number of further samples that begin from this sequence once its prompt is
-            computed except for the last token.
-        is_held: Whether the sequence waits for the other beams of its search.
         has_stopped: Whether its text has ended; the sequence then ends with the running step.
     """
 
-    number: int
+    number: int  # the id of the sequence in messages
     generation: Generation[T]
-    sample: int
+    sample: int  # the index of the sample
     tokens: array[int]
     status: SequenceStatus = SequenceStatus.WAITING
     computed_tokens: int = 0
-    table: list[int] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)  # its blocks, in order
     host_blocks: list[int] = field(default_factory=list)
-    sent_blocks: int = 0
-    forks: int = 0
-    is_held: bool = False
+    sent_blocks: int = 0  # number of first entries of the table that were sent to the worker
+    forks: int = 0  # number of samples that begin once all but the last prompt token is computed
+    is_held: bool = False  # whether it waits for the other beams of its search
     has_stopped: bool = False
     sampled_ns: int = 0  # the time at which the last token was sampled
     score: float = 0.0
@@ -288,14 +284,14 @@ class Sequence(Generic[T]):
         """Return the number of tokens that may still follow."""
         return self.generation.max_tokens - self.generated_tokens
 
-    def prefix_keys(self, block_size: int, blocks: int) -> list[bytes]:
-        """Return the keys of the sequence's first `blocks` blocks, all of which are full."""
+    def prefix_keys(self, block_size: int, block_count: int) -> list[bytes]:
+        """Return the keys of the sequence's first `block_count` blocks, all of which are full."""
         keys = self.block_keys
-        while len(keys) < blocks:
+        while len(keys) < block_count:
             start = len(keys) * block_size
             previous_key = keys[-1] if keys else ROOT_KEY
             keys.append(block_key(previous_key, self.tokens[start : start + block_size]))
-        return keys[:blocks]
+        return keys[:block_count]
 
     def find_prefix(self, pool: BlockPool, block_size: int) -> list[int]:
         """Return the cached blocks of the sequence's beginning, without its last token's block."""
@@ -309,12 +305,12 @@ class Sequence(Generic[T]):
 
     def register_blocks(self, pool: BlockPool, block_size: int) -> None:
         """Register the full blocks of the sequence in the prefix cache."""
-        full_blocks = self.computed_tokens // block_size
-        if full_blocks > self.registered_blocks:
-            keys = self.prefix_keys(block_size, full_blocks)
-            for index in range(self.registered_blocks, full_blocks):
+        full_count = self.computed_tokens // block_size
+        if full_count > self.registered_blocks:
+            keys = self.prefix_keys(block_size, full_count)
+            for index in range(self.registered_blocks, full_count):
                 pool.register(self.table[index], keys[index])
-            self.registered_blocks = full_blocks
+            self.registered_blocks = full_count
 
     def reset(self) -> None:
         """Reset the sequence after its blocks were lost: all its tokens must be computed again."""
@@ -415,21 +411,21 @@ class Beams(Generic[T]):
         best_candidates = by_score[: max(2, 1 + len(search.end_tokens)) * search.width]
         self._candidates = []
         length = best_candidates[0].parent.generated_tokens + 1
-        continuing: list[BeamCandidate[T]] = []
+        next_beams: list[BeamCandidate[T]] = []
         for rank, candidate in enumerate(best_candidates):
             if candidate.token in search.end_tokens:
                 if rank < search.width:
                     self._add_hypothesis(candidate, length, "stop")
-            elif len(continuing) < search.width:
-                continuing.append(candidate)
+            elif len(next_beams) < search.width:
+                next_beams.append(candidate)
         if length >= self.generation.max_tokens:
-            if not self._is_settled(continuing[0].score if continuing else -math.inf, length):
-                for candidate in continuing:
+            if not self._is_settled(next_beams[0].score if next_beams else -math.inf, length):
+                for candidate in next_beams:
                     self._add_hypothesis(candidate, length, "length")
             self.is_finished = True
         else:
-            self.is_finished = not continuing or self._is_settled(continuing[0].score, length)
-        return [] if self.is_finished else continuing
+            self.is_finished = not next_beams or self._is_settled(next_beams[0].score, length)
+        return [] if self.is_finished else next_beams
 
     def _add_hypothesis(self, candidate: BeamCandidate[T], length: int, reason: str) -> None:
         search = self.generation.beams
@@ -452,6 +448,6 @@ class Beams(Generic[T]):
             return False
         if search.early_stopping == "true":
             return True
-        longest = search.early_stopping == "never" and search.length_penalty > 0
-        max_length = self.generation.max_tokens if longest else length
+        uses_max_length = search.early_stopping == "never" and search.length_penalty > 0
+        max_length = self.generation.max_tokens if uses_max_length else length
         return bool(self.hypotheses[-1].score >= best_score / max_length**search.length_penalty)

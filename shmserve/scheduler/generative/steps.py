@@ -19,7 +19,7 @@ from shmserve.ipc.messages.generation import Row, Step, Stepped
 from shmserve.scheduler.generative.sequences import Sequence
 from shmserve.scheduler.tables import GenerationStats
 
-_STEP_DECAY = 0.98
+_STEP_DECAY = 0.98  # decay, per step, of the weights in the fit of durations
 _RELATIVE_NOISE = 0.1  # standard deviation, as a share of a step's duration
 # First guesses in ms for a small model on a CPU, and the standard deviation of each.
 _INITIAL_WEIGHTS = (5.0, 1.0, 0.5, 10.0)
@@ -28,9 +28,9 @@ _INITIAL_CERTAINTIES = tuple(spread**-2 for spread in _INITIAL_DEVIATIONS)
 _PAIRS_UNIT = 1e5  # the unit of (query, key) pairs in the model of durations
 # Prompts are split at multiples of CHUNK, because other splits change the bits of the results.
 CHUNK = 16
-_AVERAGE_GAIN = 0.1
+_AVERAGE_GAIN = 0.1  # gain of moving averages
 _MAX_DURATION_RATIO = 4  # observed durations are capped at this multiple of the expected duration
-PROBE_STEPS = 50
+PROBE_STEPS = 50  # steps between two probes of a request's draft tokens
 _INITIAL_TOKENS = 2  # weight of the first guess of the acceptance, in observed tokens
 _MIN_DRAFT_SPEEDUP = 1.15  # the least expected speedup of drafts: estimates are some percent off
 
@@ -51,21 +51,21 @@ class StepWork(NamedTuple):
 
 def _fit_weights(products: list[list[float]], right_sides: list[float]) -> list[float]:
     """Solve the normal equations, with the first guesses as the prior; no weight is negative."""
-    weights, active = [0.0] * 4, [0, 1, 2, 3]
-    while active:
+    weights, indices = [0.0] * 4, [0, 1, 2, 3]
+    while indices:
         rows = [
             [
-                *(products[row][i] + _INITIAL_CERTAINTIES[row] * (row == i) for i in active),
+                *(products[row][i] + _INITIAL_CERTAINTIES[row] * (row == i) for i in indices),
                 right_sides[row] + _INITIAL_CERTAINTIES[row] * _INITIAL_WEIGHTS[row],
             ]
-            for row in active
+            for row in indices
         ]
         solution = _solve(rows)
         if min(solution) >= 0:
-            for row, weight in zip(active, solution, strict=True):
+            for row, weight in zip(indices, solution, strict=True):
                 weights[row] = weight
             break
-        del active[solution.index(min(solution))]
+        del indices[solution.index(min(solution))]
     return weights
 
 
@@ -95,24 +95,24 @@ class StepTimes:
     copy_ms: float = 0.05  # duration of copying a block
     draft_ms: float = 0.2  # duration of proposing a draft token
 
-    def expected_ms(self, load: StepWork) -> float:
+    def expected_ms(self, work: StepWork) -> float:
         """Return the expected duration of a step in ms."""
-        return max(sum(w * x for w, x in zip(self._weights, load.terms, strict=True)), 1e-3)
+        return max(sum(w * x for w, x in zip(self._weights, work.terms, strict=True)), 1e-3)
 
     @property
     def prompt_token_ms(self) -> float:
         """Return the duration that a prompt token adds."""
         return max(self._weights[2], 1e-3)
 
-    def observe(self, load: StepWork, took_ms: float) -> None:
+    def observe(self, work: StepWork, took_ms: float) -> None:
         """Learn from the duration of a step; a step without work is ignored."""
-        if not (load.decoded_tokens or load.prefilled_tokens):
+        if not (work.decoded_tokens or work.prefilled_tokens):
             return
         certainty = (_RELATIVE_NOISE * max(took_ms, 1.0)) ** -2
-        for row, (sums, term) in enumerate(zip(self._normal_matrix, load.terms, strict=True)):
+        for row, (sums, term) in enumerate(zip(self._normal_matrix, work.terms, strict=True)):
             right_side = self._right_sides[row]
             self._right_sides[row] = _STEP_DECAY * right_side + certainty * term * took_ms
-            for column, other_term in enumerate(load.terms):
+            for column, other_term in enumerate(work.terms):
                 sums[column] = _STEP_DECAY * sums[column] + certainty * term * other_term
         self._weights = _fit_weights(self._normal_matrix, self._right_sides)
 
@@ -134,18 +134,18 @@ class StepTimes:
         recompute_ms = tokens * self.prompt_token_ms + self._weights[3] * pairs / _PAIRS_UNIT
         return 2 * blocks * self.copy_ms < recompute_ms
 
-    def fitting_tokens(self, load: StepWork, computed_tokens: int, target_ms: float) -> int:
+    def fitting_tokens(self, work: StepWork, computed_tokens: int, target_ms: float) -> int:
         """Return how many prompt tokens after the computed ones fit a step within the target.
 
-        The step also contains `load`. The result is a multiple of 16, and at least 16 if the step
+        The step also contains `work`. The result is a multiple of 16, and at least 16 if the step
         has no other prompt tokens.
         """
-        budget_ms = max(target_ms - self.expected_ms(load), 0.0)
+        budget_ms = max(target_ms - self.expected_ms(work), 0.0)
         # Each token reads all tokens before it: n tokens take linear * n + square * n * n.
         square = self._weights[3] / _PAIRS_UNIT
         linear = self.prompt_token_ms + square * computed_tokens
         count = int(2 * budget_ms / (linear + math.sqrt(linear * linear + 4 * square * budget_ms)))
-        return max(count // CHUNK * CHUNK, 0 if load.prefilled_tokens else CHUNK)
+        return max(count // CHUNK * CHUNK, 0 if work.prefilled_tokens else CHUNK)
 
     def draft_length(self, decoding: int, acceptance: float, max_length: int) -> int:
         """Return the number of draft tokens per sequence with the highest token rate, possibly 0.
@@ -202,31 +202,30 @@ class RunningStep(NamedTuple):
     """The step that a worker executes.
 
     Attributes:
-        step: The number of the step.
         rows: The sequences and their rows, by the sequence's number.
-        load: The work of the step.
-        copies: The number of block copies.
+        work: Its tokens and attention pairs.
+        copied_blocks: The number of block copies.
         draft_count: The number of draft tokens.
     """
 
-    step: int
+    step: int  # the number of the step
     rows: dict[int, tuple[Sequence[Any], Row]]
-    load: StepWork
-    copies: int
+    work: StepWork
+    copied_blocks: int
     draft_count: int
 
     def observe(self, message: Stepped, times: StepTimes, counts: GenerationStats) -> None:
         """Update the model of durations, and the statistics, from the results of the step."""
-        load, took_ns = self.load, message.forward_ns + message.sample_ns
+        work, took_ns = self.work, message.forward_ns + message.sample_ns
         gather_ns = message.gather_ns - message.draft_ns
-        if self.copies:
-            times.observe_copies(self.copies, gather_ns / 1e6)
+        if self.copied_blocks:
+            times.observe_copies(self.copied_blocks, gather_ns / 1e6)
         else:
             took_ns += gather_ns
         if self.draft_count:
             times.observe_drafts(self.draft_count, message.draft_ns / 1e6)
-        times.observe(load, took_ns / 1e6)
-        counts.batch_tokens.observe(load.decoded_tokens + load.prefilled_tokens)
+        times.observe(work, took_ns / 1e6)
+        counts.batch_tokens.observe(work.decoded_tokens + work.prefilled_tokens)
         counts.iteration_seconds.observe(message.gather_ns + message.forward_ns + message.sample_ns)
         phases = counts.phases
         phases["gather"] += gather_ns
@@ -234,8 +233,8 @@ class RunningStep(NamedTuple):
         phases["sample"] += message.sample_ns
         phases["draft"] += message.draft_ns
         phases["text"] += message.text_ns
-        counts.prefilled += load.prefilled_tokens
-        counts.decoded += load.decoded_tokens
+        counts.prefilled += work.prefilled_tokens
+        counts.decoded += work.decoded_tokens
 
 
 class StepPlan:
@@ -247,27 +246,27 @@ class StepPlan:
         self.prompt_budget = settings.max_prefill_tokens
         self.draft_budget = 0
         self.rows: dict[int, tuple[Sequence[Any], Row]] = {}
-        self.load = StepWork()
+        self.work = StepWork()
         self.decoding_count = 1
         self.draft_count = 0
-        self.preempted = False
+        self.has_preempted = False
 
     def add(self, sequence: Sequence[Any], count: int, drafts: int) -> None:
         """Add a row for the next `count` tokens of a sequence and its drafts.
 
         The tokens are subtracted from the budgets.
         """
-        start, samples = sequence.computed_tokens, count == sequence.missing_tokens
+        start, samples_next = sequence.computed_tokens, count == sequence.missing_tokens
         blocks = sequence.table[sequence.sent_blocks :]
-        row = Row(sequence.number, start, count, sequence.sent_blocks, blocks, drafts, samples)
+        row = Row(sequence.number, start, count, sequence.sent_blocks, blocks, drafts, samples_next)
         sequence.sent_blocks = len(sequence.table)
         self.message.rows.append(row)
         self.rows[sequence.number] = (sequence, row)
         self.token_budget -= count + drafts
         self.draft_budget -= drafts
-        decodes = samples and count == 1
-        if not decodes:
+        is_decode = samples_next and count == 1
+        if not is_decode:
             self.prompt_budget -= count
-        tokens = (count + drafts, 0) if decodes else (0, count)
-        self.load = StepWork(*map(operator.add, self.load, (*tokens, count * (start + count))))
+        tokens = (count + drafts, 0) if is_decode else (0, count)
+        self.work = StepWork(*map(operator.add, self.work, (*tokens, count * (start + count))))
         self.draft_count = max(self.draft_count, drafts)

@@ -150,7 +150,7 @@ class HostedScheduler(ABC):
         self._traces = LocalTraces(self._settings.name, start.version, self._control)
         self._lent_memory = LentMemory(start.arena_byte_size)
         self._cache = _create_cache(start.cache, self._settings, self._lent_memory)
-        self.core, peers, self.outboxes = self._create_parts()
+        self.core, peer_handlers, self.outboxes = self._create_parts()
         self.front: Front[Any] = Front(
             self.core, self, self._control, time.time_ns, self._settings.name, self._cache
         )
@@ -159,7 +159,7 @@ class HostedScheduler(ABC):
         # The supervisor's messages come first, because they announce instances and report exits.
         self._handlers_by_fd: dict[int, ReadableHandler] = {
             self._control.fd: self._read_control,
-            **peers,
+            **peer_handlers,
             self._client_router.fd: self._read_clients,
             self._local_clients.link.fd: self._read_local_clients,
         }
@@ -259,8 +259,8 @@ class HostedScheduler(ABC):
         """Log a failure of the server or the model as gateways do for their clients."""
         if from_code(message.code, message.message).server_fault:
             extra = self.front.ids_of(peer, message.id)
-            args = self._settings.name, message.message
-            logger.error("inference of model '%s' failed: %s", *args, extra=extra)
+            log_args = self._settings.name, message.message
+            logger.error("inference of model '%s' failed: %s", *log_args, extra=extra)
 
     def close(self) -> None:
         """Close every link, after waiting shortly for the delivery of its last messages."""
@@ -389,15 +389,15 @@ class DescriptorWaiter:
         del self.handlers[fd]
         self._epoll.unregister(fd)
 
-    def wait(self, wake_ns: int, requests: int) -> ReadyEvents:
-        """Wait until about `wake_ns` for readable descriptors; `requests` is the number in flight.
+    def wait(self, wake_ns: int, live_requests: int) -> ReadyEvents:
+        """Wait for readable descriptors until about `wake_ns`; `live_requests` are in flight.
 
         Returns:
             The descriptors in order, with epoll(7)'s events; none after a timeout.
         """
         began_ns = now_ns = time.monotonic_ns()
         ready_events: ReadyEvents = []
-        if self._busy_poll.should_spin[requests > 0]:
+        if self._busy_poll.should_spin[live_requests > 0]:
             ready_events = self._spin_until(min(wake_ns, began_ns + SPIN_NS))
             now_ns = time.monotonic_ns()
         if not ready_events:
@@ -409,7 +409,7 @@ class DescriptorWaiter:
                     left_ns = _MAX_WAIT_NS
                 # The timeout is rounded down to ms; the caller's next wait is precise.
                 ready_events = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
-        self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
+        self._busy_poll.observe(live_requests, time.monotonic_ns() - began_ns)
         if len(ready_events) > 1:
             order = list(self.handlers)
             ready_events.sort(key=lambda event: order.index(event[0]))
@@ -426,11 +426,11 @@ class DescriptorWaiter:
     def _wait_until(self, wake_ns: int) -> ReadyEvents:
         aim_ns = wake_ns - self._mean_wake_delay_ns
         timeout_ns = max(0, aim_ns - time.monotonic_ns())
-        readable = self._short_wait.wait(timeout_ns)
-        if timeout_ns and not readable:
+        is_readable = self._short_wait.wait(timeout_ns)
+        if timeout_ns and not is_readable:
             delay_ns = min(max(0, time.monotonic_ns() - aim_ns), _MAX_WAKE_DELAY_NS)
             self._mean_wake_delay_ns += (delay_ns - self._mean_wake_delay_ns) // 8
-        return self._epoll.poll(0) if readable else []
+        return self._epoll.poll(0) if is_readable else []
 
 
 class Host:
@@ -471,24 +471,24 @@ class Host:
 
         `wake_ns` is the earliest turn that a scheduler requires (monotonic ns).
         """
-        active, in_process_links = self._active_schedulers, self._in_process_links
+        active_schedulers, in_process_links = self._active_schedulers, self._in_process_links
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
             due = (scheduler for scheduler in self._schedulers if now_ns >= scheduler.wake_ns)
-            active.update(dict.fromkeys(due))
+            active_schedulers.update(dict.fromkeys(due))
         turned_schedulers: list[HostedScheduler] = []  # a scheduler may occur twice
-        while active or in_process_links.queued_messages:
+        while active_schedulers or in_process_links.queued_messages:
             # Delivered first, so that an ensemble and its steps handle messages in the same turn.
             if in_process_links.queued_messages:
                 in_process_links.deliver()
                 now_ns = time.monotonic_ns()
-            schedulers = list(active)
-            active.clear()
+            schedulers = list(active_schedulers)
+            active_schedulers.clear()
             turned_schedulers += schedulers
             for scheduler in schedulers:
                 scheduler.wake_ns = scheduler.front.tick(now_ns)
                 scheduler.live_requests = scheduler.core.live_requests
-            if active:
+            if active_schedulers:
                 now_ns = time.monotonic_ns()
         # Flushed together after all turns: a receiver that one flush wakes up may occupy this core
         # and delay the other flushes.

@@ -112,7 +112,7 @@ class LocalClientRules:
     def __init__(self, capabilities: Capabilities, signature: Signature, limit_us: int = 0) -> None:
         self._capabilities = capabilities
         self._signature = signature
-        self._limit_us = limit_us
+        self._timeout_limit_us = limit_us
         self._memories: set[tuple[int, Memory]] = set()
         self._schemas: Schemas[_LocalSchema] = Schemas(self._local_schema)
 
@@ -146,8 +146,8 @@ class LocalClientRules:
         if arrived_ns < now_ns - _MAX_TRANSIT_NS:
             arrived_ns = now_ns
         deadline_ns = self._deadline_ns(submit, min(arrived_ns, now_ns))
-        server_end_ns = min(arrived_ns, now_ns) + self._limit_us * 1000
-        is_server_limit = self._limit_us and deadline_ns == server_end_ns
+        server_end_ns = min(arrived_ns, now_ns) + self._timeout_limit_us * 1000
+        is_server_limit = self._timeout_limit_us and deadline_ns == server_end_ns
         deadline_origin = "--request-timeout-us" if is_server_limit else ""
         sent_fields = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.deadline_origin)
         if sent_fields == (arrived_ns, deadline_ns, 0, deadline_origin) and not submit.callers:
@@ -160,11 +160,11 @@ class LocalClientRules:
 
         The request's deadline, its timeout and the server's time limit apply.
         """
-        if submit.timeout_us <= 0 and not self._limit_us:
+        if submit.timeout_us <= 0 and not self._timeout_limit_us:
             return max(0, submit.deadline_ns)
         # The end of a timeout must fit an integer of the message format.
         timeout_us = min(submit.timeout_us, MAX_TIMEOUT_US)
-        timeouts = (timeout_us, self._limit_us)
+        timeouts = (timeout_us, self._timeout_limit_us)
         end_times = [arrived_ns + timeout * 1000 for timeout in timeouts if timeout > 0]
         if submit.deadline_ns > 0:
             end_times.append(submit.deadline_ns)
@@ -240,7 +240,7 @@ class LocalTraces:
         self._version = version
         self._control = control
         self._sampler = Sampler(TraceSettings())
-        self._slow_ns = 0
+        self._slow_request_ns = 0
         self.is_active = False
         self.measured_requests: dict[tuple[bytes, int], tuple[Submit, bool]] = {}
 
@@ -250,14 +250,14 @@ class LocalTraces:
         trace_settings = TraceSettings(**settings.get(self._model, settings[""]))
         if trace_settings != self._sampler.settings:
             self._sampler = Sampler(trace_settings)
-        self._slow_ns = message.slow_request_ms * _NS_PER_MS
-        self.is_active = trace_settings.is_on or self._slow_ns > 0
+        self._slow_request_ns = message.slow_request_ms * _NS_PER_MS
+        self.is_active = trace_settings.is_on or self._slow_request_ns > 0
 
     def start_trace(self, peer: bytes, submit: Submit) -> Submit:
         """Return a client's request, with a trace context if its times are recorded."""
         context = TraceContext.of(submit.trace)
         is_sampled = self._sampler.should_trace(context.is_sampled if context.parent_id else None)
-        if not is_sampled and not self._slow_ns:
+        if not is_sampled and not self._slow_request_ns:
             return submit
         if not submit.trace:
             with_tensors = is_sampled and self._sampler.settings.with_tensors
@@ -272,14 +272,14 @@ class LocalTraces:
                 return
         elif type(message) is not Finished and type(message) is not Failed:
             return
-        trace = self.measured_requests.pop((peer, message.id), None)
-        if trace is not None:
+        measured_request = self.measured_requests.pop((peer, message.id), None)
+        if measured_request is not None:
             error = "" if type(message) is Finished or not message.code else message.message
-            self._report_trace(*trace, message.spans, error)
+            self._report_trace(*measured_request, message.spans, error)
 
     def _report_trace(self, submit: Submit, is_sampled: bool, spans: bytes, error: str) -> None:
         now_ns = time.monotonic_ns()
-        if not (is_sampled or now_ns - submit.arrived_ns > self._slow_ns > 0):
+        if not (is_sampled or now_ns - submit.arrived_ns > self._slow_request_ns > 0):
             return
         ids = (self._model, self._version, submit.request_id)
         times = (submit.arrived_ns, now_ns)

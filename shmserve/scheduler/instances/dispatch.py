@@ -52,14 +52,14 @@ class Dispatcher(ABC):
     def __post_init__(self) -> None:
         self._holds_batches = any(self._settings.hold_thresholds)
 
-    def _is_held(self, waiting: int, backlog: int = 0) -> bool:
+    def _is_held(self, waiting_count: int, backlog_count: int = 0) -> bool:
         """Check whether batches are held until more requests wait.
 
         Triton's tests set TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER for
         this purpose.
         """
         min_waiting, min_backlog = self._settings.hold_thresholds
-        self._holds_batches = waiting < min_waiting or backlog < min_backlog
+        self._holds_batches = waiting_count < min_waiting or backlog_count < min_backlog
         return self._holds_batches
 
     @abstractmethod
@@ -204,13 +204,13 @@ class BatchDispatcher(Dispatcher):
         Retries are not sent ahead: they run alone, at an instance without other batches.
         """
         queue, in_order, executions = self._queue, self._queue.in_order, self._executions
-        times = executions.service_time
+        service = executions.service_time
         while in_order.count:
             # A request that an executing model has sent, and waits for, must not be sent ahead: it
             # could wait behind the execution of that model.
             if queue.model_requests and queue.calls():
                 break
-            slot = self._pool.least_busy(times.pipeline_depth, times.has_short_batches)
+            slot = self._pool.least_busy(service.pipeline_depth, service.has_short_batches)
             if slot is None or (self._holds_batches and self._is_held(in_order.count)):
                 break
             batch = self._batcher.closed_batch(in_order)

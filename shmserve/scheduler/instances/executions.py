@@ -40,12 +40,12 @@ from shmserve.scheduler.statistics import Statistics
 
 _MAX_EARLY_RELEASES = 4096  # kept for processes that are not ready yet
 _NS_PER_S = 1_000_000_000
-_INITIAL_RESERVE_NS = 10_000_000
+_INITIAL_RESERVE_NS = 10_000_000  # time for an execution before a deadline, until it is measured
 _MARGIN_NS = 1_000_000  # allowance for timers and the latency of messages
-_MAX_RETRY_S = 60
+_MAX_RETRY_S = 60  # maximum of Retry-After
 _MAX_AHEAD_NS = 500_000  # maximum duration of the computation queued at a worker
 _MAX_PIPELINE_DEPTH = 4
-_SHORT_BATCH_NS = 20_000_000
+_SHORT_BATCH_NS = 20_000_000  # shorter batches may be sent to busy workers
 _MIN_OBSERVATIONS = 16  # number of observations before the average is used
 
 
@@ -56,10 +56,10 @@ class ServiceTime:
     The averages are computed like TCP's (RFC 6298): the mean, and the mean deviation.
     """
 
-    _mean_ns: float = 0.0
+    _mean_duration_ns: float = 0.0
     _deviation_ns: float = 0.0
-    _busy_ns: float = 0.0
-    _mean_requests: float = 0.0
+    _busy_ns: float = 0.0  # mean time of the phases of an execution
+    _mean_requests: float = 0.0  # mean number of requests in an execution
     _observation_count: int = 0
     # The maximum number of batches that a worker has at a time. It is above one if batches are so
     # short that the worker would otherwise wait for messages as long as it computes.
@@ -81,17 +81,17 @@ class ServiceTime:
         self._observation_count += 1
         if self._mean_requests:
             self._busy_ns += (busy_ns - self._busy_ns) / 8
-            error = duration_ns - self._mean_ns
-            self._mean_ns += error / 8
+            error = duration_ns - self._mean_duration_ns
+            self._mean_duration_ns += error / 8
             deviation_ns = error if error > 0 else -error
             self._deviation_ns += (deviation_ns - self._deviation_ns) / 4
             self._mean_requests += (requests - self._mean_requests) / 8
         else:
-            self._mean_ns = duration_ns
+            self._mean_duration_ns = duration_ns
             self._deviation_ns = duration_ns / 2
             self._mean_requests = requests
             self._busy_ns = busy_ns
-        self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
+        self.reserve_ns = int(self._mean_duration_ns + 4 * self._deviation_ns) + _MARGIN_NS
         if self._observation_count >= _MIN_OBSERVATIONS:
             depth = int(_MAX_AHEAD_NS / (self._busy_ns + 1))
             self.pipeline_depth = _MAX_PIPELINE_DEPTH if depth > _MAX_PIPELINE_DEPTH else depth or 1
@@ -104,8 +104,8 @@ class ServiceTime:
         """
         if not self._mean_requests:
             return 1
-        executions = request_count / self._mean_requests / max(instance_count, 1)
-        seconds = executions * self._mean_ns / _NS_PER_S
+        execution_count = request_count / self._mean_requests / max(instance_count, 1)
+        seconds = execution_count * self._mean_duration_ns / _NS_PER_S
         return max(1, min(_MAX_RETRY_S, int(seconds + 0.999)))
 
 
@@ -152,7 +152,7 @@ class Executions:
         if self._settings.padding is not None:
             padded_batch = PaddedBatch(self._settings.padding)
             for request in requests:
-                padded_batch.may_join(request.shape_key, request.rows)
+                padded_batch.try_join(request.shape_key, request.rows)
             self._statistics.executions.count_padding(padded_batch.element_counts())
         null_rows = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, rows=null_rows)

@@ -157,7 +157,7 @@ class InstanceTickets:
         self._requested_tickets: dict[int, int] = {}
         self._granted_tickets: dict[int, int] = {}
         self._used_tickets: dict[int, int] = {}
-        self._to_return: list[int] = []
+        self._tickets_to_return: list[int] = []
 
     def record_grant(self, ticket: int) -> None:
         """Record that the supervisor has granted a ticket, unless its request was withdrawn."""
@@ -187,13 +187,13 @@ class InstanceTickets:
         """Record that an instance has executed; `end_turn` then returns its ticket."""
         ticket = self._used_tickets.pop(slot.index, 0)
         if ticket:
-            self._to_return.append(ticket)
+            self._tickets_to_return.append(ticket)
 
     def end_turn(self) -> None:
         """Send the used tickets back to the supervisor."""
-        for ticket in self._to_return:
+        for ticket in self._tickets_to_return:
             self._control.post(TicketReturned(ticket, True))
-        self._to_return.clear()
+        self._tickets_to_return.clear()
 
     def return_tickets(self, instance_index: int) -> None:
         """Send the tickets of an instance that is gone back to the supervisor."""
@@ -215,8 +215,8 @@ class Pool:
 
     Attributes:
         _tickets: The rate limiter's tickets, one for each execution; None if there is no limit.
-        _max_open: The number of open requests at which an instance of a decoupled model takes no
-            further batch; 0: unlimited.
+        _max_requests: The number of open requests at which an instance of a decoupled model takes
+            no further batch; 0: unlimited.
         free_slots: The instances that can take a batch, the longest free one first.
         failure: The reason of the last failure if all instances are gone; otherwise "".
         due_ns: No execution exceeds the time limit for executions before this time.
@@ -224,7 +224,7 @@ class Pool:
 
     _execution_limit_ns: int
     _tickets: InstanceTickets | None = None
-    _max_open: int = 0
+    _max_requests: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
     _slots_by_peer: dict[bytes, Slot] = field(default_factory=dict)
     # Registrations of unannounced processes by pid.
@@ -381,14 +381,14 @@ class Pool:
             depth = 2  # no other instance could run a batch that is sent ahead
         if depth > 1:
             for slot in self._slots_by_peer.values():
-                batches = len(slot.executions)
+                batch_count = len(slot.executions)
                 if (
-                    batches < depth
+                    batch_count < depth
                     and slot.state is SlotState.BUSY
                     and not slot.is_retiring
-                    and (not self._max_open or len(slot.requests) < self._max_open)
+                    and (not self._max_requests or len(slot.requests) < self._max_requests)
                 ):
-                    least_busy, depth = slot, batches
+                    least_busy, depth = slot, batch_count
         return least_busy
 
     def assign(self, execution: Execution, required_slot: Slot | None = None) -> Slot:
@@ -444,27 +444,27 @@ class Pool:
         """Update `free_slots` after an execution or an open request of an instance has ended."""
         if slot.state is not SlotState.IDLE or slot.is_retiring or slot in self.free_slots:
             return
-        if not self._max_open or len(slot.requests) < self._max_open:
+        if not self._max_requests or len(slot.requests) < self._max_requests:
             self.free_slots.append(slot)
 
     def are_blocked(
         self,
-        callers: Container[tuple[int, int]],
+        caller_ids: Container[tuple[int, int]],
         slots: Iterable[Slot] = (),
         any_suffices: bool = False,
     ) -> bool:
         """Check whether all instances are occupied by executions that wait for a queued request.
 
         Args:
-            callers: The waiting executions, each as the pid of its worker and the key of one of
-                its requests.
+            caller_ids: The waiting executions, each as the pid of its worker and the key of a
+                request.
             slots: The instances that the request may run on; empty: all of them.
             any_suffices: Whether one occupied instance is enough to block the request.
         """
         usable_slots = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
         occupied = [
             bool(slot.executions)
-            and any((slot.pid, request.key) in callers for request in slot.executions[0].requests)
+            and any((slot.pid, r.key) in caller_ids for r in slot.executions[0].requests)
             for slot in usable_slots
         ]
         return any(occupied) if any_suffices else bool(occupied) and all(occupied)

@@ -112,8 +112,8 @@ class Results:
         if message.executed:
             self._observe(execution, timing, now_ns)
         if message.copied_input_bytes or message.copied_output_bytes:
-            copied = (message.copied_input_bytes, message.copied_output_bytes)
-            self._statistics.executions.count_copied(*copied)
+            copied_bytes = (message.copied_input_bytes, message.copied_output_bytes)
+            self._statistics.executions.count_copied(*copied_bytes)
         if self._settings.decoupled:
             self._handle_decoupled(slot, execution, message.replies, timing, now_ns)
             return
@@ -328,7 +328,7 @@ def match_replies(requests: list[ScheduledRequest], replies: list[Reply]) -> lis
     keys = list(map(_KEY, requests))
     if list(map(_KEY, replies)) == keys:
         return replies
-    by_key = {reply.key: reply for reply in replies}
-    if len(replies) != len(keys) or by_key.keys() != set(keys):
+    replies_by_key = {reply.key: reply for reply in replies}
+    if len(replies) != len(keys) or replies_by_key.keys() != set(keys):
         return None
-    return [by_key[key] for key in keys]
+    return [replies_by_key[key] for key in keys]

@@ -33,7 +33,7 @@ from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledR
 from shmserve.scheduler.settings import Settings
 
 _NS_PER_US = 1_000
-_EXPIRED_TEXT = "Request timeout expired"  # Triton's, whose tests compare it
+EXPIRED_TEXT = "Request timeout expired"  # Triton's, whose tests compare it
 
 
 class _Level:
@@ -179,8 +179,8 @@ class RequestQueue:
         policies = settings.policies
         # The level and policy of all requests, if there is only one level.
         self._only_level = None if policies.levels else (0, policies.default)
-        rules = (policies.default, *policies.level_policies.values())
-        bounds = [rule.max_queue_size for rule in rules]
+        all_policies = (policies.default, *policies.level_policies.values())
+        bounds = [policy.max_queue_size for policy in all_policies]
         self.min_bound = min(filter(None, bounds), default=NEVER)
 
     def __len__(self) -> int:
@@ -359,8 +359,8 @@ def _has_ended(request: ScheduledRequest) -> bool:
 
 def earlier_deadline(deadline_ns: int, submit: Submit, arrived_ns: int) -> int:
     """Return the earlier of a deadline (0: none) and the end of a request's `timeout`."""
-    ends_ns = arrived_ns + min(submit.timeout_us, MAX_TIMEOUT_US) * _NS_PER_US
-    return min(deadline_ns or ends_ns, ends_ns)
+    timeout_end_ns = arrived_ns + min(submit.timeout_us, MAX_TIMEOUT_US) * _NS_PER_US
+    return min(deadline_ns or timeout_end_ns, timeout_end_ns)
 
 
 def expired_text(submit: Submit, arrived_ns: int, deadline_ns: int) -> str:
@@ -372,14 +372,14 @@ def expired_text(submit: Submit, arrived_ns: int, deadline_ns: int) -> str:
     if deadline_ns == submit.deadline_ns:
         origin = submit.deadline_origin or "the caller"
     timeout_us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
-    return f"{_EXPIRED_TEXT} ({timeout_us} microseconds, from {origin})"
+    return f"{EXPIRED_TEXT} ({timeout_us} microseconds, from {origin})"
 
 
 def queue_expired_text(request: ScheduledRequest, now_ns: int) -> str:
     """Return the error text of a request that waited too long in the queue."""
     if 0 < request.deadline_ns < now_ns:
         return expired_text(request.submit, request.arrived_ns, request.deadline_ns)
-    return _EXPIRED_TEXT
+    return EXPIRED_TEXT
 
 
 def plausible_arrival_ns(arrived_ns: int, now_ns: int) -> int:

@@ -25,7 +25,7 @@ EMPTY_RESPONSE: Packed = (b"", [])  # a response without schema and data
 NO_SUBMIT = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
 CACHED = "cached"  # `Timing.close_reason` of a request that was answered from the response cache
 
-R = TypeVar("R")
+R = TypeVar("R")  # the type of requests
 
 
 class WorkerLinks(Protocol):
@@ -248,7 +248,7 @@ class ScheduledRequest:
     credited_responses: int = 0
     timing: Timing | None = None  # the phases of the execution, once it has returned
     sequence: Any = None  # a `batchers.sequences.StatefulSequence`
-    flags: int = 0
+    flags: int = 0  # the flags of the request in its sequence
     succeeded_early: bool = False  # whether the request succeeded before its execution returned
     lookup: Lookup | None = None
 

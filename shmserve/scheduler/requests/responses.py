@@ -228,8 +228,8 @@ class Responses:
         worker = request.worker
         for release in unread_releases(data):
             if worker is not None and release.pid == worker.pid:
-                outputs = ReleaseOutputs(request.client.pid, release.offsets, release.memory)
-                self._workers.post(worker.peer, outputs)
+                message = ReleaseOutputs(request.client.pid, release.offsets, release.memory)
+                self._workers.post(worker.peer, message)
 
     def _drop_held(self, request: ScheduledRequest) -> None:
         outcome, request.outcome = request.outcome, None

@@ -52,9 +52,9 @@ def wrong(finding: str, fix: str) -> Verdict:
     return Verdict(WRONG, finding, fix)
 
 
-def megabytes(count: int) -> str:
+def megabytes(byte_count: int) -> str:
     """Return a number of bytes as text, in MB or GB."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
+    return f"{byte_count / 1e9:,.1f} GB" if byte_count >= 1e9 else f"{byte_count / 1e6:,.0f} MB"
 
 
 def installed_version(package: str) -> str | None:

@@ -192,9 +192,9 @@ def gather_peer(config: ServerConfig, pid: int) -> tuple[ServerFacts, PeerFacts]
     """
     run_dir = configured_run_directory(config)
     running_pid = server_pid(run_dir)
-    devices = cuda_devices(config.visible_devices)
+    device_count = cuda_devices(config.visible_devices)
     server_process = _gather_process(running_pid or os.getpid(), run_dir)
-    facts = ServerFacts(server_process, bool(running_pid), config.shm.group, devices)
+    facts = ServerFacts(server_process, bool(running_pid), config.shm.group, device_count)
     return facts, _gather_process(pid, run_dir)
 
 

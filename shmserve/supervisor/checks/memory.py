@@ -149,8 +149,8 @@ def judge_objects(objects: list[ShmObject]) -> Verdict:
 def gather_memory(_: ServerConfig) -> tuple[int, int, int]:
     """Return in bytes the host's memory, the control group's limit, and the size of /dev/shm."""
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = cgroup_limit("memory", "memory.max", "memory.limit_in_bytes")
-    return host, min(host, limit or host), filesystem_space(_SHM)[0] if _SHM.is_dir() else 0
+    limit_bytes = cgroup_limit("memory", "memory.max", "memory.limit_in_bytes")
+    return host, min(host, limit_bytes or host), filesystem_space(_SHM)[0] if _SHM.is_dir() else 0
 
 
 def judge_memory(facts: tuple[int, int, int]) -> Verdict:

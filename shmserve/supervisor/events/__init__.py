@@ -120,7 +120,7 @@ class EventPublisher:
 
     def __init__(self) -> None:
         self._subscriptions = Subscriptions()
-        self._sequences: Counter[str] = Counter()
+        self._sequences: Counter[str] = Counter()  # the last sequence number of each topic
         # One queue for each topic, so that frequent events do not evict the events of other topics.
         self._recent_events: dict[str, deque[tuple[int, Any]]] = {}
         self._socket: Xpub | None = None

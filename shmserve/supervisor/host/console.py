@@ -108,10 +108,10 @@ class StartupReport:
             sys.stderr.flush()
 
 
-def model_table(index: Iterable[dict[str, Any]]) -> list[str]:
+def model_table(repository_index: Iterable[dict[str, Any]]) -> list[str]:
     """Format a table of models and states as Triton prints it, with long states in several rows."""
     rows = [("Model", "Version", "Status")]
-    for model in index:
+    for model in repository_index:
         status = ": ".join(filter(None, (model.get("state", ""), model.get("reason", ""))))
         first_line, *other_lines = textwrap.wrap(status, _STATUS_WIDTH) or ["-"]
         rows.append((model["name"], model.get("version", "-"), first_line))

@@ -45,7 +45,7 @@ class Offer:
 
     link: socket.socket
     sockets: dict[str, list[socket.socket]]
-    shared: list[socket.socket]
+    shared: list[socket.socket]  # sockets that other servers use, too
     client_listener: socket.socket
 
     @classmethod
@@ -92,8 +92,8 @@ class Offer:
         listeners = [(name, sock) for name, sockets in self.sockets.items() for sock in sockets]
         listeners.append((_CLIENT_LISTENER, self.client_listener))
         sockets = [(name, sock in self.shared) for name, sock in listeners]
-        offer = json.dumps({"version": _VERSION, "sockets": sockets}).encode()
-        socket.send_fds(self.link, [offer], [sock.fileno() for _, sock in listeners])
+        packed_offer = json.dumps({"version": _VERSION, "sockets": sockets}).encode()
+        socket.send_fds(self.link, [packed_offer], [sock.fileno() for _, sock in listeners])
 
 
 def refuse(link: socket.socket, reason: str) -> None:

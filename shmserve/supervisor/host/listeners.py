@@ -75,8 +75,8 @@ def listen(address: str, port: int, flag: str, allows_remote: bool) -> list[sock
         if users and users[0][0] == os.getpid():
             reason = f"another flag of this server has this port; set another {flag}"
         else:
-            user = f" (by {users[0][1]}, pid {users[0][0]})" if users else ""
-            reason = f"{failure.strerror}{user}{_remedy(failure, flag)}"
+            user_text = f" (by {users[0][1]}, pid {users[0][0]})" if users else ""
+            reason = f"{failure.strerror}{user_text}{_remedy(failure, flag)}"
         raise InvalidArgument(f"{flag}: cannot listen on {address}:{port}: {reason}") from None
     return sockets
 
@@ -252,7 +252,7 @@ _LISTEN_STATE = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 def port_users(port: int) -> list[tuple[int, str]]:
     """Return the visible processes (pid, name) that listen at a TCP port, by pid."""
-    links = set()
+    links = set()  # the sockets, as the links in /proc/PID/fd name them
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:

@@ -82,13 +82,13 @@ class RunDirectory:
         self.shared_path = self.path
 
     @classmethod
-    def for_successor(cls, shared: Path, group: int = -1) -> RunDirectory:
-        """Create a folder for the successor of the server in `shared`.
+    def for_successor(cls, shared_path: Path, group: int = -1) -> RunDirectory:
+        """Create a folder for the successor of the server in `shared_path`.
 
         Raises:
             InvalidArgument: As in `__init__`.
         """
-        run_dir = cls(shared / f"g{os.getpid()}", group)
+        run_dir = cls(shared_path / f"g{os.getpid()}", group)
         run_dir.shared_path = run_dir.path.parent
         return run_dir
 
@@ -235,9 +235,9 @@ def clear(path: Path, lock_fd: int) -> None:
                     folder.rmdir()
 
 
-def _delete_contents(path: Path, keep: Container[str] = ("lock",)) -> None:
+def _delete_contents(path: Path, kept_names: Container[str] = ("lock",)) -> None:
     for entry in path.iterdir():
-        if entry.name not in keep:
+        if entry.name not in kept_names:
             # Another process that is exiting may already have removed its own files.
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)

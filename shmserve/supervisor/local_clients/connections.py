@@ -167,7 +167,7 @@ class LocalClientConnections:
         group: int,
         on_message: Callable[[LocalClient, Any, list[int]], None],
         on_disconnect: Callable[[int], None],
-        shared_listeners: Iterable[socket.socket],
+        shared_listeners: Iterable[socket.socket],  # other servers use them, too
         predecessor_listener: socket.socket | None,
     ) -> None:
         """Open the listener for programs of this user, and of a group if there is one.
@@ -270,10 +270,10 @@ class LocalClientConnections:
 
     def _has_capacity(self, uid: int) -> bool:
         """Return whether a user may open another connection; each user has a limit of its own."""
-        user_clients = sum(client.uid == uid for client in self._clients.values())
+        user_client_count = sum(client.uid == uid for client in self._clients.values())
         if len(self._clients) >= self._max_clients:
             return False
-        return user_clients < fd_limits.max_connections_per_peer(self._max_clients)
+        return user_client_count < fd_limits.max_connections_per_peer(self._max_clients)
 
     def disconnect(self, client: LocalClient) -> None:
         """Close a connection, unless it is closed."""
@@ -292,8 +292,8 @@ class LocalClientConnections:
 
     def close(self) -> None:
         """Disconnect all clients and close the listeners."""
-        own_listeners, predecessor = self._own_listeners, self._predecessor_listeners
-        self._close_listeners([*own_listeners, *predecessor, *self._shared_listeners])
+        own_listeners, predecessor_listeners = self._own_listeners, self._predecessor_listeners
+        self._close_listeners([*own_listeners, *predecessor_listeners, *self._shared_listeners])
         for client in list(self._clients.values()):
             self.disconnect(client)
 

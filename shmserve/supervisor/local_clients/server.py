@@ -209,8 +209,8 @@ def check_memory(fd: int, byte_size: int, is_trusted: bool = True) -> SharedObje
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise InvalidArgument("shared memory must be open for reading and writing")
     if not byte_size > 0 or not is_within(0, byte_size, shared.size):
-        limit = f"{shared.size} (the size of the shared memory)"
-        raise InvalidArgument(f"'byte_size' must be from 1 to {limit}, got {byte_size}")
+        limit_text = f"{shared.size} (the size of the shared memory)"
+        raise InvalidArgument(f"'byte_size' must be from 1 to {limit_text}, got {byte_size}")
     if status.st_blocks * 512 < byte_size:
         raise InvalidArgument("memory must be reserved (posix_fallocate) before it is shared")
     if not os.access(f"/proc/self/fd/{fd}", os.R_OK | os.W_OK, effective_ids=True):
@@ -229,7 +229,7 @@ class LocalClientServer:
     """The service for local clients in the supervisor.
 
     Args:
-        snapshot: Returns the models and the health.
+        read_snapshot: Returns the models and the health.
         on_disconnect: Called with the number of a client that has disconnected.
         load_on_demand: Loads a model by name, with a time limit in seconds.
         shared: Listeners that another server uses, too.
@@ -242,17 +242,17 @@ class LocalClientServer:
         group: int,
         capabilities: Capabilities,
         memory: LocalMemory,
-        snapshot: Callable[[], Iterable[Any]],
+        read_snapshot: Callable[[], Iterable[Any]],
         acknowledgements: Acknowledgements,
         on_disconnect: Callable[[int], None],
         load_on_demand: Callable[[str, float], Awaitable[None]],
-        shared: Iterable[socket.socket] = (),
+        shared: Iterable[socket.socket] = (),  # listeners that other servers use, too
         predecessor_listener: socket.socket | None = None,
     ) -> None:
         """Open the listener for local clients."""
         self._capabilities = capabilities
         self._memory = memory
-        self._snapshot = snapshot
+        self._read_snapshot = read_snapshot
         self._on_disconnect = on_disconnect
         self._load_on_demand = load_on_demand
         self._response_tasks: set[asyncio.Task[None]] = set()
@@ -285,11 +285,11 @@ class LocalClientServer:
 
     def announce(self, message: Any) -> None:
         """Send a message that every local client has to acknowledge within a second."""
-        clients, number = self.numbers(), message.ack_number
+        client_numbers, number = self.numbers(), message.ack_number
         self.broadcast(message)
         loop, acknowledge = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
-        for client in clients:
-            loop.call_later(_ACK_TIMEOUT_S, acknowledge, client, number)
+        for client_number in client_numbers:
+            loop.call_later(_ACK_TIMEOUT_S, acknowledge, client_number, number)
 
     def broadcast(self, message: Any) -> None:
         """Send a message to every local client."""
@@ -322,7 +322,7 @@ class LocalClientServer:
             case Hello(version=frames.VERSION) if not client.has_sent_hello:
                 client.has_sent_hello = True
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
-                for greeting in (welcome, *self._snapshot()):
+                for greeting in (welcome, *self._read_snapshot()):
                     self.connections.send(client, self._encode_packet(greeting))
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.VersionMismatch(version)

@@ -140,17 +140,17 @@ class Autoscaler:
             self._apply(version, state, change)
 
     def _apply(self, version: ModelVersion, state: _ScalingState, change: Change) -> None:
-        before, now_s = version.instances.count, time.monotonic()
+        old_count, now_s = version.instances.count, time.monotonic()
         if now_s < state.next_change_s:
             return
         count = change.instance_count
-        missing_text = state.capacity.missing_resources(count) if count > before else ""
+        missing_text = state.capacity.missing_resources(count) if count > old_count else ""
         if missing_text:
             state.next_change_s = now_s + _RETRY_S
             logger.warning(
                 "model '%s' keeps %d instances although %s: %s",
                 version.spec.name,
-                before,
+                old_count,
                 change.reason,
                 missing_text,
             )
@@ -159,7 +159,7 @@ class Autoscaler:
         self._context.background(self._change(version, state, change))
 
     async def _change(self, version: ModelVersion, state: _ScalingState, change: Change) -> None:
-        before, name = version.instances.count, version.spec.name
+        old_count, name = version.instances.count, version.spec.name
         try:
             await version.instances.resize(change.instance_count)
         except ShmserveError as error:
@@ -174,18 +174,18 @@ class Autoscaler:
         finally:
             state.is_changing = False
         after = version.instances.count
-        state.policy.record_change(time.monotonic(), before, after)
+        state.policy.record_change(time.monotonic(), old_count, after)
         logger.info(
-            "model '%s' has %d instances (before: %d): %s", name, after, before, change.reason
+            "model '%s' has %d instances (before: %d): %s", name, after, old_count, change.reason
         )
-        event = InstancesChanged(name, version.spec.version, before, after, change.reason)
+        event = InstancesChanged(name, version.spec.version, old_count, after, change.reason)
         self._context.events.publish(event)
-        version.scheduler.send(CountChange(after > before))
+        version.scheduler.send(CountChange(after > old_count))
 
 
 def _create_state(config: ModelSpec, bounds: Bounds) -> _ScalingState:
-    target = config.parameters.get(model_spec.TARGET_PARAMETER, "")
-    target_ms = model_spec.parse_target_ms(target) or 0.0
+    target_text = config.parameters.get(model_spec.TARGET_PARAMETER, "")
+    target_ms = model_spec.parse_target_ms(target_text) or 0.0
     batching = config.dynamic_batching
     delay_us = 0 if batching is None else batching.max_queue_delay_microseconds
     policy = ScalingPolicy(*bounds, target_s=target_ms / 1e3, delay_s=delay_us / 1e6)
@@ -200,23 +200,19 @@ class LoadSample(NamedTuple):
     """The counters of a scheduler at one time.
 
     Attributes:
-        at_s: The time, on the monotonic clock.
         executed_requests: The number of executed requests.
         succeeded_requests: The number of executed requests that succeeded.
-        queueing_s: The total queueing time of executed requests in seconds.
-        executions: The number of executions (batches).
-        execution_s: The total execution time in seconds.
         queued_count: The current number of requests in the queue.
         ready_count: The current number of ready instances.
         busy_count: The current number of executing instances.
     """
 
-    at_s: float
+    at_s: float  # the time of the sample, on the monotonic clock
     executed_requests: int
     succeeded_requests: int
-    queueing_s: float
-    executions: int
-    execution_s: float
+    queueing_s: float  # the total queueing time of executed requests
+    executions: int  # the number of executions (batches)
+    execution_s: float  # the total execution time
     queued_count: int
     ready_count: int
     busy_count: int
@@ -262,10 +258,10 @@ class ScalingPolicy:
             is then always allowed.
     """
 
-    minimum: int
-    maximum: int
-    target_s: float = 0.0
-    delay_s: float = 0.0
+    minimum: int  # of instances
+    maximum: int  # of instances
+    target_s: float = 0.0  # the latency target
+    delay_s: float = 0.0  # the allowed mean wait
     _loads: deque[LoadSample] = field(init=False, default_factory=deque)
     _last_change_s: float = field(init=False, default=-math.inf)
     _last_long_wait_s: float = field(init=False, default=-math.inf)
@@ -274,7 +270,7 @@ class ScalingPolicy:
     _late_samples: int = field(init=False, default=0)  # consecutive samples with a long wait
     _mean_request_s: float = field(init=False, default=0.0)  # mean execution time per request
     _mean_execution_s: float = field(init=False, default=0.0)
-    _idle_s: float = field(init=False, default=_IDLE_S)
+    _idle_s: float = field(init=False, default=_IDLE_S)  # time without long waits before a removal
     _last_removal_s: float = field(init=False, default=-math.inf)  # the time of the last removal
 
     def sample(self, load: LoadSample, count: int) -> Change | None:
@@ -284,18 +280,18 @@ class ScalingPolicy:
             return Change(count + 1, f"at least {self.minimum} are configured")
         if count > self.maximum:
             return Change(count - 1, f"at most {self.maximum} are configured")
-        wait = self._long_wait_text(load)
-        if not wait:
+        wait_text = self._long_wait_text(load)
+        if not wait_text:
             self._late_samples = 0
             return self._remove_idle(load, count)
         self._last_long_wait_s, self._late_samples = load.at_s, self._late_samples + 1
         if self._late_samples < _LATE_SAMPLES or count == self.maximum or self._catches_up(load):
             return None
-        return Change(count + 1, wait)
+        return Change(count + 1, wait_text)
 
-    def record_change(self, at_s: float, before: int, after: int) -> None:
-        """Record that the number of instances has changed from `before` to `after` at `at_s`."""
-        if after < before:
+    def record_change(self, at_s: float, old_count: int, new_count: int) -> None:
+        """Record that the number of instances has changed at `at_s`."""
+        if new_count < old_count:
             self._last_removal_s = at_s
         else:
             if at_s - self._last_removal_s < _SOON_FACTOR * self._idle_s:
@@ -373,10 +369,10 @@ class ScalingPolicy:
 
     def _max_mean_busy(self) -> float:
         """Return the highest mean number of busy instances in any half second of the samples."""
-        size = round(_BUSY_WINDOW_S / SAMPLE_EVERY_S)
+        window = round(_BUSY_WINDOW_S / SAMPLE_EVERY_S)
         busy_counts = [load.busy_count for load in self._loads]
-        ends = range(size, len(busy_counts) + 1, size)  # the ends of the windows
-        return max((fmean(busy_counts[end - size : end]) for end in ends), default=math.inf)
+        ends = range(window, len(busy_counts) + 1, window)  # the ends of the windows
+        return max((fmean(busy_counts[end - window : end]) for end in ends), default=math.inf)
 
 
 def _ms(seconds: float) -> str:
@@ -408,17 +404,13 @@ def processor_time_s(pid: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class HostCapacity:
-    """The resource usage of a model's workers, compared with the capacity of the host.
+    """The resource usage of a model's workers, compared with the capacity of the host."""
 
-    Attributes:
-        processors: The number of processors that the server may use, possibly a fraction.
-    """
-
-    processors: float
+    processors: float  # how many the server may use, possibly a fraction
     _processor_times: dict[int, float] = field(init=False, default_factory=dict)
     _last_execution_s: float = field(init=False, default=0.0)  # `execution_s` of the last `sample`
     _used_s: float = field(init=False, default=0.0)  # processor time during `_executed_s`
-    _executed_s: float = field(init=False, default=0.0)
+    _executed_s: float = field(init=False, default=0.0)  # execution time since the last measurement
     _busy_processors: float = field(init=False, default=0.0)  # processors per busy instance
     _host_cpu: CpuUtilization = field(init=False, default_factory=CpuUtilization)
     _host_utilization: float = field(init=False, default=0.0)  # from 0 to 1
@@ -457,10 +449,10 @@ class HostCapacity:
         if self._busy_processors > _MIN_COMPETING and self._host_utilization > _FULLY_USED:
             return f"the processors are busy for {100 * self._host_utilization:.0f} % of the time"
         available_bytes = available_memory()
-        largest = max(map(private_bytes, self._processor_times), default=0)
-        if available_bytes - largest < _MIN_FREE_MEMORY * memory_bytes()[0]:
+        largest_bytes = max(map(private_bytes, self._processor_times), default=0)
+        if available_bytes - largest_bytes < _MIN_FREE_MEMORY * memory_bytes()[0]:
             return (
                 f"{available_bytes >> 20} MiB of memory are free, and an instance needs "
-                f"{largest >> 20} MiB"
+                f"{largest_bytes >> 20} MiB"
             )
         return ""

@@ -84,9 +84,7 @@ class Instances:
 
     Attributes:
         config: The configuration; final once it has been completed.
-        labels: The label texts of each output that has labels.
         reported_config: The properties that the model reported for its configuration.
-        failure: The reason why no instance is restarted; otherwise empty.
         defers_attach: Whether new instances stay connected to the old scheduler, which drains,
             until the next `attach`.
     """
@@ -98,9 +96,9 @@ class Instances:
     _on_change: Callable[[], None]  # called when an instance becomes ready, dies or has failed
     _finalise_config: ConfigFinaliser
     config: ModelSpec = field(init=False)
-    labels: dict[str, list[str]] = field(init=False)
+    labels: dict[str, list[str]] = field(init=False)  # the label texts of each output
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
-    failure: str = field(init=False, default="")
+    failure: str = field(init=False, default="")  # why no instance is restarted
     defers_attach: bool = field(init=False, default=False)
     _warned_topics: set[str] = field(init=False, default_factory=set)
     _abandon_reason: str = field(init=False, default="")  # why the last instance was abandoned
@@ -157,14 +155,14 @@ class Instances:
 
     def serving_exits(self) -> list[asyncio.Future[str]]:
         """Return the futures of the exits of the processes that execute requests."""
-        serving = [i for i in self._instances if i.state in _SERVING_STATES]
-        return [i.child.exited for i in serving if i.child is not None]
+        serving_instances = [i for i in self._instances if i.state in _SERVING_STATES]
+        return [i.child.exited for i in serving_instances if i.child is not None]
 
     def pids_on(self, device_id: int) -> list[int]:
         """Return the processes that serve on a GPU."""
         on_device = [i for i in self._instances if (i.kind, i.device_id) == ("GPU", device_id)]
-        serving = [i for i in on_device if i.state in _SERVING_STATES]
-        return [i.child.pid for i in serving if i.child is not None]
+        serving_instances = [i for i in on_device if i.state in _SERVING_STATES]
+        return [i.child.pid for i in serving_instances if i.child is not None]
 
     def readiness_worker_pids(self) -> list[int]:
         """Return the serving processes whose models implement a readiness check."""
@@ -208,9 +206,9 @@ class Instances:
     async def _load_all(
         self, instances: list[Instance], config: ModelSpec, instance_count: int
     ) -> None:
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as task_group:
             for instance in instances:
-                group.create_task(self._load(instance, config, instance_count))
+                task_group.create_task(self._load(instance, config, instance_count))
 
     async def _load(self, instance: Instance, config: ModelSpec, instance_count: int) -> None:
         """Load the model in the process of an instance; start the process if needed.
@@ -234,7 +232,7 @@ class Instances:
         self._on_change()
 
     async def _spawn(self, instance: Instance, config: ModelSpec, instance_count: int) -> None:
-        spec, server = self._spec, self._context.config
+        spec, server_config = self._spec, self._context.config
         bounds, processors = bounds_of(self.config), len(os.sched_getaffinity(0))
         title = f"worker {spec.name}.{instance.index} {instance.device}"
         start = WorkerStart(
@@ -250,10 +248,10 @@ class Instances:
             instance_name=instance.name,
             backend_config={
                 key: value
-                for backend, key, value in server.backend_config
+                for backend, key, value in server_config.backend_config
                 if backend in ("", config.backend)
             },
-            arena_byte_size=server.arena_byte_size,
+            arena_byte_size=server_config.arena_byte_size,
             threads=max(
                 1, processors // max(1, bounds.maximum if bounds is not None else instance_count)
             ),
@@ -278,14 +276,14 @@ class Instances:
         instance.stacks_fd = (await self._receive_response(instance, m.WorkerStarted)).stacks_fd
         instance.transition("started")
 
-    async def _receive_in_time(self, instance: Instance, kind: type[T]) -> T:
+    async def _receive_in_time(self, instance: Instance, message_type: type[T]) -> T:
         """Receive the response to a step that runs the model's code, which may hang."""
         limit_s = self._context.config.load_timeout_s
-        response = self._receive_response(instance, kind)
+        response = self._receive_response(instance, message_type)
         folder = self._spec.model_dir
         return await wait_for_load(response, instance, folder, limit_s, self._on_change)
 
-    async def _receive_response(self, instance: Instance, kind: type[T]) -> T:
+    async def _receive_response(self, instance: Instance, message_type: type[T]) -> T:
         """Return the worker's next message, which must be of this kind.
 
         Raises:
@@ -310,7 +308,7 @@ class Instances:
             if message.frames:
                 error.add_note(message.frames)
             raise error
-        if not isinstance(message, kind):
+        if not isinstance(message, message_type):
             text = f"instance '{instance.name}' sent an unexpected {type(message).__name__}"
             raise InvalidArgument(f"{text} while it was loading")
         self._check_needed(instance)

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -65,16 +66,14 @@ class VersionSpec:
     Attributes:
         config: The configuration, normalised and validated before auto-completion.
         read_config: The parsed configuration, from which `config` is completed.
-        labels: The label texts of each output that has labels.
-        fingerprint: A digest of the version's files without its configuration.
     """
 
     name: str
     version: str
     model_dir: Path
     config: ModelSpec
-    labels: dict[str, list[str]] = field(default_factory=dict)
-    fingerprint: str = ""
+    labels: dict[str, list[str]] = field(default_factory=dict)  # the label texts of each output
+    fingerprint: str = ""  # a digest of the version's files without its configuration
     read_config: ReadConfig | None = field(default=None, compare=False)
 
     @property
@@ -140,7 +139,6 @@ class Instance:
 
     Attributes:
         stacks_fd: The worker's file descriptor for stack traces, from `WorkerStarted`.
-        crashes: The crashes since the instance last executed a request.
         checks_ready: Whether the model implements its own readiness check.
         device_byte_size: The accelerator memory that the loaded model uses.
         hangs: Whether the log has reported that the load takes long.
@@ -149,17 +147,17 @@ class Instance:
     index: int
     name: str
     device: str
-    kind: str
+    kind: str  # the group's kind without the prefix KIND_
     device_id: int
     rate_limit: RateLimit = field(default_factory=RateLimit)
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
     stacks_fd: int = -1
     inbox: asyncio.Queue[Any] = field(default_factory=create_inbox)
-    ready_at: float = 0.0
+    ready_at: float = 0.0  # the time at which it became ready
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
-    crashes: int = 0
-    failed_loads: int = 0
+    crashes: int = 0  # crashes since the instance last executed a request
+    failed_loads: int = 0  # consecutive failed loads
     checks_ready: bool = False
     device_byte_size: int = 0
     hangs: bool = False
@@ -244,13 +242,15 @@ def expand_instances(config: ModelSpec, running_count: int = 0) -> list[Instance
 
 def _expand(config: ModelSpec) -> list[Instance]:
     instances: list[Instance] = []
+    counts: Counter[str] = Counter()  # groups of equal names are numbered together
     for group in config.instance_group:
         on_gpu = group.kind == "KIND_GPU"
         for device_id in group.gpus if on_gpu else (0,):
             prefix = f"{group.name}_gpu{device_id}" if on_gpu else group.name
             device, kind = f"gpu:{device_id}" if on_gpu else "cpu", group.kind.removeprefix("KIND_")
-            for number in range(group.count):
-                name, limit = f"{prefix}_{number}", group.rate_limiter
+            for _ in range(group.count):
+                name, limit = f"{prefix}_{counts[prefix]}", group.rate_limiter
+                counts[prefix] += 1
                 instances.append(Instance(len(instances), name, device, kind, device_id, limit))
     return instances
 
@@ -374,7 +374,7 @@ async def wait_for_load(
     Raises:
         Unavailable: The limit has expired. The text names the frame that the model hangs in.
     """
-    reports = asyncio.ensure_future(_report_hang(instance, on_hang))
+    report_task = asyncio.ensure_future(_report_hang(instance, on_hang))
     try:
         async with asyncio.timeout(max_s or None):
             return await load
@@ -392,7 +392,7 @@ async def wait_for_load(
             + (f": it hangs in {frame}" if frame else "")
         ) from None
     finally:
-        reports.cancel()
+        report_task.cancel()
         instance.hangs = False
 
 

@@ -64,7 +64,7 @@ class Lifecycle:
         self._open_orders: list[Order] = []  # orders that were not answered yet
         self._is_running = self._has_changed = False
         self._changed_models: set[str] = set()  # the models whose status may have changed
-        self._phase_steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
+        self._phase_methods: Mapping[OrderPhase, Callable[[Order], bool]] = {
             OrderPhase.QUEUED: self._begin,
             OrderPhase.WAITING: self._advance_waiting,
             OrderPhase.STARTING: self._cancel_hanging,
@@ -170,7 +170,7 @@ class Lifecycle:
         orders_by_model[model] = None
         model.on_demand = on_demand
         model.is_outdated = False  # the serving versions are not reloaded
-        users = dict.fromkeys(self._registry.users_of(model))
+        ensembles = dict.fromkeys(self._registry.ensembles_using(model))
         for order in [*model.orders, *self._registry.loads_waiting_for(model)]:
             if order.kind is not OrderKind.LOAD:
                 continue
@@ -178,11 +178,11 @@ class Lifecycle:
             if will_fail or order.phase is OrderPhase.QUEUED:
                 self._cancel(order)
             elif order.model is not model:
-                users[order.model] = None  # the ensemble is unloaded once it has been loaded
-        for user in users:
+                ensembles[order.model] = None  # the ensemble is unloaded once it has been loaded
+        for user in ensembles:
             if user not in orders_by_model:
                 orders_by_model[user] = self._unload(user, orders_by_model, on_demand)
-        unloads = [unload for user in users if (unload := orders_by_model[user]) is not None]
+        unloads = [unload for user in ensembles if (unload := orders_by_model[user]) is not None]
         order = Order(model, OrderKind.UNLOAD, causes=cause, prerequisites=unloads)
         orders_by_model[model] = self._add(order)
         return order
@@ -221,8 +221,8 @@ class Lifecycle:
     def _advance_all(self) -> None:
         for model in list(self._registry.models.values()):
             orders = model.orders
-            has_step = orders and (orders[0].phase not in _EVENT_PHASES or len(orders) > 1)
-            if model.retiring or has_step:
+            can_advance = orders and (orders[0].phase not in _EVENT_PHASES or len(orders) > 1)
+            if model.retiring or can_advance:
                 self._advance(model)
         finished_orders = [o for o in self._open_orders if o.phase is OrderPhase.FINISHED]
         for order in finished_orders:
@@ -246,8 +246,8 @@ class Lifecycle:
 
     def _execute_step(self, order: Order) -> bool:
         """Execute the next step of an order, and return whether it could be executed."""
-        step = self._phase_steps.get(order.phase)
-        return step is not None and step(order)
+        execute_phase = self._phase_methods.get(order.phase)
+        return execute_phase is not None and execute_phase(order)
 
     # --- the phases of an order; QUEUED and READING
 
@@ -334,14 +334,14 @@ class Lifecycle:
 
     def _withdraw(self, order: Order) -> None:
         model = order.model
-        withdrawn, model.serving = model.serving, {}
+        withdrawn_versions, model.serving = model.serving, {}
         error = order.failures.get("")  # the logged error of a reload that this unload follows
         outcome = LoadOutcome(str(error).rstrip(), is_logged=True) if error else UNLOADED
-        model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, outcome)
+        model.outcomes = dict.fromkeys({*withdrawn_versions, *model.outcomes} - {""}, outcome)
         model.fingerprint, model.last_load = "", None
-        model.retiring += withdrawn.values()
-        order.awaited_ends.update(withdrawn.values())
-        if withdrawn:
+        model.retiring += withdrawn_versions.values()
+        order.awaited_ends.update(withdrawn_versions.values())
+        if withdrawn_versions:
             self._actions.await_ends(order)
         order.phase = OrderPhase.PUBLISHING
 
@@ -409,7 +409,7 @@ class Lifecycle:
         if order.store_failures():
             self._fail(order, order.log_failures())
         elif self._actions.is_published(order.model) and all(version.ready for version in incoming):
-            self._load_users(order, order.take_over())
+            self._load_ensembles(order, order.take_over())
             if any(update.removed for update in order.updates.values()):
                 order.awaited_ends.add(UPDATES)
                 self._actions.await_ends(order)
@@ -418,7 +418,7 @@ class Lifecycle:
             return False
         return True
 
-    def _load_users(self, order: Order, config_changed: bool) -> None:
+    def _load_ensembles(self, order: Order, config_changed: bool) -> None:
         """Reload ensembles that lacked the order's model, or use an old configuration of it.
 
         Loads that have not read the model's configuration yet are not changed. No ensemble is
@@ -429,21 +429,21 @@ class Lifecycle:
             return
         models = self._registry.models.values()
         for user in [model for model in models if model.has_steps or model.needed_steps]:
-            loads = [load for load in user.orders if load.kind is OrderKind.LOAD]
-            if config_changed and loads:
+            load_orders = [load for load in user.orders if load.kind is OrderKind.LOAD]
+            if config_changed and load_orders:
                 user.is_outdated |= any(version.uses(name) for version in user.serving.values())
-                for load in loads:
+                for load in load_orders:
                     load.is_outdated |= not load.is_planning and name in load.step_models
-            is_unloaded = user.on_demand and not (user.serving or loads)
+            is_unloaded = user.on_demand and not (user.serving or load_orders)
             steps = [self._registry.models.get(step) for step in user.needed_steps]
             # If an operator has unloaded another step's model, the ensemble is reloaded only by a
             # load of that model or of the ensemble itself.
             is_unloaded |= any(step and step.name != name and step.is_unloaded for step in steps)
             is_needed = name in user.needed_steps and not is_unloaded
-            if not is_needed or any(load.is_planning for load in loads):
+            if not is_needed or any(load.is_planning for load in load_orders):
                 continue
-            if config_changed or not (user.serving or loads):
-                source = loads[0].source if loads else user.source
+            if config_changed or not (user.serving or load_orders):
+                source = load_orders[0].source if load_orders else user.source
                 order.follow_ups.append(self._load(user, source, Cause.STEP))
 
     # --- phases PUBLISHING, DROPPING, MOVING and FINISHED
@@ -498,11 +498,11 @@ class Lifecycle:
         model, phase = order.model, order.phase
         if phase in (OrderPhase.PUBLISHING, OrderPhase.DROPPING, OrderPhase.FINISHED):
             return
-        steps, order.prerequisites = order.prerequisites, []
-        for step in steps:
-            is_needed = any(step in user.prerequisites for user in self._open_orders)
-            if step.causes is Cause.ENSEMBLE and not is_needed:
-                self._cancel(step)
+        step_orders, order.prerequisites = order.prerequisites, []
+        for step_order in step_orders:
+            is_needed = any(step_order in user.prerequisites for user in self._open_orders)
+            if step_order.causes is Cause.ENSEMBLE and not is_needed:
+                self._cancel(step_order)
         if order.is_planning:
             if phase is OrderPhase.WAITING and order.kind is OrderKind.LOAD and not model.serving:
                 order.keep_source()

@@ -59,10 +59,10 @@ class LoadPlanner:
         self._environments_dir = endpoints.environments(run_dir)
         self._accelerators = accelerators
         self._file_models: dict[str, ModelFolder] = {}
-        for spec in config.model_files:
-            folder = repository.inline_model(spec, run_dir / "models", config.class_settings)
+        for model_file in config.model_files:
+            folder = repository.inline_model(model_file, run_dir / "models", config.class_settings)
             if folder.name in self._file_models:
-                raise InvalidArgument(f"'{spec}': a model '{folder.name}' already exists")
+                raise InvalidArgument(f"'{model_file}': a model '{folder.name}' already exists")
             self._file_models[folder.name] = folder
 
     def scan(self) -> dict[str, ModelFolder]:
@@ -77,7 +77,7 @@ class LoadPlanner:
             return ""
         return repository.fingerprint(folder) if folder is not None else ""
 
-    def count(self, name: str) -> int:
+    def count_repositories(self, name: str) -> int:
         """Return the number of repositories that contain a model."""
         roots = self._config.model_repositories
         return 1 if name in self._file_models else sum(os.path.isdir(root / name) for root in roots)
@@ -417,15 +417,15 @@ def materialise_override(root: Path, name: str, override: str, files: Mapping[st
     return unique_folder / name
 
 
-def _write(root: Path, relative: str, content: bytes) -> None:
-    parts = [part for part in relative.split("/") if part not in ("", ".")]
+def _write(root: Path, relative_path: str, content: bytes) -> None:
+    parts = [part for part in relative_path.split("/") if part not in ("", ".")]
     is_safe = parts and all(part != ".." and len(part.encode()) <= 255 for part in parts)
-    if not is_safe or "\0" in relative or "\\" in relative or len(parts) > 16:
-        raise InvalidArgument(f"invalid file override path '{relative}'")
+    if not is_safe or "\0" in relative_path or "\\" in relative_path or len(parts) > 16:
+        raise InvalidArgument(f"invalid file override path '{relative_path}'")
     path = root.joinpath(*parts)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(path, "xb") as file:
             file.write(content)
     except (FileExistsError, NotADirectoryError):
-        raise InvalidArgument(f"file override path '{relative}' is used twice") from None
+        raise InvalidArgument(f"file override path '{relative_path}' is used twice") from None

@@ -91,25 +91,25 @@ class ModelPublisher:
         self,
         audience: Audience,
         name: str,
-        published: Mapping[str, ModelPublication],
-        absent: Iterable[str],
+        publications: Mapping[str, ModelPublication],
+        absent_versions: Iterable[str],
     ) -> None:
         """Send the differences between the last and the current publications of a model.
 
         Args:
             audience: The receivers.
             name: The model.
-            published: The current publications by version, see `ModelRegistry.publications`.
-            absent: The versions that do not serve, which are withdrawn even if they were never
-                published.
+            publications: The current publications by version, see `ModelRegistry.publications`.
+            absent_versions: The versions that do not serve, which are withdrawn even if they were
+                never published.
         """
         sent = self._sent_messages.setdefault(name, {})
-        for version, message in published.items():
+        for version, message in publications.items():
             previous = sent.get(version)
             if previous is None or previous.message != message:
                 sent[version] = _publish(audience, previous, message)
         # Withdrawals follow, so that a request for the latest version always finds a version.
-        for version in sorted({*sent, *absent} - published.keys()):
+        for version in sorted({*sent, *absent_versions} - publications.keys()):
             if version not in sent or not isinstance(sent[version].message, ModelWithdrawn):
                 withdrawn = ModelWithdrawn(name, version, 0)
                 sent[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
@@ -255,7 +255,7 @@ class LifecycleExecutor(LifecycleActions):
             fingerprint = planner.fingerprint(name)
             specs = planner.plan(name, *order.source)
         except Exception as error:
-            count = planner.count(name)
+            count = planner.count_repositories(name)
             return LoadPlan(fingerprint, [], {}, _plan_error(name, error), count > 0, count > 1)
         steps: dict[str, list[str]] = {}
         unvisited = [step.name for spec in specs for step in spec.steps]
@@ -374,6 +374,7 @@ class ModelManager:
         self._context, self._planner = executor.context, executor.planner
         self._registry, self._lifecycle = executor.registry, executor.lifecycle
         self._wait_for, self.on_demand = executor.wait_for, executor.on_demand
+        self._scan_lock = asyncio.Lock()
 
     async def start(self) -> bool:
         """Load the models that the control mode selects, and publish the on-demand models.
@@ -470,14 +471,18 @@ class ModelManager:
     async def index(self, ready_only: bool) -> list[dict[str, Any]]:
         """Return the repository index: the models of the repositories and the loaded models."""
         # The scan runs in a thread, since a file system that hangs must not block the supervisor.
-        return self._registry.index(await asyncio.to_thread(self._planner.scan), ready_only)
+        # One scan at a time, so that the scans of such a file system do not block all threads.
+        async with self._scan_lock:
+            folders = await asyncio.to_thread(self._planner.scan)
+        return self._registry.index(folders, ready_only)
 
     async def list_generative_aliases(self) -> dict[str, list[str]]:
         """Return the aliases of each unloaded on-demand model that generates text, by name."""
         models = self._registry.models.values()
         unloaded = [model.name for model in models if model.on_demand and not model.serving]
         find = self._planner.aliases
-        aliases_by_name = await asyncio.to_thread(lambda: {name: find(name) for name in unloaded})
+        async with self._scan_lock:
+            aliases_by_name = await asyncio.to_thread(lambda: {n: find(n) for n in unloaded})
         return {name: aliases for name, aliases in aliases_by_name.items() if aliases is not None}
 
     # --- load and unload
@@ -528,9 +533,9 @@ class ModelManager:
 
     async def kill(self) -> None:
         """End every version at once; the requests in flight are rejected."""
-        live = self._registry.live_versions
-        await asyncio.gather(*(version.kill() for version in live))
-        for version in live:
+        live_versions = self._registry.live_versions
+        await asyncio.gather(*(version.kill() for version in live_versions))
+        for version in live_versions:
             self._context.broadcast(SchedulerLost(version.endpoint, ""), "gateway", LOCAL_CLIENT)
 
 

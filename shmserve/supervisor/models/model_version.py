@@ -87,7 +87,7 @@ class ModelVersion:
         self.instances = EnsembleInstances(*common, find=find) if spec.steps else Instances(*common)
         self._backoff = RestartBackoff()
         self._failed_starts = 0
-        self._supervision: asyncio.Task[None] | None = None
+        self._supervision_task: asyncio.Task[None] | None = None
 
     @property
     def config(self) -> ModelSpec:
@@ -170,18 +170,18 @@ class ModelVersion:
         try:
             await self.instances.complete_config()
             await self._start_scheduler(is_first=True)
-            self._supervision = self._context.background(self._supervise())
+            self._supervision_task = self._context.background(self._supervise())
             await self.instances.load()
             self.has_loaded, self.loaded_ns = True, time.monotonic_ns()
             await self.until_ready()
         except (ShmserveError, ExceptionGroup) as error:
             # `except*` would wrap the raised error in a group, which has no text for operators.
             await self.kill()
-            first = first_error(error)
-            incomplete = incomplete_files(self.spec.model_dir, [self.spec.version])
-            if incomplete and isinstance(first, ShmserveError):
-                first.message += f" ({'; '.join(incomplete[:_MAX_INCOMPLETE])})"
-            raise first from None
+            first_failure = first_error(error)
+            file_problems = incomplete_files(self.spec.model_dir, [self.spec.version])
+            if file_problems and isinstance(first_failure, ShmserveError):
+                first_failure.message += f" ({'; '.join(file_problems[:_MAX_INCOMPLETE])})"
+            raise first_failure from None
         self.load_seconds = time.monotonic() - started_at
 
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
@@ -240,11 +240,11 @@ class ModelVersion:
         scheduler, instances = self.scheduler, self.instances
         old_scheduler, old_endpoint = scheduler.current, scheduler.endpoint
         old_counters = scheduler.counters
-        exits = instances.serving_exits()
+        exit_futures = instances.serving_exits()
         instances.defers_attach = True
-        losses: list[asyncio.Future[Any]] = [asyncio.gather(*exits)] if exits else []
-        if self._supervision is not None:
-            self._supervision.cancel()
+        losses: list[asyncio.Future[Any]] = [asyncio.gather(*exit_futures)] if exit_futures else []
+        if self._supervision_task is not None:
+            self._supervision_task.cancel()
         try:
             await scheduler.start_successor(group, instances.config)
             losses.append(scheduler.current.child.exited)
@@ -261,7 +261,7 @@ class ModelVersion:
             await scheduler.hosts.close(old_scheduler)
         finally:
             instances.defers_attach = False
-            self._supervision = self._context.background(self._supervise())
+            self._supervision_task = self._context.background(self._supervise())
 
     def pass_counters_to(self, successor: ModelVersion | None) -> None:
         """Add this version's counters, and their changes until its end, to a successor's counters.
@@ -434,11 +434,11 @@ def describe(config: ModelSpec) -> dict[str, Any]:
 
     Shapes start with -1 if the model batches.
     """
-    batch = [-1] if config.max_batch_size >= 1 else []
+    batch_dims = [-1] if config.max_batch_size >= 1 else []
 
     def describe_tensors(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
         return [
-            {"name": tensor.name, "datatype": tensor.datatype, "shape": [*batch, *tensor.dims]}
+            {"name": tensor.name, "datatype": tensor.datatype, "shape": [*batch_dims, *tensor.dims]}
             for tensor in tensors
         ]
 

@@ -44,18 +44,18 @@ class Resident(NamedTuple):
     Attributes:
         name: The model.
         byte_size: The bytes of its memory.
-        used_ns: The time of its last request, on the monotonic clock.
+        last_used_ns: The time of its last request, on the monotonic clock.
         must_stay: Whether requests in flight, open orders or an operator's load forbid an unload.
         idle_limit_ns: The time without requests after which it is unloaded; 0 is no limit.
-        users: The ensembles with the model as a step, which must be unloaded before it.
+        ensembles: The ensembles with the model as a step, which must be unloaded before it.
     """
 
     name: str
     byte_size: int
-    used_ns: int
-    must_stay: bool = False
+    last_used_ns: int
+    must_stay: bool = False  # whether requests or orders forbid an unload
     idle_limit_ns: int = 0
-    users: frozenset[str] = frozenset()
+    ensembles: frozenset[str] = frozenset()
 
 
 def select_unloads(residents: Iterable[Resident], max_bytes: int, now_ns: int) -> list[str]:
@@ -64,16 +64,16 @@ def select_unloads(residents: Iterable[Resident], max_bytes: int, now_ns: int) -
     Models that are idle for longer than their limit are unloaded. The least recently used models
     follow until the total is at most `max_bytes` (0 is no limit).
     """
-    remaining_models = sorted(residents, key=attrgetter("used_ns"))
+    remaining_models = sorted(residents, key=attrgetter("last_used_ns"))
     names: list[str] = []
 
     def may_unload(resident: Resident) -> bool:
-        return not (resident.must_stay or resident.users.difference(names))
+        return not (resident.must_stay or resident.ensembles.difference(names))
 
     def is_due(resident: Resident) -> bool:
         if max_bytes and sum(r.byte_size for r in remaining_models) > max_bytes:
             return True
-        return 0 < resident.idle_limit_ns <= now_ns - resident.used_ns
+        return 0 < resident.idle_limit_ns <= now_ns - resident.last_used_ns
 
     # The search restarts after each model: a step may be unloaded once its ensembles are.
     while due_model := next((r for r in remaining_models if may_unload(r) and is_due(r)), None):
@@ -106,16 +106,16 @@ class MemoryUse:
             to_measure |= {v for v in versions if now - measured_at[v] >= _MEASURE_EVERY_S}
         if not to_measure:
             return
-        pids = {version: version.pids() for version in versions}
-        sharer_counts = Counter(pid for version in versions for pid in pids[version])
-        measured_pids = {pid for version in to_measure for pid in pids[version]}
+        pids_by_version = {version: version.pids() for version in versions}
+        sharer_counts = Counter(pid for version in versions for pid in pids_by_version[version])
+        measured_pids = {pid for version in to_measure for pid in pids_by_version[version]}
         sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured_pids})
         self._measured_at = measured_at | dict.fromkeys(to_measure, now)
         self._sizes = {v: self._sizes[v] for v in versions if v in self._sizes}
         self._last_sizes = {n: size for n, size in self._last_sizes.items() if n in models}
         for version in to_measure:
             # The memory of a process that hosts several schedulers is divided among their models.
-            host_size = sum(sizes[pid] // sharer_counts[pid] for pid in pids[version])
+            host_size = sum(sizes[pid] // sharer_counts[pid] for pid in pids_by_version[version])
             size = host_size + version.instances.device_byte_size
             self._sizes[version] = self._last_sizes[version.spec.name] = size
 
@@ -126,16 +126,16 @@ class MemoryUse:
         of all models.
         """
         sizes = self._last_sizes.values()
-        estimate = self._last_sizes.get(model.name, sum(sizes) // (len(sizes) or 1))
-        return sum(self._sizes.get(version, estimate) for version in model.versions)
+        estimated_size = self._last_sizes.get(model.name, sum(sizes) // (len(sizes) or 1))
+        return sum(self._sizes.get(version, estimated_size) for version in model.versions)
 
 
 class _Usage(NamedTuple):
-    """The last report of a version's scheduler; `used_ns` is the time of the version's last use."""
+    """The last report of a scheduler; `last_used_ns` is the time of the version's last use."""
 
     response_count: int
-    executed_ns: int
-    used_ns: int
+    executed_ns: int  # the time of the last execution
+    last_used_ns: int
     is_busy: bool
 
 
@@ -269,12 +269,12 @@ class OnDemand:
         for model in models:
             for step in model.possible_steps if model.serving or model.orders else ():
                 users.setdefault(step, set()).add(model.name)
-        active = [model for model in models if any(model.versions)]
-        return [self._resident(m, frozenset(users.get(m.name, ()))) for m in active]
+        active_models = [model for model in models if any(model.versions)]
+        return [self._resident(m, frozenset(users.get(m.name, ()))) for m in active_models]
 
     def _resident(self, model: ModelEntry, users: frozenset[str]) -> Resident:
         usages = [self._usage(version) for version in model.serving.values()]
-        used_ns = max((usage.used_ns for usage in usages), default=0)
+        used_ns = max((usage.last_used_ns for usage in usages), default=0)
         is_busy = any(usage.is_busy for usage in usages) or model.name in self._loads
         must_stay = is_busy or bool(model.orders or model.retiring) or not model.on_demand
         idle_limit_ns = int(1e9 * min(map(self._idle_limit_s, model.serving.values()), default=0.0))
@@ -307,7 +307,7 @@ def _new_usage(usage: _Usage, report: Mapping[str, Any] | None) -> _Usage:
     if report is None:
         return usage._replace(is_busy=True)
     response_count, executed_ns = report["success"] + report["fail"], report["last_ns"]
-    used_ns = usage.used_ns
+    used_ns = usage.last_used_ns
     if executed_ns > usage.executed_ns:
         used_ns = max(used_ns, executed_ns)
     elif response_count != usage.response_count:  # a cached response or an error is a use, too

@@ -84,7 +84,7 @@ class LoadPlan(NamedTuple):
 
     fingerprint: str
     specs: list[VersionSpec]
-    steps: dict[str, list[str]]
+    steps: dict[str, list[str]]  # the steps of the models that steps run
     error: ShmserveError | None = None
     is_known: bool = True
     is_ambiguous: bool = False
@@ -195,12 +195,12 @@ class Order:
     fingerprint: str = field(init=False, default="")
     specs: list[VersionSpec] = field(init=False, default_factory=list)
     step_models: list[str] = field(init=False, default_factory=list)
-    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)
+    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)  # instance changes
     starting_versions: set[str] = field(init=False, default_factory=set)
     failures: dict[str, BaseException] = field(init=False, default_factory=dict)
     error: ShmserveError | None = field(init=False, default=None)
     is_answered: bool = field(init=False, default=False)
-    is_outdated: bool = field(init=False, default=False)
+    is_outdated: bool = field(init=False, default=False)  # whether a step's model has changed
     awaited_ends: set[ModelVersion | str] = field(init=False, default_factory=set)
 
     @property
@@ -254,8 +254,8 @@ class Order:
         model = self.model
         model.outcomes.pop("", None)
         is_repeated = model.last_load == (self.fingerprint, self.source.config)
-        self.updates, to_start = compare_versions(model.serving, self.specs, is_repeated)
-        new_versions = {spec.version: actions.create(spec, group) for spec in to_start}
+        self.updates, specs_to_start = compare_versions(model.serving, self.specs, is_repeated)
+        new_versions = {spec.version: actions.create(spec, group) for spec in specs_to_start}
         latest = model.serving.get(model.latest)
         for number, version in new_versions.items():
             replaced_version = model.serving.get(number, latest)
@@ -379,11 +379,9 @@ class ModelEntry:
         retiring: The versions that no longer serve and have not ended.
         draining: The versions of `retiring` whose drain has begun.
         outcomes: The reasons why versions do not serve, by number.
-        last_load: The fingerprint and the sent configuration of the last load.
         source: The source of the last load of an ensemble.
         step_models: The models of an ensemble's steps.
         has_steps: Whether a version of the model is or was an ensemble.
-        is_step_only: Whether the model was loaded only as a step of ensembles.
         is_expected: Whether the model is loaded at the start and required for readiness.
         on_demand: Whether the model is loaded by its first request and unloaded to free memory.
             An operator's load or unload ends this.
@@ -401,12 +399,12 @@ class ModelEntry:
     draining: set[ModelVersion] = field(default_factory=set)
     outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
     fingerprint: str = ""
-    last_load: tuple[str, str] | None = None
+    last_load: tuple[str, str] | None = None  # the fingerprint and the sent configuration
     source: LoadSource = FOLDER
     step_models: list[str] = field(default_factory=list)
     has_steps: bool = False
-    is_step_only: bool = False
-    is_expected: bool = False
+    is_step_only: bool = False  # whether it was loaded only as a step of ensembles
+    is_expected: bool = False  # whether it is loaded at the start
     on_demand: bool = False
     is_outdated: bool = False
     failure_is_temporary: bool = False
@@ -485,12 +483,12 @@ def compare_versions(
             restarts every version whose instances do not differ.
     """
     updates: dict[str, InstanceUpdate] = {}
-    to_start: list[VersionSpec] = []
+    specs_to_start: list[VersionSpec] = []
     for spec in specs:
         version = serving.get(spec.version)
         update = version.update_to(spec) if version is not None else None
         if update is None or (is_repeated and not update.config_differs):
-            to_start.append(spec)
+            specs_to_start.append(spec)
         else:
             updates[spec.version] = update
-    return updates, to_start
+    return updates, specs_to_start

@@ -46,8 +46,8 @@ class ModelRegistry:
         is_unused = not (model.orders or statuses(model)) and self.models.get(model.name) is model
         removed_models = [model] if is_unused else []
         if model.is_unloaded and len(self.models) > MAX_UNLOADED:
-            needed = {step for user in self.models.values() for step in user.needed_steps}
-            models = (entry for entry in self.models.values() if entry.name not in needed)
+            needed_names = {step for user in self.models.values() for step in user.needed_steps}
+            models = (entry for entry in self.models.values() if entry.name not in needed_names)
             unloaded_models = [m for m in models if m.is_unloaded and not any(m.versions)]
             removed_models += unloaded_models[:-MAX_UNLOADED]
         for entry in removed_models:
@@ -146,7 +146,7 @@ class ModelRegistry:
         step_models = models[name].step_models if name in models else []
         return [s for s in step_models if s not in used and s in models and models[s].is_step_only]
 
-    def users_of(self, model: ModelEntry) -> list[ModelEntry]:
+    def ensembles_using(self, model: ModelEntry) -> list[ModelEntry]:
         """Return the ensembles whose serving or incoming versions need a model."""
         return [
             user
@@ -169,13 +169,13 @@ class ModelRegistry:
 
     def _users_of(self, version: ModelVersion) -> set[ModelVersion]:
         """Return the ensembles that need a version, directly or through other ensembles."""
-        users: set[ModelVersion] = set()
+        ensembles_found: set[ModelVersion] = set()
         unvisited = [version]
         while unvisited:
-            ensembles = set(self.ensembles_of(unvisited.pop().spec.name)) - users
-            users |= ensembles
+            ensembles = set(self.ensembles_of(unvisited.pop().spec.name)) - ensembles_found
+            ensembles_found |= ensembles
             unvisited += ensembles
-        return users
+        return ensembles_found
 
     def find_cycle(
         self, name: str, steps: Sequence[str], unloaded_steps: Mapping[str, list[str]]
@@ -216,9 +216,9 @@ class ModelRegistry:
         step_models = {entry: steps for entry, model in models if (steps := model.needed_steps)}
         names = _connected_models(step_models, name) if shares_hosts else {name}
         ensembles = names & step_models.keys()
-        outermost = sorted(ensembles.difference(*(step_models[ens] for ens in ensembles)))
-        title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
-        return Group(title, frozenset(names))
+        outermost = sorted(ensembles.difference(*(step_models[ensemble] for ensemble in ensembles)))
+        host_title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
+        return Group(host_title, frozenset(names))
 
     # --- the repository index and the statuses
 
@@ -255,9 +255,9 @@ def _connected_models(step_models: Mapping[str, list[str]], name: str) -> set[st
     """Return the models that are connected to a model by ensembles."""
     names, unvisited = {name}, [name]
     while unvisited:
-        member = unvisited.pop()
-        users = (user for user, steps in step_models.items() if member in steps)
-        neighbours = {*step_models.get(member, ()), *users}
+        current_name = unvisited.pop()
+        ensembles = (ensemble for ensemble, steps in step_models.items() if current_name in steps)
+        neighbours = {*step_models.get(current_name, ()), *ensembles}
         unvisited += neighbours - names
         names |= neighbours
     return names
@@ -296,8 +296,8 @@ class ModelSummary(NamedTuple):
 
     states: dict[str, Status]
     is_ready: bool
-    problems: dict[str, str]
-    progress: str
+    problems: dict[str, str]  # why versions do not serve, by number
+    progress: str  # of the load at the server's start
 
     @classmethod
     def of(cls, model: ModelEntry) -> Self:
@@ -333,13 +333,13 @@ def statuses(model: ModelEntry) -> dict[str, Status]:
     A model on demand that was not loaded yet has one status, of version "".
     """
     retiring_versions = [version.spec.version for version in model.retiring]
-    by_version = {
+    status_by_version = {
         **{number: _ended_status(model, outcome) for number, outcome in model.outcomes.items()},
         **dict.fromkeys(retiring_versions, Status(ModelState.UNLOADING)),
         **dict.fromkeys(model.incoming, Status(ModelState.LOADING)),
         **{number: _status_of(model.published[number]) for number in model.serving},
     }
-    return by_version or ({"": Status(ModelState.ON_DEMAND)} if model.on_demand else {})
+    return status_by_version or ({"": Status(ModelState.ON_DEMAND)} if model.on_demand else {})
 
 
 def _ended_status(model: ModelEntry, outcome: LoadOutcome) -> Status:

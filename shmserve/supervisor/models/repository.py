@@ -66,7 +66,6 @@ class ModelFolder:
     Attributes:
         config_path: The configuration, or None if there is no file.
         versions: The version numbers, ascending.
-        problem: The reason why the model cannot be loaded, or empty.
         class_name: The class of a model that is given as a class in a file, see `inline_model`.
         class_file: The file of this class.
         class_settings: The parameters of this class by name.
@@ -76,7 +75,7 @@ class ModelFolder:
     path: Path
     config_path: Path | None = None
     versions: tuple[int, ...] = ()
-    problem: str = ""
+    problem: str = ""  # why the model cannot be loaded, or empty
     class_name: str = ""
     class_file: Path | None = None
     class_settings: Mapping[str, str] = field(default_factory=dict)
@@ -268,8 +267,8 @@ def check_agents(folder: ModelFolder, config: ModelConfig) -> None:
             text = f"repository agent '{agent.name}' is not available (allowed: 'checksum')"
             raise InvalidArgument(text)
         for key, expected_digest in sorted(agent.parameters.items()):
-            kind, _, file = key.partition(":")
-            if kind != "MD5" or not file:
+            algorithm, _, file = key.partition(":")
+            if algorithm != "MD5" or not file:
                 text = f"unexpected parameter '{key}' of agent 'checksum', expected 'MD5:FILE'"
                 raise InvalidArgument(text)
             with convert_os_errors(f"file '{file}' for agent 'checksum'"):
@@ -352,7 +351,7 @@ def _digest(prefix: bytes, lines: list[bytes]) -> str:
     return hashlib.sha256(prefix + b"".join(sorted(lines))).hexdigest()
 
 
-def inline_model(spec: str, base_dir: Path, class_settings: Mapping[str, str]) -> ModelFolder:
+def inline_model(argument: str, base_dir: Path, class_settings: Mapping[str, str]) -> ModelFolder:
     """Return a model for "path/file.py:Class", or for the folder of a checkpoint.
 
     A class is a model of the native backend without a configuration file. The model is named after
@@ -361,22 +360,22 @@ def inline_model(spec: str, base_dir: Path, class_settings: Mapping[str, str]) -
     the file or the checkpoint.
 
     Args:
-        spec: The class or the folder.
+        argument: The class or the folder.
         base_dir: The folder in which the model's folder is created.
         class_settings: The parameters of the class by name.
 
     Raises:
         InvalidArgument: The file does not exist, or the name is not valid.
     """
-    if is_checkpoint(spec):
-        return _checkpoint(Path(os.path.abspath(spec)), base_dir)
-    match = CLASS_IN_FILE.fullmatch(spec)
+    if is_checkpoint(argument):
+        return _checkpoint(Path(os.path.abspath(argument)), base_dir)
+    match = CLASS_IN_FILE.fullmatch(argument)
     if match is None:
-        raise InvalidArgument(f"model '{spec}': expected FILE.py:CLASS")
+        raise InvalidArgument(f"model '{argument}': expected FILE.py:CLASS")
     file = Path(match["file"]).resolve()
     if not (os.path.isfile(file) and os.access(file, os.R_OK)):
         text = f"there is no file '{match['file']}' that this user may read"
-        raise InvalidArgument(f"model '{spec}': {text}")
+        raise InvalidArgument(f"model '{argument}': {text}")
     class_name = match["name"]
     name = file.stem if class_name == "Model" else class_name.lower()
     path = _link_folder(base_dir, name, file.parent)

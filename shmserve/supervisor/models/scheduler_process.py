@@ -425,8 +425,8 @@ class VersionScheduler:
 
     def is_limited(self, config: ModelSpec) -> bool:
         """Check whether the rate limiter applies to a configuration."""
-        needs = (group.rate_limiter.needs_resources for group in config.instance_group)
-        return self._context.tickets.is_enabled and any(needs)
+        are_limited = (group.rate_limiter.needs_resources for group in config.instance_group)
+        return self._context.tickets.is_enabled and any(are_limited)
 
     def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:
         """Register the resources that instances need with the rate limiter, if it applies.

@@ -171,11 +171,11 @@ class ProcessTable:
                 break
             child = self._children.get(info.si_pid)
             if info.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
-                kind = "exit status" if info.si_code == os.CLD_EXITED else "signal"
-                is_killed = kind == "signal" and info.si_status == signal.SIGKILL
+                status_kind = "exit status" if info.si_code == os.CLD_EXITED else "signal"
+                is_killed = status_kind == "signal" and info.si_status == signal.SIGKILL
                 if child and is_killed and not child.kill_reason and self._oom_kills > known_kills:
                     child.kill_reason = _OUT_OF_MEMORY
-                self._on_child_exit(info.si_pid, f"{kind} {info.si_status}")
+                self._on_child_exit(info.si_pid, f"{status_kind} {info.si_status}")
             elif child is not None and info.si_code == os.CLD_STOPPED:
                 self._on_stopped(child)
             elif child is not None and info.si_code == os.CLD_CONTINUED:
@@ -263,13 +263,13 @@ class RestartBackoff:
         """Record that the process has done useful work, which shortens the next pause."""
         self.exits = min(self.exits, _MAX_EXITS_AFTER_WORK)
 
-    def pause_s(self, lived_s: float) -> float:
+    def pause_s(self, lifetime_s: float) -> float:
         """Record an exit, and return the seconds to wait before the next start.
 
         Args:
-            lived_s: The lifetime in seconds; 0 if the process did not start at all.
+            lifetime_s: The lifetime in seconds; 0 if the process did not start at all.
         """
-        self.exits = 1 if lived_s > _HEALTHY_S else self.exits + 1
+        self.exits = 1 if lifetime_s > _HEALTHY_S else self.exits + 1
         return _PAUSES_S[min(self.exits, len(_PAUSES_S)) - 1]
 
 
@@ -299,9 +299,9 @@ _TORCH_PACKAGES = {
 }
 
 
-def _start_failure(number: int | None) -> Unavailable:
-    text = f"no process can be started: {os.strerror(number or 0)}"
-    if number == errno.EAGAIN:
+def _start_failure(error_number: int | None) -> Unavailable:
+    text = f"no process can be started: {os.strerror(error_number or 0)}"
+    if error_number == errno.EAGAIN:
         text += " (raise TasksMax= in the unit, ulimit -u, or docker run --pids-limit)"
     return Unavailable(text)
 
@@ -379,9 +379,9 @@ class Zygote:
         self._loop.add_reader(process.link.fileno(), self._read_responses)
 
     def _spawn_process(self, child_end: socket.socket) -> int:
-        root = str(Path(shmserve.__file__).resolve().parent.parent)
+        package_root = str(Path(shmserve.__file__).resolve().parent.parent)
         boot_code = (
-            f"import sys; sys.path.append({root!r}); "
+            f"import sys; sys.path.append({package_root!r}); "
             "from shmserve.supervisor.processes.zygote import main; sys.exit(main(sys.argv[1:]))"
         )
         os.set_inheritable(child_end.fileno(), True)
@@ -445,9 +445,9 @@ class Zygote:
             self._failed_starts = 0
         else:
             self._failed_starts += 1
-        for waiter in self._pending_forks.values():
-            if not waiter.done():
-                waiter.set_result(0)
+        for pending_fork in self._pending_forks.values():
+            if not pending_fork.done():
+                pending_fork.set_result(0)
         self._pending_forks.clear()
         if self._failed_starts == _MAX_FAILED_STARTS:  # the installation is probably broken
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
@@ -522,7 +522,7 @@ class Zygote:
         while not self._is_stopping:
             await asyncio.shield(self._ready)
             assert self._serving_zygote is not None
-            zygote = self._serving_zygote.child
+            zygote_child = self._serving_zygote.child
             with self._process_table.spawning():
                 pid = await self._fork(entry, start, fds)
                 if pid and not self._process_table.is_reserved(pid):
@@ -530,7 +530,7 @@ class Zygote:
             if pid:
                 _kill(pid)
                 continue
-            await zygote.until_exit()
+            await zygote_child.until_exit()
             await asyncio.sleep(0)  # let the event loop call `_on_exit` first
         raise Unavailable("the server is stopping")
 
@@ -550,12 +550,12 @@ class Zygote:
                 raise _start_failure(error.errno) from None
             return await waiter
 
-    def _send_request(self, memory: int, fds: Sequence[int]) -> None:
+    def _send_request(self, request_fd: int, fds: Sequence[int]) -> None:
         assert self._serving_zygote is not None
         try:
-            socket.send_fds(self._serving_zygote.link, [b"fork"], [memory, *fds])
+            socket.send_fds(self._serving_zygote.link, [b"fork"], [request_fd, *fds])
         finally:
-            os.close(memory)
+            os.close(request_fd)
 
     def stop(self) -> None:
         """Close the links; the zygote then removes the run directory and exits."""
@@ -587,13 +587,13 @@ def worker_preloads(
     """
     if importlib.util.find_spec("torch") is None:
         return [_WORKER_MODULE]
-    models = [model for root in repositories for model in root.glob("*/")]
+    model_folders = [model for root in repositories for model in root.glob("*/")]
     patterns = (*_TORCH_FILES, "*/*.onnx") if has_devices else _TORCH_FILES
-    is_empty = may_add_models and bool(repositories) and not models
+    is_empty = may_add_models and bool(repositories) and not model_folders
     may_need_torch = is_empty or any(file.is_dir() for file in files)
     sources = {source for file in files for source in _imported_files(file)}
     needs_torch = may_need_torch or any(map(_imports_torch, sources))
-    if not needs_torch and not any(_uses_torch(model, patterns) for model in models):
+    if not needs_torch and not any(_uses_torch(model, patterns) for model in model_folders):
         return [_WORKER_MODULE]
     modules = [
         module

@@ -138,8 +138,8 @@ class ControlSocket:
     def __init__(self, endpoint: str) -> None:
         self._router = PeerCredRouter(endpoint, trailing_pid)
         self._peers: dict[Address, _Peer] = {}
-        self._callers: set[Address] = set()
-        self._services: dict[type[Any], Callable[[Any, Any], None]] = {}
+        self._callers: set[Address] = set()  # workers whose models call models
+        self._handlers_by_type: dict[type[Any], Callable[[Any, Any], None]] = {}
         self.acknowledgements = Acknowledgements()
         self._identities: dict[Address, bytes] = {}
         self._early_messages: deque[tuple[Address, bytes, Any]] = deque(maxlen=_MAX_EARLY_MESSAGES)
@@ -170,7 +170,7 @@ class ControlSocket:
 
     def serve(self, types: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
         """Route messages of these types from all peers to `handler(address, message)`."""
-        self._services.update(dict.fromkeys(types, handler))
+        self._handlers_by_type.update(dict.fromkeys(types, handler))
 
     def remove_process(self, pid: int) -> str:
         """Withdraw all addresses of a process that has exited, after handling its last messages.
@@ -231,8 +231,8 @@ class ControlSocket:
                 logger.warning("unexpected message of a %s: %s", peer.role, type(message).__name__)
             elif isinstance(message, Acknowledged):
                 self.acknowledgements.record_acknowledged(address, message.number)
-            elif (service := self._services.get(type(message))) is not None:
-                service(address, message)
+            elif (handler := self._handlers_by_type.get(type(message))) is not None:
+                handler(address, message)
             else:
                 peer.handler(message)
         except Exception:
@@ -326,7 +326,7 @@ class TraceControl:
     """
 
     _control: ControlSocket
-    _start: TraceSettings
+    _start_settings: TraceSettings
     _slow_request_ms: int = 0
     _changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -355,7 +355,7 @@ class TraceControl:
         return self._settings_of(model).as_string_lists()
 
     def _settings_of(self, model: str) -> TraceSettings:
-        common = self._start.with_changes(self._changes.get("", {}))
+        common = self._start_settings.with_changes(self._changes.get("", {}))
         return common.with_changes(self._changes.get(model, {})) if model else common
 
     def _tracing_message(self) -> SetTracing:
@@ -369,7 +369,7 @@ class TraceControl:
 
     def send_settings(self, address: Address) -> None:
         """Send the settings to a gateway or scheduler, unless they are the defaults."""
-        if self._start.is_on or self._changes or self._slow_request_ms:
+        if self._start_settings.is_on or self._changes or self._slow_request_ms:
             self._control.send(address, self._tracing_message())
 
     def on_traced(self, _: Address, message: RequestTraced) -> None:

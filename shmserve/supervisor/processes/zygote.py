@@ -115,8 +115,8 @@ def main(argv: list[str]) -> int:
         supervisor_ended()
     set_process_title(title)
     gc.disable()  # nearly all objects stay alive, and collections take a tenth of the import time
-    for name in argv[5:]:
-        loaded_object = pkgutil.resolve_name(name)
+    for preload_name in argv[5:]:
+        loaded_object = pkgutil.resolve_name(preload_name)
         if callable(loaded_object):
             loaded_object()
     # A collection in a child would otherwise copy all pages of the imported objects.
@@ -155,7 +155,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
     try:
         intermediate_pid = os.fork()
     except OSError as error:
-        failure = error.errno or errno.EAGAIN
+        failure_errno = error.errno or errno.EAGAIN
     else:
         if not intermediate_pid:
             _fork_child(link, number, supervisor_pid)
@@ -164,31 +164,31 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.so
             os._exit(_run(entry, start, fds[1:]))
         status = os.waitstatus_to_exitcode(os.waitpid(intermediate_pid, 0)[1])
         # An intermediate process that was killed has reported nothing; EAGAIN stands for this.
-        failure = status if status >= 0 else errno.EAGAIN
+        failure_errno = status if status >= 0 else errno.EAGAIN
     for fd in fds[1:]:
         os.close(fd)
-    if failure:
+    if failure_errno:
         with contextlib.suppress(OSError):
-            link.send(msgpack.packb([number, -failure]))
+            link.send(msgpack.packb([number, -failure_errno]))
     return link
 
 
-def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
+def _fork_child(link: socket.socket, request_number: int, supervisor_pid: int) -> None:
     """Fork again and exit; return only in the new process, whose parent is the supervisor."""
     intermediate_pid = os.getpid()
     read_end, write_end = os.pipe()
     try:
-        child = os.fork()
+        child_pid = os.fork()
     except OSError as error:
         os._exit(error.errno or errno.EAGAIN)
-    if child:
+    if child_pid:
         os.close(write_end)
         os._exit(0 if os.read(read_end, 1) else errno.EAGAIN)
     os.setpgid(0, 0)  # a model may signal its group
     # The new process, not its parent, reports the pid: when the zygote dies, the intermediate
     # process is killed, but a process whose pid was reported must continue to run.
     try:
-        link.send(msgpack.packb([number, os.getpid()]))
+        link.send(msgpack.packb([request_number, os.getpid()]))
     except OSError:
         # The supervisor has closed the link and starts another process instead of this one.
         os._exit(BOOT_FAILED)
@@ -206,9 +206,9 @@ def _become_child_of(supervisor_pid: int, intermediate_pid: int) -> None:
     except ProcessLookupError:
         pass
     else:
-        exited = select.poll()
-        exited.register(pidfd, select.POLLIN)
-        exited.poll()
+        exit_poll = select.poll()
+        exit_poll.register(pidfd, select.POLLIN)
+        exit_poll.poll()
         os.close(pidfd)
     die_with_parent(supervisor_pid)
 

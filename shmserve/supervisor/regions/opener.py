@@ -118,9 +118,9 @@ class RegionQuota:
 
     def refund(self, file: tuple[int, int], byte_size: int) -> None:
         """Refund bytes that were charged but not allocated."""
-        key, charged = self._allocated_objects.get(file, ("", 0))
-        if charged > byte_size:
-            self._allocated_objects[file] = (key, charged - byte_size)
+        key, charged_bytes = self._allocated_objects.get(file, ("", 0))
+        if charged_bytes > byte_size:
+            self._allocated_objects[file] = (key, charged_bytes - byte_size)
         else:
             self._allocated_objects.pop(file, None)
 
@@ -228,9 +228,9 @@ class RegionOpener:
     They then release all that they have opened or counted.
     """
 
-    def __init__(self, policy: ShmPolicy, handles: HandleCheck | None = None) -> None:
-        self.handles = handles
-        self._quota = RegionQuota(policy, handles is not None)
+    def __init__(self, policy: ShmPolicy, handle_check: HandleCheck | None = None) -> None:
+        self.handles = handle_check
+        self._quota = RegionQuota(policy, handle_check is not None)
         self.set_limits(policy)
 
     def set_limits(self, policy: ShmPolicy) -> None:
@@ -330,7 +330,7 @@ class RegionOpener:
         shared: posix_shm.SharedObject,
         size: int,
         peer: Peer,
-        local_client: int,
+        client_number: int,
         *,
         pin: bool,
         is_sealed: bool,
@@ -345,7 +345,7 @@ class RegionOpener:
             owner = replace(owner, copied=False)
         blocks = 0 if is_sealed else os.fstat(shared.fd).st_blocks
         region = OpenRegion(name, MEMFD_KEY, 0, shared, 0, size, owner, blocks=blocks, pinned=pin)
-        region.lease_holder = local_client
+        region.lease_holder = client_number
         self._reserve_quota(region, copied=owner.copied)
         return region
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _MAX_DESCRIPTION_BYTES = 1 << 20
-KEEP, DROP = "keep", "drop"
+KEEP, DROP = "keep", "drop"  # changes of registrations that a server sends its successor
 _DESCRIBED_FIELDS = ("name", "key", "offset", "byte_size", "pinned")
 
 
@@ -68,7 +68,7 @@ class OpenRegion:
     """
 
     name: str
-    key: str
+    key: str  # the POSIX name of its object, MEMFD_KEY, or "" (CUDA)
     memory_id: int
     shared: posix_shm.SharedObject | None
     offset: int
@@ -157,8 +157,8 @@ class KeptRegions:
         if region.shared is None or region.lease_holder:
             return
         region.kept_name = secrets.token_hex(8)
-        with _description_memfd(region) as description:
-            self._service_manager.keep(region.kept_name, [region.shared.fd, description])
+        with _description_memfd(region) as description_fd:
+            self._service_manager.keep(region.kept_name, [region.shared.fd, description_fd])
         self.send_to_other_server(region)
 
     def send_to_other_server(self, region: OpenRegion) -> None:

@@ -53,8 +53,8 @@ _OBJECT_REMOVED = "its shared memory object was removed"
 class Processes(Protocol):
     """The part of the control socket by which gateways and workers are reached."""
 
-    def publish(self, make: Callable[[int], Any], *roles: str) -> Awaitable[None]:
-        """Send `make(number)`, and wait until each live process has acknowledged it."""
+    def publish(self, make_message: Callable[[int], Any], *roles: str) -> Awaitable[None]:
+        """Send `make_message(number)`, and wait until each live process has acknowledged it."""
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to each process with one of these roles."""
@@ -109,8 +109,8 @@ class DrainingRegions:
         self.retired.pop(region.memory_id, None)
         self._regions[region.memory_id] = region
         region.user_pids = set(self._processes.pids("gateway"))
-        withdrawn = partial(RegionWithdrawn, region.name, region.memory_id)
-        await self._processes.publish(withdrawn, "gateway")
+        make_withdrawn = partial(RegionWithdrawn, region.name, region.memory_id)
+        await self._processes.publish(make_withdrawn, "gateway")
         self._close_unused(region)
         if region.memory_id in self._regions:
             region.is_listed = True
@@ -294,13 +294,13 @@ class RegionRegistry:
             ShmserveError: The registration is rejected: with InvalidArgument, AlreadyExists or
                 Unavailable.
         """
-        handles = self._opener.handles
-        if handles is None:
+        handle_check = self._opener.handles
+        if handle_check is None:
             raise cuda_not_supported(name)
         memory_id = secrets.randbits(62)
         if not self._has_cuda(name, handle, offset, size, peer):
             # The check does not hold the lock, since workers may be busy.
-            await handles.check(Memory.on_device(memory_id, offset + size, handle))
+            await handle_check.check(Memory.on_device(memory_id, offset + size, handle))
         async with self._lock:
             if self._has_cuda(name, handle, offset, size, peer):
                 return
@@ -391,9 +391,9 @@ def _is_same(region: OpenRegion, key: str, offset: int, byte_size: int, pin: boo
     registered = (region.key, region.offset, region.byte_size, region.pinned)
     if region.shared is None or registered != (key, offset, byte_size, pin):
         return False
-    current = posix_shm.open_object(key)
-    os.close(current.fd)
-    return current.file == region.shared.file
+    current_object = posix_shm.open_object(key)
+    os.close(current_object.fd)
+    return current_object.file == region.shared.file
 
 
 def _name_in_use(name: str) -> AlreadyExists:

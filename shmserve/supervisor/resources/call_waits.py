@@ -41,10 +41,10 @@ class _Wait:
 
     scheduler: Address
     model: str
-    calls: dict[int, list[Caller]]
+    calls: dict[int, list[Caller]]  # the chain of callers of each call, by its key
     instances: list[tuple[int, set[_Execution]]]
 
-    def callers(self) -> set[_Execution]:
+    def waiting_executions(self) -> set[_Execution]:
         """Return the executions that wait for one of the calls."""
         return {(caller.pid, caller.key) for callers in self.calls.values() for caller in callers}
 
@@ -56,7 +56,7 @@ class _Report:
 
 
 class _Suspicion(NamedTuple):
-    key: int
+    key: int  # the key of the call that seems deadlocked
     unconfirmed: set[Address]  # the schedulers that have not reported since the suspicion arose
 
 
@@ -82,8 +82,8 @@ class CallWaits:
         waits = []
         for calls, instances in message.waits:
             waiting_calls = {key: Caller.parse(callers) for key, callers in calls}
-            occupied = [(pid, {(pid, key) for key in keys}) for pid, *keys in instances]
-            waits.append(_Wait(sender, message.model, waiting_calls, occupied))
+            occupied_instances = [(pid, {(pid, key) for key in keys}) for pid, *keys in instances]
+            waits.append(_Wait(sender, message.model, waiting_calls, occupied_instances))
         self._reports[sender] = _Report(now_ns, waits)
         for address, report in list(self._reports.items()):
             if now_ns - report.received_ns > _VALIDITY_NS:
@@ -91,20 +91,20 @@ class CallWaits:
                 self._suspicions.pop(address, None)
         for suspicion in self._suspicions.values():
             suspicion.unconfirmed.discard(sender)
-        stuck = self._find_stuck()
-        deadlocked = self._find_deadlock(sender, stuck)
+        stuck_waits = self._find_stuck()
+        deadlock = self._find_deadlock(sender, stuck_waits)
         suspicion_before = self._suspicions.pop(sender, None)
-        if deadlocked is None:
+        if deadlock is None:
             return None
-        unconfirmed = {stuck_wait.scheduler for stuck_wait in stuck} - {sender}
-        if suspicion_before is not None and suspicion_before.key == deadlocked.key:
+        unconfirmed = {stuck_wait.scheduler for stuck_wait in stuck_waits} - {sender}
+        if suspicion_before is not None and suspicion_before.key == deadlock.key:
             unconfirmed &= suspicion_before.unconfirmed
         if unconfirmed:
-            self._suspicions[sender] = _Suspicion(deadlocked.key, unconfirmed)
+            self._suspicions[sender] = _Suspicion(deadlock.key, unconfirmed)
         else:
             for wait in waits:
-                wait.calls.pop(deadlocked.key, None)
-            return deadlocked
+                wait.calls.pop(deadlock.key, None)
+            return deadlock
         return None
 
     def _find_stuck(self) -> list[_Wait]:
@@ -113,7 +113,7 @@ class CallWaits:
         remaining_waits = [wait for report in self._reports.values() for wait in report.waits]
         while len(stuck) != len(remaining_waits):
             stuck = remaining_waits
-            executions = {caller for wait in stuck for caller in wait.callers()}
+            executions = {caller for wait in stuck for caller in wait.waiting_executions()}
             pids = {pid for pid, _ in executions}
             remaining_waits = [wait for wait in stuck if self._is_stuck(wait, executions, pids)]
         return stuck
@@ -124,30 +124,30 @@ class CallWaits:
             for _, occupants in wait.instances
         )
 
-    def _find_deadlock(self, scheduler: Address, stuck: list[_Wait]) -> CallDeadlocked | None:
+    def _find_deadlock(self, scheduler: Address, stuck_waits: list[_Wait]) -> CallDeadlocked | None:
         """Return the oldest call of a scheduler in a cycle of stuck waits, with the cycle."""
-        for first_wait in (wait for wait in stuck if wait.scheduler == scheduler):
+        for first_wait in (wait for wait in stuck_waits if wait.scheduler == scheduler):
             paths, visited = [(first_wait, [first_wait.model])], {id(first_wait)}
             for wait, models in paths:  # the loop adds paths: a breadth-first search
-                awaited_executions = self._awaited_executions(wait, stuck)
+                awaited_executions = self._awaited_executions(wait, stuck_waits)
                 own_call = _oldest_awaited_call(awaited_executions, first_wait)
                 if own_call is not None:
                     chain = [caller.model for caller in first_wait.calls[own_call.key]] + models
                     return CallDeadlocked(own_call.key, " -> ".join(chain))
-                for successor in stuck:
+                for successor in stuck_waits:
                     call = _oldest_awaited_call(awaited_executions, successor)
                     if call is None or id(successor) in visited:
                         continue
                     visited.add(id(successor))
                     # A caller in another model occupies no instance of this model, but holds
                     # resources that the instances need.
-                    holder = [] if call.caller == wait.model else [call.caller]
-                    paths.append((successor, [*models, *holder, successor.model]))
+                    holder_models = [] if call.caller == wait.model else [call.caller]
+                    paths.append((successor, [*models, *holder_models, successor.model]))
         return None
 
     def _awaited_executions(self, wait: _Wait, stuck: list[_Wait]) -> set[_Execution]:
         """Return the executions that must end before a call in `wait` can run."""
-        executions = {caller for stuck_wait in stuck for caller in stuck_wait.callers()}
+        executions = {caller for stuck_wait in stuck for caller in stuck_wait.waiting_executions()}
         holders = self._find_holders(wait.scheduler, {pid for pid, _ in executions})
         occupants = {occupant for _, occupying in wait.instances for occupant in occupying}
         return occupants | {execution for execution in executions if execution[0] in holders}

@@ -60,7 +60,7 @@ class Needs(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Instance:
     needs: Needs
-    executions: int = 0
+    executions: int = 0  # number of executions, which lowers its rank
     pid: int = 0
 
     @property
@@ -74,7 +74,7 @@ class _PendingRequest:
     member: Hashable
     ticket: Hashable
     instance: _Instance
-    number: int
+    number: int  # the order of the requests
     overtaken_count: int = 0  # number of grants of its resources to other instances
 
     @property
@@ -165,8 +165,8 @@ class RateLimiter:
                     largest_counts[resource] = max(count, largest_counts.get(resource, 0))
         self._capacity = {}
         for resource, count in largest_counts.items():
-            configured = self._configured_capacity(resource)
-            self._capacity[resource] = count if configured is None else configured
+            configured_count = self._configured_capacity(resource)
+            self._capacity[resource] = count if configured_count is None else configured_count
 
     def disconnect(self, member: Hashable) -> list[GrantedTicket]:
         """Release a member's tickets and ticket requests, because its scheduler has exited.
@@ -270,16 +270,16 @@ class RateLimiter:
         return {holder.pid for holder in holders if not needed.isdisjoint(holder.needs.resources)}
 
     def _grant(self) -> list[GrantedTicket]:
-        granted: list[GrantedTicket] = []
+        granted_tickets: list[GrantedTicket] = []
         reserved_resources: set[Resource] = set()
         for request in sorted(self._pending, key=attrgetter("rank")):
             needs = request.instance.needs.resources
             if reserved_resources.isdisjoint(needs) and self._fits(needs, self._used_resources):
                 self._grant_request(request)
-                granted.append((request.member, request.ticket))
+                granted_tickets.append((request.member, request.ticket))
             elif request.overtaken_count >= PATIENCE:
                 reserved_resources.update(needs)
-        return granted
+        return granted_tickets
 
     def _fits(self, needs: Mapping[Resource, int], used_counts: Mapping[Resource, int]) -> bool:
         return all(used_counts[r] + count <= self._capacity[r] for r, count in needs.items())
@@ -389,8 +389,8 @@ class Tickets:
         """
         return self._limiter.find_holders(self._members.get(scheduler), pids)
 
-    def _send_granted(self, granted: Sequence[GrantedTicket]) -> None:
-        for member, ticket in granted:
+    def _send_granted(self, granted_tickets: Sequence[GrantedTicket]) -> None:
+        for member, ticket in granted_tickets:
             assert isinstance(member, int) and isinstance(ticket, int)
             self._send(self._schedulers[member], TicketGranted(ticket))
 

@@ -36,15 +36,15 @@ from shmserve.ipc.transport.zmtp import Dealer
 
 
 class GrantedLease(NamedTuple):
-    """A granted lease of memory at `offset`; `ticket` is the number of the request of `owner`."""
+    """A granted lease of memory at `offset`; `ticket` is the number of the owner's request."""
 
-    owner: int
+    owner_pid: int
     ticket: int
     offset: int
 
 
 class _LeaseRequest(NamedTuple):
-    owner: int
+    owner_pid: int
     ticket: int
     byte_size: int
 
@@ -78,7 +78,7 @@ class WorkspacePool:
         self._free_list = FreeList(self.capacity)
         self._owners.clear()
 
-    def ask(self, owner: int, ticket: int, byte_size: int) -> list[GrantedLease]:
+    def ask(self, owner_pid: int, ticket: int, byte_size: int) -> list[GrantedLease]:
         """Request a lease of `byte_size` bytes.
 
         Raises:
@@ -89,23 +89,23 @@ class WorkspacePool:
                 f"a workspace of {byte_size} bytes was requested; allowed are 0 or more bytes, and "
                 f"the device's pool has {self.capacity}"
             )
-        self._requests.append(_LeaseRequest(owner, ticket, byte_size))
+        self._requests.append(_LeaseRequest(owner_pid, ticket, byte_size))
         return self._grant()
 
-    def release(self, owner: int, offset: int) -> list[GrantedLease]:
-        """End a lease; a lease that `owner` does not have is ignored."""
-        if self._owners.get(offset) != owner:
+    def release(self, owner_pid: int, offset: int) -> list[GrantedLease]:
+        """End a lease; a lease that this process does not have is ignored."""
+        if self._owners.get(offset) != owner_pid:
             return []
         del self._owners[offset]
         self._free_list.free(offset)
         return self._grant()
 
-    def drop(self, owner: int) -> list[GrantedLease]:
+    def drop(self, pid: int) -> list[GrantedLease]:
         """End all leases and lease requests of a process that has exited."""
-        for offset in [offset for offset, lessee in self._owners.items() if lessee == owner]:
+        for offset in [offset for offset, lease_pid in self._owners.items() if lease_pid == pid]:
             del self._owners[offset]
             self._free_list.free(offset)
-        self._requests = deque(request for request in self._requests if request.owner != owner)
+        self._requests = deque(request for request in self._requests if request.owner_pid != pid)
         return self._grant()
 
     def _grant(self) -> list[GrantedLease]:
@@ -116,8 +116,8 @@ class WorkspacePool:
             if offset is None:
                 break
             self._requests.popleft()
-            self._owners[offset] = request.owner
-            granted_leases.append(GrantedLease(request.owner, request.ticket, offset))
+            self._owners[offset] = request.owner_pid
+            granted_leases.append(GrantedLease(request.owner_pid, request.ticket, offset))
         return granted_leases
 
 
@@ -199,11 +199,11 @@ class Workspaces:
                 os.close(pool.memory.fd)
         self._pools.clear()
 
-    def _send_granted(self, pool: WorkspacePool, granted: list[GrantedLease]) -> None:
-        for owner, ticket, offset in granted:
+    def _send_granted(self, pool: WorkspacePool, granted_leases: list[GrantedLease]) -> None:
+        for owner_pid, ticket, offset in granted_leases:
             assert pool.memory is not None
-            packed = pack_range(Range(pool.memory, offset, 0))
-            self._send(owner, Answered(ticket, {"place": packed}))
+            packed_range = pack_range(Range(pool.memory, offset, 0))
+            self._send(owner_pid, Answered(ticket, {"place": packed_range}))
 
 
 def run(start_record: bytes) -> None:

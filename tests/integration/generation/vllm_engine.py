@@ -320,6 +320,8 @@ def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     )
     vllm_text = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
     assert adapter_text == vllm_text != base_text
+    completion = json.loads(complete(server.http_port, **request, model="french"))
+    assert (completion["choices"][0]["text"], completion["model"]) == (adapter_text, "french")
     code, answer = post_json(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )

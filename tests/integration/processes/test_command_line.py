@@ -137,6 +137,9 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     repositories.write(repository, "returns_a_shape", "", ARRAY_MODEL)
     wide = ARRAY_MODEL.replace("sum(1)", "astype(np.float64)")
     repositories.write(repository, "returns_a_type", "", wide)
+    two_outputs = "tuple[FP32[np.ndarray, 2], FP32[np.ndarray, 2]]"
+    one_of_two = ARRAY_MODEL.replace("-> FP32[np.ndarray, 2]", f"-> {two_outputs}")
+    repositories.write(repository, "returns_one", "", one_of_two)
     repositories.write(repository, "yields_one", STREAM_CONFIG, STREAM)
     none_of_them = STREAM.replace("SUM=", "sum=")
     repositories.write(repository, "yields_other", STREAM_CONFIG, none_of_them)
@@ -148,6 +151,7 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     verdicts = {line.split(":")[0]: line.split()[1] for line in told_of}
     assert verdicts == {
         "dies": "FAILED", "returns_a_shape": "differs", "returns_a_type": "differs",
+        "returns_one": "differs",
         "empty": "refused", "given": "ok", "name": "differs", "sampled": "ok", "shape": "differs",
         "fails_late": "refused", "type": "differs", "unnamed": "refused", "yields_one": "ok",
         "yields_other": "differs",
@@ -160,7 +164,7 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     assert "SIZE TYPE_INT32 [1,2] TYPE_FP32 [1,2]" in lines
     assert lines[-2:] == [
         "--input: no loaded model has an input 'Z'",
-        "13 models: 3 ok, 3 refused, 6 differs, 1 FAILED",
+        "14 models: 3 ok, 3 refused, 7 differs, 1 FAILED",
     ]
 
 

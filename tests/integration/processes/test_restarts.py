@@ -3,13 +3,11 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -69,12 +67,10 @@ def assert_unnoticed(counts_by_protocol: dict[str, dict[str, int]]) -> None:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="st-"))
-    (path / "models").mkdir()
-    repositories.add(path / "models", "simple", "identity")
-    yield path
-    shutil.rmtree(path)
+def folder(run_dir: Path) -> Path:
+    (run_dir / "models").mkdir()
+    repositories.add(run_dir / "models", "simple", "identity")
+    return run_dir
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

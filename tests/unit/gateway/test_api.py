@@ -251,7 +251,7 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
     path = "/v2/repository/models/a%2Emodel"
     contents = bytes(range(256)) * 10
     http.post(f"{path}/load").ok()
-    files = {"file:1/model.py": base64.b64encode(contents).decode()}
+    files = {"file:1/model.py": base64.encodebytes(contents).decode()}
     http.post(f"{path}/load", {"parameters": {"config": "{}", **files}}).ok()
     http.post(f"{path}/unload").ok()
     http.post(f"{path}/unload", {"parameters": {"unload_dependents": True}}).ok()

@@ -11,6 +11,7 @@ import pytest
 from shmserve.errors import NotFound, Unavailable
 from shmserve.gateway.context import ModelTable
 from shmserve.gateway.http.openai import bodies
+from shmserve.gateway.http.openai.models import list_models
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.gateway_rig import SIMPLE_CONFIG, publication
 
@@ -64,7 +65,7 @@ def test_readiness_keeps_prepared_schemas() -> None:
     assert model.ready
 
 
-def generator_publication(name: str, *aliases: str) -> Any:
+def generator_publication(name: str, *aliases: str, **fields: Any) -> Any:
     engine = json.dumps({"max_model_len": 64, "aliases": aliases})
     text = {"data_type": "TYPE_STRING", "dims": [1]}
     return make_publication(
@@ -72,7 +73,7 @@ def generator_publication(name: str, *aliases: str) -> Any:
         max_batch_size=0,
         input=[{"name": bodies.PARAMETERS_INPUT, **text}],
         output=[{"name": bodies.TEXT_OUTPUT, **text}],
-        parameters={"engine": {"string_value": engine}},
+        **{"parameters": {"engine": {"string_value": engine}}, **fields},
     )
 
 
@@ -112,6 +113,33 @@ def test_a_model_has_its_name_and_its_aliases() -> None:
     assert resolve_alias(gateway, "gpt") == "gpt"
 
 
+def test_adapters_of_vllm_are_further_names_of_their_model() -> None:
+    parameters = {"max_model_len": "64", "adapters": "french\norg/x\nb"}
+    strings = {name: {"string_value": text} for name, text in parameters.items()}
+    vllm_model = generator_publication("a", backend="vllm", parameters=strings)
+    gateway = build_table(vllm_model, generator_publication("b"), make_publication())
+    model = gateway.models.resolve("a", "")
+    assert model.adapters == ["french", "org/x", "b"]
+    for name, owner, adapter in (
+        ("french", "a", "french"),
+        ("org/x", "a", "org/x"),
+        ("a", "a", ""),
+    ):
+        assert resolve_alias(gateway, name) == owner
+        assert bodies.find_adapter(gateway, model, name) == adapter
+    assert resolve_alias(gateway, "b") == "b"
+    (listed,) = asyncio.run(list_models(gateway, MagicMock())).pieces
+    parents = {
+        card["id"]: (card["root"], card["parent"]) for card in json.loads(bytes(listed))["data"]
+    }
+    assert parents == {
+        "a": ("a", None),
+        "french": ("a", "a"),
+        "org/x": ("a", "a"),
+        "b": ("b", None),
+    }
+
+
 def test_served_names_precede_a_models_own() -> None:
     gateway = build_table(
         generator_publication("a"),
@@ -133,7 +161,7 @@ def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
     t = build_table(generator_publication("a", "gpt"), served_names=(("", "only"), ("asleep", "z")))
     send_request = t.supervisor.send_request
     assert resolve_alias(t, "night") == "night" and not send_request.called
-    t.models.on_demand |= {"asleep", "a"}
+    t.models.on_demand_names |= {"asleep", "a"}
     for name, model_name in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
         assert resolve_alias(t, name) == model_name and not send_request.called
     assert resolve_alias(t, "night") == "asleep"

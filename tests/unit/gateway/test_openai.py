@@ -112,6 +112,15 @@ def test_chunks_count_the_tokens_of_their_sample(choices_format: Any) -> None:
     assert usages[0]["total_tokens"] == 5
 
 
+def test_chunks_count_the_tokens_of_reasoning() -> None:
+    choices = Choices(CHAT_FORMAT, "m", 1, shows_usage=True, shows_running_usage=True)
+    for text, count in (("hm", 1), ("", 2)):
+        message = {"reasoning": text, "reasoning_tokens": count}
+        choice = choices.add(0, Delta(0, "", message=message, extra_members={"token_ids": [1]}))
+        usage = json.loads(choices.encode_chunk([choice]))["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+
+
 def test_zero_logprobs_are_requested() -> None:
     """Completions have the number of alternatives, which may be 0; chats have true."""
     request_bodies: list[dict[str, Any]] = [{"logprobs": 0}, {"logprobs": 2}, {"logprobs": True}]
@@ -209,12 +218,15 @@ def test_many_log_probabilities_are_parsed_in_parts(monkeypatch: pytest.MonkeyPa
     assert generation._parse_logprobs(orjson.dumps(members)) == members
 
 
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
 def text_gateway(*outputs: str, may_reason: bool = False) -> Any:
     io = SimpleNamespace(
         inputs={bodies.PARAMETERS_INPUT: None},
         outputs=dict.fromkeys((bodies.TEXT_OUTPUT, *outputs)),
     )
-    model = SimpleNamespace(name="m", signature=io, may_reason=may_reason)
+    model = SimpleNamespace(name="m", signature=io, may_reason=may_reason, adapters=["french", "m"])
     model_table = MagicMock(on_demand=(), resolve_alias=str)
     model_table.__contains__.return_value = True
     model_table.resolve.return_value = model
@@ -249,6 +261,19 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     parsed = asyncio.run(bodies.parse_chat(text_gateway(), body))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
     assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
+
+
+def test_the_name_of_an_adapter_stands_for_its_model_with_the_adapter() -> None:
+    for parse, prompt in ((bodies.parse_completion, {"prompt": "x"}), (bodies.parse_chat, CHAT)):
+        parsed = asyncio.run(parse(text_gateway(), {"model": "french", **prompt}))
+        assert (parsed.name, parsed.parameters["lora_name"]) == ("french", "french")
+        parsed = asyncio.run(parse(text_gateway(), {"model": "m", **prompt, "lora_name": "french"}))
+        assert (parsed.name, parsed.parameters["lora_name"]) == ("m", "french")
+        parsed = asyncio.run(parse(text_gateway(), {"model": "m", **prompt}))
+        assert (parsed.name, "lora_name" in parsed.parameters) == ("m", False)
+    body = {"model": "french", "prompt": "x", "lora_name": "german"}
+    with pytest.raises(InvalidArgument, match="lora_name: 'german' contradicts the model 'french'"):
+        asyncio.run(bodies.parse_completion(text_gateway(), body))
 
 
 def test_zero_likeliest_tokens_request_no_log_probabilities() -> None:

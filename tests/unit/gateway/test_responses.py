@@ -407,6 +407,32 @@ def test_a_failed_stream_ends_with_an_error() -> None:
 
 
 @pytest.mark.parametrize(
+    ("message", "members"),
+    [
+        (
+            {"content": "a"},
+            {"content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]},
+        ),
+        ({"reasoning": "a"}, {"content": [{"type": "reasoning_text", "text": "a"}]}),
+        (
+            {"tool_calls": [{"index": 0, "id": "c", "name": "f", "arguments": '{"a'}]},
+            {"arguments": '{"a'},
+        ),
+    ],
+)
+def test_a_failed_stream_keeps_the_open_item_without_an_event_of_its_end(
+    message: dict[str, Any], members: dict[str, Any]
+) -> None:
+    response_object = ResponseObject({"model": "m"})
+    response_object.add(0, Delta(0, "", message=message))
+    error_event, failed_event = response_object.encode_failure(Unavailable("gone"))
+    assert error_event.startswith(b"event: error\n")
+    event = json.loads(failed_event.partition(b"data: ")[2])
+    (item,) = event["response"]["output"]
+    assert {**item, **members, "status": "incomplete"} == item
+
+
+@pytest.mark.parametrize(
     ("message", "param"),
     [
         ("messages: the prompt is too long", "input"),

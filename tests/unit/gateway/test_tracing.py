@@ -41,8 +41,10 @@ def test_no_trace_is_created_without_need() -> None:
     trace = tracer.begin_trace("m", "1", "", 0, "", True)
     assert trace is not None and not trace.is_sampled
     caller_trace = tracer.begin_trace("m", "1", "", 0, SAMPLED_HEADER, False)
-    assert caller_trace is not None and caller_trace.scheduler.trace_id == "1" * 32
-    assert caller_trace.scheduler.is_sampled  # the called request is sampled as its caller decides
+    assert caller_trace is not None and caller_trace.scheduler_context.trace_id == "1" * 32
+    assert (
+        caller_trace.scheduler_context.is_sampled
+    )  # the called request is sampled as its caller decides
 
 
 def test_a_caller_decides_for_opentelemetry() -> None:

@@ -43,6 +43,14 @@ def test_a_second_or_forged_release_is_ignored() -> None:
     check_integrity(free_list)
 
 
+@pytest.mark.parametrize("byte_size", [-1, -64, -(1 << 40)])
+def test_a_negative_size_is_refused(byte_size: int) -> None:
+    free_list = FreeList(1024)
+    with pytest.raises(InvalidArgument, match=f"byte_size: .* {byte_size} bytes"):
+        free_list.allocate(byte_size)
+    check_integrity(free_list)
+
+
 def test_another_mapping_reads_what_was_written() -> None:
     arena, reader = Arena(1 << 20), Mappings()
     memory_range = arena.allocate(5)

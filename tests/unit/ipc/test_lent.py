@@ -10,7 +10,7 @@ from shmserve.ipc.memory.lent import (
     Block,
     CallbackToken,
     LentMemory,
-    Readers,
+    LentTokens,
     release_messages,
     unread_releases,
 )
@@ -51,7 +51,7 @@ def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
     assert not memory.release(READER, memory_id + 1, [offset])
     assert not memory.release(READER, memory_id, [offset + 64]) and memory.used_bytes
     assert memory.release(READER, memory_id, [offset, offset])
-    assert (memory.used_bytes, len(memory._readers)) == (0, 0)
+    assert (memory.used_bytes, len(memory._lent_tokens)) == (0, 0)
     assert not memory.release(READER, memory_id, [offset])
 
 
@@ -59,7 +59,7 @@ def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
     for reader in (READER, OTHER_READER, READER):
         lend(memory, reader)
     memory.drop_reader(READER)
-    assert len(memory._readers) == 1
+    assert len(memory._lent_tokens) == 1
     memory.drop_reader(OTHER_READER)
     memory.drop_reader(OTHER_READER)
     assert memory.used_bytes == 0
@@ -84,9 +84,9 @@ def test_full_memory_is_an_error(memory: LentMemory) -> None:
 
 
 def test_a_token_collected_before_its_release_is_reported() -> None:
-    readers: Readers[int] = Readers()
-    readers.lend(READER, 0, CallbackToken(lambda: None))
-    readers._blocks.clear()  # discard the block without a release
+    lent_tokens: LentTokens[int] = LentTokens()
+    lent_tokens.lend(READER, 0, CallbackToken(lambda: None))
+    lent_tokens._tokens.clear()  # discard the block without a release
     assert tokens.LOST_TOKENS == []
     source = compile("def drop(make): make()", tokens.OWN_FOLDERS[0] + "somewhere.py", "exec")
     namespace: dict[str, object] = {}

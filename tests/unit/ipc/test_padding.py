@@ -72,9 +72,9 @@ def test_the_shape_key_ignores_padded_dimensions_only() -> None:
     assert pad.split_key(compute_key({}, (3, 8, 8), word_count=2))[0] == shape_key
     assert pad.split_key(compute_key({}, (3, 7, 9), word_count=1))[0] != shape_key
     batch = PaddedBatch(pad)
-    assert batch.may_join(compute_key({}, (3, 7, 9), word_count=2), 1)
-    assert not batch.may_join(compute_key({}, (3, 7, 9), word_count=1), 1)
-    assert batch.may_join(compute_key({}, (3, 9, 7), word_count=2), 2)
+    assert batch.try_join(compute_key({}, (3, 7, 9), word_count=2), 1)
+    assert not batch.try_join(compute_key({}, (3, 7, 9), word_count=1), 1)
+    assert batch.try_join(compute_key({}, (3, 9, 7), word_count=2), 2)
     total = 3 * 3 * 9 * 9
     assert batch.element_counts() == {"IMAGE": (total, total - 3 * 3 * 7 * 9)}
 
@@ -82,18 +82,18 @@ def test_the_shape_key_ignores_padded_dimensions_only() -> None:
 def test_shapes_without_a_common_bucket_are_separated() -> None:
     pad = padding({"buckets": [[3, 10, 100], [3, 100, 10]]})
     batch = PaddedBatch(pad)
-    assert batch.may_join(pad.key(b"", {"IMAGE": (3, 5, 90)}), 1)
-    assert not batch.may_join(pad.key(b"", {"IMAGE": (3, 90, 5)}), 1)
-    assert batch.may_join(pad.key(b"", {"IMAGE": (3, 9, 9)}), 1)
+    assert batch.try_join(pad.key(b"", {"IMAGE": (3, 5, 90)}), 1)
+    assert not batch.try_join(pad.key(b"", {"IMAGE": (3, 90, 5)}), 1)
+    assert batch.try_join(pad.key(b"", {"IMAGE": (3, 9, 9)}), 1)
 
 
 def test_two_small_requests_do_not_become_a_huge_batch() -> None:
     """One row is long in one dimension, and the other row in another dimension."""
     pad = padding({}, (-1, -1))
     batch = PaddedBatch(pad)
-    assert batch.may_join(pad.key(b"", {"IMAGE": (1, 100_000)}), 1)
-    assert not batch.may_join(pad.key(b"", {"IMAGE": (100_000, 1)}), 1)
-    assert batch.may_join(pad.key(b"", {"IMAGE": (1, 90_000)}), 1)
+    assert batch.try_join(pad.key(b"", {"IMAGE": (1, 100_000)}), 1)
+    assert not batch.try_join(pad.key(b"", {"IMAGE": (100_000, 1)}), 1)
+    assert batch.try_join(pad.key(b"", {"IMAGE": (1, 90_000)}), 1)
 
 
 SIZES = st.tuples(st.integers(0, 40), st.integers(0, 40))
@@ -115,7 +115,7 @@ def test_waste_is_bounded(
     batch = PaddedBatch(pad)
     admitted: list[tuple[tuple[int, int], int]] = []
     for image, units in shapes_and_units:
-        if batch.may_join(pad.key(b"", {"IMAGE": image}), units):
+        if batch.try_join(pad.key(b"", {"IMAGE": image}), units):
             admitted.append((image, units))
     assert admitted[0] == shapes_and_units[0]
     padded = shape(pad, *(image for image, _ in admitted))

@@ -1,15 +1,25 @@
 """The settings of the C library for copies and for memory, and killed processes."""
 
 import os
+import select
+import signal
 import sys
 from multiprocessing import util
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from shmserve.ipc.processes import LARGE_COPY, kill_tree, with_uncached_copies
+from shmserve.ipc.processes import (
+    LARGE_COPY,
+    kill_marked_descendants,
+    kill_tree,
+    with_mark,
+    with_uncached_copies,
+)
 from shmserve.workers.memory import outputs
 from tests.support.servers import run_python
+from tests.support.waiting import until
 
 _COPY_SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
 
@@ -81,3 +91,31 @@ def test_a_resource_tracker_that_is_starting_continues() -> None:
         os.close(read_end)
         os.close(write_end)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_marked_process_in_execve_is_killed(tmp_path: Path) -> None:
+    """The kernel shows no environment until it has loaded the program."""
+    environment = with_mark(os.environ, os.getpid(), tmp_path)
+    restart = 'exec /bin/sh -c "$0" "$0"'  # most of the time, the process is in execve
+    for _ in range(20):
+        pid = os.posix_spawn("/bin/sh", ["sh", "-c", restart, restart], environment)
+        kill_marked_descendants(os.getpid(), tmp_path)
+        with os.fdopen(os.pidfd_open(pid)) as pidfd:
+            ended = select.select([pidfd], [], [], 5)[0]
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert ended
+
+
+def test_a_marked_process_without_its_main_thread_is_killed(tmp_path: Path) -> None:
+    program = """
+import ctypes, os, threading, time
+threading.Thread(target=time.sleep, args=(10,)).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+"""
+    environment = with_mark(os.environ, os.getpid(), tmp_path)
+    pid = os.posix_spawn(sys.executable, ["python", "-c", program], environment)
+    stat = Path(f"/proc/{pid}/stat")
+    until("the main thread has exited", lambda: ") Z " in stat.read_text())
+    kill_marked_descendants(os.getpid(), tmp_path)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL

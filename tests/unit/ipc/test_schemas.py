@@ -179,11 +179,11 @@ def test_a_full_cache_is_cleared() -> None:
 
 def test_a_key_is_repeated_from_its_second_occurrence() -> None:
     cache: BoundedCache[int, str] = BoundedCache(2)
-    assert [cache.is_repeated(key) for key in (1, 1, 2, 2, 3, 3)] == [False, True] * 3
+    assert [cache.mark_seen(key) for key in (1, 1, 2, 2, 3, 3)] == [False, True] * 3
     cache.store(1, "one")
     for key in range(10, 20):
-        assert not cache.is_repeated(key)
-    assert cache.find(1) == "one" and cache.is_repeated(1)
+        assert not cache.mark_seen(key)
+    assert cache.find(1) == "one" and cache.mark_seen(1)
 
 
 def test_the_oldest_value_is_evicted_and_passed_to_the_callback() -> None:

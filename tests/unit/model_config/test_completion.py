@@ -189,10 +189,12 @@ def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
         'name: "m" parameters { key: "target_p99_ms" value { string_value: "7" } }'
     )
     strategy_settings = {"batching_strategy": "adaptive", "target_p99_ms": "9", "other": "x"}
+    strategy_settings["adapters"] = "french"  # of the backend vllm
     parameters = {name: {"string_value": value} for name, value in strategy_settings.items()}
     merged_parameters = merge_autocomplete(config, {"parameters": parameters}).parameters
     values = {name: merged_parameters[name].string_value for name in merged_parameters}
-    assert values == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
+    strategy = {"batching_strategy": "adaptive", "target_p99_ms": "7"}
+    assert values == {**strategy, "adapters": "french"}
 
 
 @pytest.mark.parametrize(("backend", "ignored"), [("python", ["runtime"]), ("pytorch", [])])

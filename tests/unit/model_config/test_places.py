@@ -188,9 +188,10 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
         ),
         ("instance_group { kind: KIND_Q gpus: 0 }", ["instance_group[0].kind"], []),
         (
-            "instance_group [ { name: 3 }, { name: 'a' }, { name: 'a' } ]",
-            ["instance_group[0].name"],
-            ["instance_group[2].name"],
+            "output [ { name: 3 data_type: TYPE_FP32 dims: 1 }, { name: 'a' data_type: TYPE_FP32 "
+            "dims: 1 }, { name: 'a' data_type: TYPE_FP32 dims: 2 } ]",
+            ["output[0].name"],
+            ["output[2].name"],
         ),
         ("input { name: 3 } batch_input { data_type: TYPE_FP32 source_input: 'a' target_name: 'n'}",
          ["input[0].name"], []),

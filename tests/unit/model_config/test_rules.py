@@ -156,8 +156,6 @@ RULES = [
     (TENSORS + 'instance_group { kind: KIND_CPU @profile: "1" }', "instance_group[0].profile",
      "instance group m_0 of model m and platform specifies profile field which is only "
      "supported for TensorRT models"),
-    (TENSORS + 'instance_group { name: "a" } instance_group { @name: "a" }',
-     "instance_group[1].name", "instance group a of model m is specified more than once"),
     (TENSORS + 'batch_input { target_name: "x" @data_type: TYPE_INT64 source_input: "I" }',
      "batch_input[0].data_type", "batch input data type must be TYPE_INT32 or TYPE_FP32 for m"),
     (TENSORS + '@batch_input { target_name: "x" data_type: TYPE_INT32 }',

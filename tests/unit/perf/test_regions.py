@@ -41,10 +41,10 @@ def test_inputs_are_written_to_the_ranges_of_the_requests() -> None:
         assert (kind, fields["byte_size"]) == ("system", len(content))
         for item, sent_item in zip(placed_items, ITEMS, strict=True):
             for tensor, original in zip(item, sent_item, strict=True):
-                assert tensor.part is not None and tensor.raw == b""
-                assert tensor.part.region in transport.registered
-                offset = tensor.part.offset
-                assert content[offset : offset + tensor.part.byte_size] == original.raw
+                assert tensor.region_part is not None and tensor.raw == b""
+                assert tensor.region_part.region in transport.registered
+                offset = tensor.region_part.offset
+                assert content[offset : offset + tensor.region_part.byte_size] == original.raw
     assert not transport.registered
     assert not os.path.exists(f"/dev/shm{fields['key']}")
 
@@ -72,5 +72,5 @@ def test_memory_of_a_device_is_registered_by_its_handle(monkeypatch: pytest.Monk
         placed_items = regions.inputs(ITEMS)
         ((kind, fields),) = transport.registered.values()
         assert (kind, fields["device_id"], len(fields["raw_handle"])) == ("cuda", 0, 64)
-        assert placed_items[0][1].part is not None
+        assert placed_items[0][1].region_part is not None
     assert not transport.registered

@@ -159,8 +159,8 @@ def test_a_lone_client_is_no_burst() -> None:
 def test_the_choice_with_shorter_latencies_is_preferred(waiting_is_better: bool) -> None:
     trial, choices = WaitingChoice(MissBudget()), []
     for _ in range(2400):
-        choices.append(trial.waits)
-        trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)
+        choices.append(trial.should_wait)
+        trial.record_batch([MS if trial.should_wait is waiting_is_better else 2 * MS], 0)
     share = choices[480:].count(waiting_is_better) / len(choices[480:])
     assert 0.85 < share < 1
 
@@ -169,11 +169,11 @@ def test_the_better_choice_may_change() -> None:
     trial = WaitingChoice(MissBudget())
     for waiting_is_better in (True, False, True):
         for _ in range(4800):
-            trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)
+            trial.record_batch([MS if trial.should_wait is waiting_is_better else 2 * MS], 0)
         choices = []
         for _ in range(480):
-            choices.append(trial.waits)
-            trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)
+            choices.append(trial.should_wait)
+            trial.record_batch([MS if trial.should_wait is waiting_is_better else 2 * MS], 0)
         assert choices.count(waiting_is_better) > 400
 
 
@@ -193,7 +193,7 @@ def learn_load(
             batcher.record_arrival(now_ns, queued_count)
         now_ns += (10 + size) * MS
         batcher.record_batch(now_ns, 0, size, (10 + size) * MS, [MS])
-    batcher._waiting_choice.waits = True
+    batcher._waiting_choice.should_wait = True
     return batcher, now_ns
 
 

@@ -84,10 +84,10 @@ def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
 def test_the_alternative_is_not_tried_before_its_misses_are_earned() -> None:
     choice, alternative_count = WaitingChoice(settled_account()), 0
     for _ in range(20_000):
-        late_count = 0 if choice.waits else 4
-        alternative_count += not choice.waits
-        choice.record_batch([MS if choice.waits else 2 * MS] * 4, late_count)
-    assert choice.waits and choice.waiting_clearly_pays
+        late_count = 0 if choice.should_wait else 4
+        alternative_count += not choice.should_wait
+        choice.record_batch([MS if choice.should_wait else 2 * MS] * 4, late_count)
+    assert choice.should_wait and choice.waiting_clearly_pays
     assert alternative_count < 48  # number of batches; no misses were earned
 
 

@@ -73,14 +73,14 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
     assert isinstance(decision, Batch)
     batch_items = queued_items[: decision.count]
     batch = PaddedBatch(padding)
-    assert all(batch.may_join(item.shape_key, item.rows) for item in batch_items)
+    assert all(batch.try_join(item.shape_key, item.rows) for item in batch_items)
     total = sum(item.rows for item in batch_items)
     if decision.count < len(queued_items):
         next_item = queued_items[decision.count]
         next_fits = total + next_item.rows <= max_batch_size
         assert (
             not next_fits
-            or not batch.may_join(next_item.shape_key, next_item.rows)
+            or not batch.try_join(next_item.shape_key, next_item.rows)
             or total == max_batch_size
         )
         assert (decision.reason is CloseReason.SHAPE) == (next_fits and total < max_batch_size)

@@ -315,7 +315,7 @@ def request_key(
 ) -> bytes:
     schema, _ = pack_inference(request)
     head = schema_key(model, version, RequestSchema(schema))
-    datas = [request.inputs[index].data for index in head.order]
+    datas = [request.inputs[index].data for index in head.input_order]
     inline_data = [b"12345678" if isinstance(data, Range) else data for data in datas]
     return cache_key(head.prefix, sequence, inline_data)
 

@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 import re
-import shutil
-import tempfile
 import typing
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +29,6 @@ from tests.support.waiting import until_async
 
 STARTED_EVENT = m.ProcessStarted(7, "worker simple.0 cpu")
 READY_EVENT = HealthChanged(live=True, ready=True, exiting=False)
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    """A folder whose name is short enough for a socket's."""
-    folder = Path(tempfile.mkdtemp(prefix="se-"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @contextlib.asynccontextmanager

@@ -3,10 +3,7 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,22 +38,16 @@ MAX_CLIENTS = 8
 POLICY = policy(max_regions=8, max_regions_per_uid=4)
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short, for there is a socket in it."""
-    folder_path = Path(tempfile.mkdtemp(prefix="sd-"))
-    yield folder_path
-    shutil.rmtree(folder_path)
-
-
-async def test_one_user_cannot_take_them_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_user_cannot_take_them_all(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A user may have three quarters of the connections, and a new one once another has ended."""
     monkeypatch.setattr(fd_limits, "local_clients_share", lambda: MAX_CLIENTS)
     unused: Any = None
     disconnected = asyncio.Event()
     capabilities = Capabilities(os.urandom(32))
     local_clients = LocalClientServer(
-        folder,
+        run_dir,
         NO_GROUP,
         capabilities,
         unused,
@@ -69,16 +60,16 @@ async def test_one_user_cannot_take_them_all(folder: Path, monkeypatch: pytest.M
         stack.callback(local_clients.connections.close)
         admitted_links = []
         for _ in range(MAX_CLIENTS):
-            link = stack.enter_context(join_server(folder))
+            link = stack.enter_context(join_server(run_dir))
             if await is_welcomed(link):
                 admitted_links.append(link)
         assert len(admitted_links) == fd_limits.max_connections_per_peer(MAX_CLIENTS) < MAX_CLIENTS
         admitted_links.pop().close()
         await disconnected.wait()
-        assert await is_welcomed(stack.enter_context(join_server(folder)))
+        assert await is_welcomed(stack.enter_context(join_server(run_dir)))
 
 
-async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(folder: Path) -> None:
+async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(run_dir: Path) -> None:
     """The program sent its hello and shared memory in one message; all of it is released."""
     disconnected = asyncio.Event()
     capabilities = Capabilities(bytes(32))
@@ -90,10 +81,10 @@ async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(fol
         disconnected.set()
 
     local_clients = LocalClientServer(
-        folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), release_place, unused
+        run_dir, NO_GROUP, capabilities, registry, list, Acknowledgements(), release_place, unused
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
-        program.connect(str(endpoints.listener(folder)))
+        program.connect(str(endpoints.listener(run_dir)))
         greeting = frames.pack([Hello(frames.VERSION), ShareMemory(1, 4096, False)])
         socket.send_fds(program, [greeting], [fd])
     async with asyncio.timeout(10):
@@ -131,12 +122,12 @@ def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> No
     ],
 )
 async def test_a_program_of_another_version_gets_an_error_that_names_both(
-    folder: Path, packet: bytes
+    run_dir: Path, packet: bytes
 ) -> None:
     unused: Any = object()
     memory = LocalMemory(Capabilities(bytes(32)), RegionOpener(POLICY), RecordedProcesses(), print)
     local_clients = LocalClientServer(
-        folder,
+        run_dir,
         NO_GROUP,
         Capabilities(bytes(32)),
         memory,
@@ -145,7 +136,7 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
         lambda number: None,
         unused,
     )
-    with join_server(folder) as link:
+    with join_server(run_dir) as link:
         link.send(packet)
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(10):
@@ -158,21 +149,21 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
 
 
 @pytest.mark.parametrize(("tensors", "all_fit"), [(2000, True), (20_000, False)])
-async def test_many_inputs_end_no_connection(folder: Path, tensors: int, all_fit: bool) -> None:
+async def test_many_inputs_end_no_connection(run_dir: Path, tensors: int, all_fit: bool) -> None:
     """Holds for a client that is connected during the load, and for a later one."""
     wide = _model("wide", tensors)
     models: list[Any] = [_model("plain", 1), HealthChanged(True, True, False)]
     unused: Any = None
     acknowledgements = Acknowledgements()
     local_clients = LocalClientServer(
-        folder,
+        run_dir,
         NO_GROUP,
         Capabilities(bytes(32)),
         *(unused, lambda: models, acknowledgements, lambda _: None, unused),
     )
     with contextlib.ExitStack() as stack:
         stack.callback(local_clients.connections.close)
-        link = stack.enter_context(join_server(folder))
+        link = stack.enter_context(join_server(run_dir))
         assert _names(await _receive(link, 3)) == {"plain"}
         number = acknowledgements.begin(local_clients.numbers())
         local_clients.announce(replace(wide, ack_number=number))
@@ -182,7 +173,7 @@ async def test_many_inputs_end_no_connection(folder: Path, tensors: int, all_fit
         while not acknowledgements.is_acknowledged(number):
             await acknowledgements.until_next_complete()
         models.insert(0, wide)
-        later = stack.enter_context(join_server(folder))
+        later = stack.enter_context(join_server(run_dir))
         assert _names(await _receive(later, 4)) == ({"plain", "wide"} if all_fit else {"plain"})
 
 
@@ -232,9 +223,9 @@ async def _receive(link: socket.socket, count: int, *, sends_hello: bool = True)
         return [r for _ in range(count) for r in frames.unpack(await loop.sock_recv(link, 1 << 22))]
 
 
-def join_server(folder: Path) -> socket.socket:
+def join_server(run_dir: Path) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link.connect(str(endpoints.listener(folder)))
+    link.connect(str(endpoints.listener(run_dir)))
     link.setblocking(False)
     return link
 

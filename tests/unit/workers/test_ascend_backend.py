@@ -11,7 +11,7 @@ import pytest
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers import backends
-from shmserve.workers.backends.ascend import AclError, AscendBackend, OfflineModel, layout
+from shmserve.workers.backends.ascend import AclError, AscendBackend, OfflineModel, aligned_layout
 from tests.rigs.fake_acl import FakeAcl, write
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
 
@@ -135,7 +135,7 @@ def test_unsupported_tensors_are_refused(acl: FakeAcl, worker: Rig) -> None:
 
 
 def test_the_plan_is_aligned() -> None:
-    offsets, size = layout([1, 512, 513, 7])
+    offsets, size = aligned_layout([1, 512, 513, 7])
     assert (offsets, size) == ([0, 512, 1024, 2048], 2560)
 
 

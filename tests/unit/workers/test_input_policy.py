@@ -21,9 +21,9 @@ def test_only_views_can_be_at_fault() -> None:
 
 def test_a_copy_that_fixed_an_error_is_remembered() -> None:
     policy = InputPolicy()
-    policy.record_retry(succeeded=False)
+    policy.record_retry(has_succeeded=False)
     assert not policy.copies_inputs
-    policy.record_retry(succeeded=True)
+    policy.record_retry(has_succeeded=True)
     assert policy.copies_inputs
 
 
@@ -33,6 +33,6 @@ def test_a_model_with_frequent_errors_is_not_retried_for_a_while() -> None:
     for _ in range(200):
         retry_decisions.append(policy.should_retry(request(True)))
         if retry_decisions[-1]:
-            policy.record_retry(succeeded=False)
+            policy.record_retry(has_succeeded=False)
     assert all(retry_decisions[:16]) and sum(retry_decisions) < 16 + 200 / 16
     assert any(retry_decisions[100:]), "it is never believed for good"

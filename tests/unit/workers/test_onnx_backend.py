@@ -380,6 +380,13 @@ def test_sequences_and_maps_are_refused_with_the_remedy(kind: str, remedy: str) 
     assert [tensor.name for tensor in describe(session, ["label"]).outputs] == ["label"]
 
 
+def test_a_sequence_as_an_input_is_refused_with_the_remedy() -> None:
+    items = SimpleNamespace(name="items", type="seq(tensor(float))", shape=[])
+    session = SimpleNamespace(get_inputs=lambda: [items], get_overridable_initializers=list)
+    with pytest.raises(InvalidArgument, match=r"input 'items' .* can send: .*SplitToSequence\)$"):
+        describe(session)
+
+
 def test_a_configured_initializer_is_an_optional_input(worker: Rig) -> None:
     weights = numpy_helper.from_array(np.full(2, 3, F32), "w")
     inputs = [("x", FLOAT, (2,)), ("w", FLOAT, (2,))]
@@ -395,6 +402,8 @@ def test_a_configured_initializer_is_an_optional_input(worker: Rig) -> None:
 def test_the_file_may_be_in_a_folder_of_its_name(worker: Rig) -> None:
     folder = worker.context.version_dir / "model.onnx"
     folder.mkdir(parents=True)
+    with pytest.raises(Unavailable, match=r"find '1/model\.onnx/model\.onnx' for .* 'm_0_0'$"):
+        OnnxBackend(worker.context).complete_config(BARE_CONFIG)
     save(folder, [("Identity", "a", "s", {})], [("a", FLOAT, (2,))], [("s", FLOAT, (2,))])
     assert OnnxBackend(worker.context).complete_config(BARE_CONFIG)["output"][0]["dims"] == [2]
 

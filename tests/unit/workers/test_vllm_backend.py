@@ -23,7 +23,13 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     unpack_inferred,
 )
-from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of, engine
+from shmserve.workers.backends.vllm import (
+    VllmBackend,
+    answers,
+    convert_metrics,
+    devices_of,
+    engine,
+)
 from shmserve.workers.backends.vllm.answers import VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine, max_tokens_cap
 from shmserve.workers.main import WorkerInstance
@@ -48,7 +54,7 @@ def output(*samples: SimpleNamespace, is_finished: bool = False, **fields: Any) 
 def vllm_call(text: str = "", logprobs: int | None = None, **fields: Any) -> VllmCall:
     """Return a call for a request that has these fields of vLLM's server."""
     defaults = {"stream": False, "echo": False, "max_tokens": 16, "prompt_logprobs": None}
-    defaults["return_tokens_as_token_ids"] = None
+    defaults |= {"return_tokens_as_token_ids": None, "priority": 0}
     request = SimpleNamespace(**{**defaults, **fields})
     return VllmCall(request, None, SimpleNamespace(logprobs=logprobs), "<{}>".format, text=text)
 
@@ -117,7 +123,9 @@ class Model(Streams):
         super().__init__(worker_rig)
         self.engine = FakeEngine()
         folder = worker_rig.context.version_dir
-        (folder / "model.json").write_text('{"model": "m", "tool_call_parser": "hermes"}')
+        arguments = {"model": "m", "tool_call_parser": "hermes", "enable_lora": True}
+        (folder / "model.json").write_text(json.dumps(arguments))
+        (folder / "multi_lora.json").write_text('{"french": "/a", "german": "/b"}')
 
         async def start(arguments: Arguments) -> Any:
             self.arguments = arguments
@@ -403,6 +411,20 @@ def test_tokens_of_reasoning_are_counted() -> None:
     assert json.loads(responses[-1][0][0].data[0])["reasoning_tokens"] == 4 + 3
 
 
+def test_messages_with_tokens_have_the_number_of_reasoning_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answers, "parse_message", lambda *arguments: {"reasoning": "a"})
+    call = vllm_call(stream=True)
+    call.make_parser = lambda: SimpleNamespace(count_reasoning_tokens=len)
+    for names, counts in ((["message", "token_ids"], [2, 3]), (["message"], [None, None])):
+        answer = VllmAnswer(call, names, [])
+        parts = [output(sample("a", tokens)) for tokens in ([1, 2], [3])]
+        tensors = [next(answer.responses(part))[0] for part in parts]
+        messages = [t.data[0] for response in tensors for t in response if t.name == "message"]
+        assert [json.loads(text).get("reasoning_tokens") for text in messages] == counts
+
+
 def test_only_the_prompt() -> None:
     call = vllm_call(text="ab", echo=True, max_tokens=0)
     answer = VllmAnswer(call, ["text_output", "finish_reason", "usage"], [])
@@ -422,9 +444,13 @@ def test_the_configuration_is_completed(model: Model) -> None:
     outputs = [tensor["name"] for tensor in model.config["output"]]
     assert "message" in outputs  # because model.json names a tool parser
     assert model.config["model_transaction_policy"] == {"decoupled": True}
-    assert model.config["parameters"] == {"max_model_len": {"string_value": "512"}}
+    parameters = {"max_model_len": "512", "adapters": "french\ngerman"}
+    assert model.config["parameters"] == {
+        name: {"string_value": text} for name, text in parameters.items()
+    }
     assert model.arguments.server_arguments == {"tool_call_parser": "hermes"}
-    assert model.arguments.engine == {"model": "m", "served_model_name": "m"}
+    engine_arguments = {"model": "m", "served_model_name": "m", "enable_lora": True}
+    assert model.arguments.engine == engine_arguments
 
 
 @pytest.mark.parametrize(

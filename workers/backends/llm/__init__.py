@@ -17,6 +17,7 @@ model/                                  the checkpoint, the decoder, its attenti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,44 +46,50 @@ from shmserve.workers.context import client_error
 from shmserve.workers.links import HandlerTable, WorkerRequest
 
 
-def tensor(name: str, data_type: str, size: int, **options: Any) -> dict[str, Any]:
+def tensor_config(name: str, data_type: str, size: int, **options: Any) -> dict[str, Any]:
     """Return an entry of `input` or `output` of a configuration, with one dimension of `size`."""
     return {"name": name, "data_type": f"TYPE_{data_type}", "dims": [size], **options}
 
 
 _Json = dict[str, Any]
 INPUTS = [
-    tensor("text_input", "STRING", 1, optional=True),
-    tensor("input_ids", "INT32", -1, optional=True),
-    tensor("messages", "STRING", 1, optional=True),
-    tensor("sampling_parameters", "STRING", 1, optional=True),
-    tensor("stream", "BOOL", 1, optional=True),
-    tensor("exclude_input_in_output", "BOOL", 1, optional=True),
+    tensor_config("text_input", "STRING", 1, optional=True),
+    tensor_config("input_ids", "INT32", -1, optional=True),
+    tensor_config("messages", "STRING", 1, optional=True),
+    tensor_config("sampling_parameters", "STRING", 1, optional=True),
+    tensor_config("stream", "BOOL", 1, optional=True),
+    tensor_config("exclude_input_in_output", "BOOL", 1, optional=True),
 ]
 OUTPUTS = [
-    tensor("text_output", "STRING", -1),
-    tensor("index", "INT32", -1),
-    tensor("token_ids", "INT32", -1),
-    tensor("prompt_token_ids", "INT32", -1),
-    tensor("finish_reason", "STRING", -1),
-    tensor("stop_reason", "STRING", -1),
-    tensor("logprobs", "STRING", -1),
-    tensor("message", "STRING", -1),
-    tensor("usage", "STRING", 1),
+    tensor_config("text_output", "STRING", -1),
+    tensor_config("index", "INT32", -1),
+    tensor_config("token_ids", "INT32", -1),
+    tensor_config("prompt_token_ids", "INT32", -1),
+    tensor_config("finish_reason", "STRING", -1),
+    tensor_config("stop_reason", "STRING", -1),
+    tensor_config("logprobs", "STRING", -1),
+    tensor_config("message", "STRING", -1),
+    tensor_config("usage", "STRING", 1),
 ]
 
 
-def complete(config: _Json, inputs: list[_Json], outputs: list[_Json], parameters: _Json) -> _Json:
-    """Return the configuration of a generative model with its missing inputs and outputs."""
+def complete(
+    config: _Json, inputs: list[_Json], outputs: list[_Json], parameters: Mapping[str, str]
+) -> _Json:
+    """Return the configuration of a generative model with its missing inputs and outputs.
+
+    Parameters whose text is empty are not added.
+    """
+    added = {name: {"string_value": text} for name, text in parameters.items() if text}
     completed = {
         **config,
         "model_transaction_policy": {"decoupled": True},
-        "parameters": {**config.get("parameters", {}), **parameters},
+        "parameters": {**config.get("parameters", {}), **added},
     }
     for field, tensors in (("input", inputs), ("output", outputs)):
         written_tensors = {entry["name"]: entry for entry in config.get(field) or ()}
-        by_name = {entry["name"]: entry for entry in tensors}
-        completed[field] = list((by_name | written_tensors).values())
+        default_tensors = {entry["name"]: entry for entry in tensors}
+        completed[field] = list((default_tensors | written_tensors).values())
     return completed
 
 
@@ -100,7 +107,7 @@ class LlmBackend(Backend):
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
         json_text = self._read_settings(ModelSpec.of(config)).json_text
-        return complete(config, INPUTS, OUTPUTS, {ENGINE_PARAMETER: {"string_value": json_text}})
+        return complete(config, INPUTS, OUTPUTS, {ENGINE_PARAMETER: json_text})
 
     def load(self, config: ModelSpec) -> None:
         """Read the weights, and create the engine.
@@ -195,8 +202,8 @@ class LlmBackend(Backend):
             return propose_ngrams
         draft = Checkpoint.open(self._draft_folder(speculation.draft_model))
         target = self._checkpoint
-        is_same = draft.architecture.vocab_size == target.architecture.vocab_size
-        if not is_same or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        has_same_vocabulary = draft.architecture.vocab_size == target.architecture.vocab_size
+        if not has_same_vocabulary or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise InvalidArgument(
                 f"speculative_decoding.draft_model: '{speculation.draft_model}' has a different "
                 "vocabulary than the model"
@@ -208,8 +215,8 @@ class LlmBackend(Backend):
     ) -> Passes:
         device = self.context.device
         model = Transformer(checkpoint, settings.weights, device)
-        sizes = settings.block_size, settings.kv_cache_blocks, host_blocks
-        passes = Passes(model, KvCache(checkpoint.architecture, *sizes, device))
+        cache_sizes = settings.block_size, settings.kv_cache_blocks, host_blocks
+        passes = Passes(model, KvCache(checkpoint.architecture, *cache_sizes, device))
         passes.capture(settings.max_batch_size, settings.max_model_len)
         return passes
 

@@ -24,17 +24,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shmserve.errors import Internal, InvalidArgument, clip
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 # The member that has the text of a part, by the type of the part. vLLM has the same types.
-_PART_TEXTS = {
+_TEXT_MEMBER_BY_TYPE = {
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
     "thinking": "thinking",
 }
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
 # The members of a conversation that are not variables of its template.
-_NON_VARIABLES = (
+_NON_VARIABLE_NAMES = (
     *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
     "continue_final_message",
 )
@@ -43,7 +43,7 @@ _PROMPT_ENDS = ("add_generation_prompt", "continue_final_message")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued
 # JSON writes a half of a surrogate pair, which no text may contain, as an escape sequence.
 _SURROGATE_ESCAPE, _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
-_HALF = " is a half of a surrogate pair; send both halves, or another character"
+_HALF_PAIR = " is a half of a surrogate pair; send both halves, or another character"
 # As in vLLM's Responses API, a custom tool becomes a function with one string argument.
 _CUSTOM_PARAMETERS = {
     "type": "object",
@@ -74,7 +74,7 @@ class ChatTemplate:
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        self.sources = sources
+        self.sources = sources  # texts of templates by name
         self.special_tokens = special_tokens
         extensions = [GenerationTag, "jinja2.ext.loopcontrols"]
         self._environment = ImmutableSandboxedEnvironment(
@@ -82,7 +82,7 @@ class ChatTemplate:
         )
         self._environment.globals |= {"raise_exception": _reject, "strftime_now": _format_now}
         self._environment.filters["tojson"] = _to_json
-        self._compiled_templates: dict[str, _CompiledTemplate] = {}
+        self._compiled_templates: dict[str, _CompiledTemplate] = {}  # by name
 
     def render(self, chat: Mapping[str, Any]) -> str:
         """Return the text of a conversation.
@@ -124,15 +124,15 @@ class ChatTemplate:
         except InvalidArgument:
             raise
         except UnicodeEncodeError as error:
-            raise InvalidArgument(f"messages: {error.object[error.start]!r}{_HALF}") from None
+            raise InvalidArgument(f"messages: {error.object[error.start]!r}{_HALF_PAIR}") from None
         except Exception as error:  # templates may raise any error
             text = f"messages: the model's chat template rejects them: {clip(str(error), 200)}"
             raise InvalidArgument(text) from None
         return _cut_at_mark(text, last_text) if continues else text
 
-    def _select_name(self, requested: Any, tools: Any) -> str:
+    def _select_name(self, requested_name: Any, tools: Any) -> str:
         """Return the name of the template to use."""
-        name = requested or ("tool_use" if tools and "tool_use" in self.sources else "default")
+        name = requested_name or ("tool_use" if tools and "tool_use" in self.sources else "default")
         if not isinstance(name, str) or name not in self.sources:
             allowed_names = ", ".join(sorted(self.sources))
             text = f"chat_template: {clip(repr(name))} is unknown (allowed: {allowed_names})"
@@ -178,16 +178,16 @@ class _CompiledTemplate(NamedTuple):
     """
 
     template: Template
-    iterates_parts: bool
-    distinguishes_parts: bool
+    iterates_parts: bool  # over the parts of a content
+    distinguishes_parts: bool  # a list of parts from a string
     has_developer_role: bool
-    names_content: bool
-    names_thinking: bool
-    checks_content: bool
-    checks_null: bool
-    takes_argument_text: bool
-    requires_tool_name: bool
-    variables: frozenset[str]
+    names_content: bool  # has the name `content`
+    names_thinking: bool  # has a tag or a variable of reasoning
+    checks_content: bool  # that a message has a content
+    checks_null: bool  # that a content is null
+    takes_argument_text: bool  # arguments of a call as text
+    requires_tool_name: bool  # in messages of the role `tool`
+    variables: frozenset[str]  # names
 
     @property
     def takes_only_parts(self) -> bool:
@@ -228,8 +228,8 @@ def _takes_argument_text(parsed_template: nodes.Template) -> bool:
         written_nodes += output.nodes
     for concatenation in parsed_template.find_all(nodes.Concat):
         written_nodes += concatenation.nodes
-    tested = (test.node for test in parsed_template.find_all(nodes.Test))
-    tests_type = any(_reads(node, name) for node in tested for name in names)
+    tested_nodes = (test.node for test in parsed_template.find_all(nodes.Test))
+    tests_type = any(_reads(node, name) for node in tested_nodes for name in names)
     return not tests_type and any(_reads(node, name) for node in written_nodes for name in names)
 
 
@@ -254,8 +254,8 @@ def _name_tool_messages(messages: list[dict[str, Any]]) -> None:
 def _checks_content(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Test):
         return node.name in ("defined", "undefined") and _reads(node.node, "content")
-    compared = getattr(node, "expr", None)
-    return isinstance(compared, nodes.Const) and compared.value == "content"
+    compared_node = getattr(node, "expr", None)
+    return isinstance(compared_node, nodes.Const) and compared_node.value == "content"
 
 
 def parse_conversation(text: str) -> dict[str, Any]:
@@ -280,9 +280,9 @@ def parse_conversation(text: str) -> dict[str, Any]:
         # The variables for the end of the prompt also determine how the generated text is parsed.
         chat |= {name: kwargs[name] for name in _PROMPT_ENDS if kwargs.get(name) is not None}
     for name in _VARIABLE_TYPES.keys() & chat.keys():
-        kind, description = _VARIABLE_TYPES[name]
+        kind, type_text = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
-            raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {description}")
+            raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {type_text}")
     if (effort := chat.get("reasoning_effort")) not in (None, *_EFFORTS):
         text = f"reasoning_effort: {clip(repr(effort))} is not one of {', '.join(_EFFORTS)}"
         raise InvalidArgument(text)
@@ -300,8 +300,8 @@ def check_surrogates(text: str, members: Mapping[str, Any]) -> None:
     """Raise InvalidArgument if a JSON object, parsed from `text`, has half of a surrogate pair."""
     if _SURROGATE_ESCAPE.search(text):
         for name, value in members.items():
-            if half := _SURROGATE.search(json.dumps({name: value}, ensure_ascii=False)):
-                raise InvalidArgument(f"{clip(name)}: {half[0]!r}{_HALF}")
+            if surrogate_match := _SURROGATE.search(json.dumps({name: value}, ensure_ascii=False)):
+                raise InvalidArgument(f"{clip(name)}: {surrogate_match[0]!r}{_HALF_PAIR}")
 
 
 def _replace_custom(members: dict[str, Any], name: str) -> None:
@@ -318,21 +318,21 @@ def is_tool_name(name: Any) -> TypeGuard[str]:
 
 def _as_function(value: Any, position: str) -> Any:
     """Return a custom tool, the choice of one, or a call of one, as a function."""
-    custom = value.get("custom") if isinstance(value, dict) else None
-    if not isinstance(custom, dict) or value.get("type") != "custom":
+    custom_tool = value.get("custom") if isinstance(value, dict) else None
+    if not isinstance(custom_tool, dict) or value.get("type") != "custom":
         return value
-    name = custom.get("name")
-    rest = {key: value[key] for key in value if key != "custom"}
-    if "input" in custom:
-        function = {"name": name, "arguments": _to_json({"input": custom["input"]})}
-        return {**rest, "type": "function", "function": function}
+    name = custom_tool.get("name")
+    other_members = {key: value[key] for key in value if key != "custom"}
+    if "input" in custom_tool:
+        function = {"name": name, "arguments": _to_json({"input": custom_tool["input"]})}
+        return {**other_members, "type": "function", "function": function}
     if not is_tool_name(name):
         raise InvalidArgument(f"{position}.custom.name: {clip(repr(name))} is not a name")
-    if custom.get("format") not in (None, {"type": "text"}):
+    if custom_tool.get("format") not in (None, {"type": "text"}):
         raise InvalidArgument(f"{position}.custom.format: only the type 'text' is supported")
-    members = {key: custom[key] for key in custom if key != "format"}
+    members = {key: custom_tool[key] for key in custom_tool if key != "format"}
     function = {**members, "parameters": _CUSTOM_PARAMETERS}
-    return {**rest, "type": "function", "function": function}
+    return {**other_members, "type": "function", "function": function}
 
 
 # The types of a conversation's variables, and their descriptions.
@@ -403,7 +403,7 @@ def _text_part(part: Any) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else part
-    name = _PART_TEXTS.get(kind) if isinstance(kind, str) else None
+    name = _TEXT_MEMBER_BY_TYPE.get(kind) if isinstance(kind, str) else None
     if name is None:
         raise InvalidArgument(f"messages: content of type {clip(repr(kind))} is not 'text'")
     text = part.get(name)
@@ -509,8 +509,8 @@ def _cut_at_mark(prompt: str, text: str) -> str:
         raise InvalidArgument(
             "continue_final_message: the model's chat template does not render the last message"
         )
-    is_exact = prompt.startswith(_END_MARK, position)
-    return prompt[:position] if is_exact else prompt[:position].rstrip()
+    is_text_unchanged = prompt.startswith(_END_MARK, position)
+    return prompt[:position] if is_text_unchanged else prompt[:position].rstrip()
 
 
 def _reject(message: str) -> NoReturn:
@@ -608,7 +608,7 @@ def main() -> None:
     with open(int(sys.argv[1]), "r+b", 0) as file:
         try:
             chat = parse_conversation(decode("messages", file.read()))
-            options = {name: chat.pop(name) for name in _NON_VARIABLES if name in chat}
+            options = {name: chat.pop(name) for name in _NON_VARIABLE_NAMES if name in chat}
             print(json.dumps(options), flush=True)
             prompt = template.render(chat | json.loads(input())).encode()
         except InvalidArgument as error:

@@ -64,20 +64,20 @@ class Prompt:
         eos: The end token that is not reported as stop reason; -1: none.
     """
 
-    key: int
+    key: int  # of the request
     tokens: list[int]
     parameters: GenerationParameters
     end_tokens: tuple[int, ...]
-    grammar: Any = None
+    grammar: Any = None  # a matcher, copied for each sequence
     resumed_tokens: dict[int, list[int]] = field(default_factory=dict)
     replayed_tokens: dict[int, list[int]] = field(default_factory=dict)
-    top_logprobs: int = -1
-    offsets: Sequence[int] = ()
+    top_logprobs: int = -1  # number per token; -1: none
+    offsets: Sequence[int] = ()  # of the tokens in the text
     logprobs_by_position: dict[int, TokenLogprobs] = field(default_factory=dict)
-    cached_tokens: int = -1
+    cached_tokens: int = -1  # number in the KV cache; -1: unknown
     message_format: MessageFormat | None = None
-    message_grammar: str = ""
-    eos: int = -1
+    message_grammar: str = ""  # "": none
+    eos: int = -1  # end token without stop reason; -1: none
 
     @property
     def needs_compilation(self) -> bool:
@@ -131,13 +131,13 @@ class TokenSequence:
         replayed_tokens: Generated tokens that `append` uses instead of the sampled ones.
     """
 
-    number: int
+    number: int  # at the scheduler
     prompt: Prompt
-    sample: int
+    sample: int  # index in the request
     tokens: list[int]
     block_table: list[int]
-    matcher: Any = None
-    draft_computed: int = 0
+    matcher: Any = None  # of the grammar
+    draft_computed: int = 0  # tokens in the draft model's KV cache
     replayed_tokens: list[int] = field(default_factory=list)
 
     def fork(self, number: int, sample: int, token: int) -> TokenSequence:
@@ -145,8 +145,8 @@ class TokenSequence:
         tokens = [*self.tokens, token] if token >= 0 else self.tokens[:]
         matcher = self.matcher.deep_copy() if self.matcher is not None else None
         replayed = self.prompt.replayed_tokens.get(sample, [])
-        state = tokens, self.block_table[:], matcher, self.draft_computed, replayed
-        return TokenSequence(number, self.prompt, sample, *state)
+        copied_fields = tokens, self.block_table[:], matcher, self.draft_computed, replayed
+        return TokenSequence(number, self.prompt, sample, *copied_fields)
 
     def add_blocks(self, row: Row, block_size: int) -> None:
         """Keep the table's first `row.kept_blocks` blocks, and replace the rest by `row.blocks`."""
@@ -176,7 +176,7 @@ class TokenSequence:
         return tokens, ""
 
 
-_SequenceRow = tuple[TokenSequence, Row]
+_SequenceRow = tuple[TokenSequence, Row]  # a sequence and its row of a step
 # Returns up to `row.draft_count` proposed tokens for each sequence, by sequence number.
 Propose = Callable[[Sequence[_SequenceRow]], dict[int, Proposal]]
 
@@ -198,8 +198,8 @@ def ngram_draft(tokens: Sequence[int], count: int) -> list[int]:
         windows = np.lib.stride_tricks.sliding_window_view(token_array[:-1], length)
         matches = np.flatnonzero((windows == token_array[-length:]).all(1))
         if len(matches):
-            begin = int(matches[-1]) + length
-            return list(map(int, token_array[begin : begin + count]))
+            draft_start = int(matches[-1]) + length
+            return list(map(int, token_array[draft_start : draft_start + count]))
     return []
 
 
@@ -217,8 +217,8 @@ class DraftModel:
         """Return the draft tokens of each sequence, by the number of the sequence."""
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
         # The maximum length of the draft model may be shorter than that of the target model.
-        positions = self._passes.positions
-        rows = [(s, row) for s, row in rows if len(s.tokens) + row.draft_count <= positions]
+        max_length = self._passes.positions
+        rows = [(s, row) for s, row in rows if len(s.tokens) + row.draft_count <= max_length]
         ready_rows = self._catch_up(rows)
         max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
         for draft_index in range(max_drafts):
@@ -292,8 +292,8 @@ class RowPlan:
     sequence: TokenSequence
     row: Row
     proposal: Proposal
-    masks: list[Tensor]
-    logit_row: int = 0
+    masks: list[Tensor]  # allowed tokens as bitmasks
+    logit_row: int = 0  # index of the first row of logits
 
 
 @dataclass(eq=False)
@@ -306,13 +306,13 @@ class WorkerEngine:
         fail: Fails the requests with these keys with an error.
     """
 
-    passes: Passes
-    propose: Propose | None
-    prompts: Mapping[int, Prompt]
-    emit: Callable[[list[SequenceOutput]], None]
-    fail: Callable[[set[int], Exception], None]
-    _sequences: dict[int, TokenSequence] = field(default_factory=dict)
-    _last_step: int = 0
+    passes: Passes  # runs the model
+    propose: Propose | None  # returns draft tokens
+    prompts: Mapping[int, Prompt]  # by key of the request
+    emit: Callable[[list[SequenceOutput]], None]  # receives the outputs
+    fail: Callable[[set[int], Exception], None]  # fails requests by key
+    _sequences: dict[int, TokenSequence] = field(default_factory=dict)  # by number
+    _last_step: int = 0  # number of the step
 
     def step(self, message: Step) -> Stepped:
         """Execute a step; sequences whose requests have ended are reported as skipped."""
@@ -320,11 +320,11 @@ class WorkerEngine:
         self.passes.cache.copy(message.swap_out, message.swap_in, message.copies)
         self._begin_sequences(message)
         rows = self._prepare_rows(message)
-        prepared = time.perf_counter_ns()
+        prepared_ns = time.perf_counter_ns()
         plans = self._plan_rows(rows)
-        planned = time.perf_counter_ns()
+        planned_ns = time.perf_counter_ns()
         logits = self._forward(plans)
-        computed = time.perf_counter_ns()
+        computed_ns = time.perf_counter_ns()
         results = self._sample_rows(plans, logits)
         skipped = [row.sequence for row in message.rows if row.sequence not in self._sequences]
         for sequence in message.ended:
@@ -332,19 +332,19 @@ class WorkerEngine:
         return Stepped(
             message.step,
             results,
-            gather_ns=planned - start_ns,
-            forward_ns=computed - planned,
-            sample_ns=time.perf_counter_ns() - computed,
-            draft_ns=planned - prepared,
+            gather_ns=planned_ns - start_ns,
+            forward_ns=computed_ns - planned_ns,
+            sample_ns=time.perf_counter_ns() - computed_ns,
+            draft_ns=planned_ns - prepared_ns,
             skipped=skipped,
         )
 
     def fail_step(self, message: Step, error: Exception) -> Stepped:
         """Fail the requests of a step that has raised an error; return the result of the step."""
         sequences, numbers = self._sequences, [row.sequence for row in message.rows]
-        keys = {sequences[number].prompt.key for number in numbers if number in sequences}
-        not_begun = {new.key for new in message.new_sequences if new.sequence not in sequences}
-        self.fail(keys | not_begun, error)
+        started_keys = {sequences[number].prompt.key for number in numbers if number in sequences}
+        unstarted_keys = {new.key for new in message.new_sequences if new.sequence not in sequences}
+        self.fail(started_keys | unstarted_keys, error)
         for sequence in message.ended:
             sequences.pop(sequence, None)
         return Stepped(message.step, [], 0, 0, 0, skipped=numbers)
@@ -449,19 +449,19 @@ class WorkerEngine:
         raw_logits = _copy_raw_logits(row_logits, sampled)
         process(row_logits, sampled)
         accepted_tokens = verify(row_logits, sampled, checks)
-        parts = [
+        checked_rows = [
             (plan, check, tokens)
             for plan, check, tokens in zip(plans, checks, accepted_tokens, strict=True)
-            if self._are_allowed(plan, tokens, row_logits[check.first_row :])
+            if self._check_allowed(plan, tokens, row_logits[check.first_row :])
         ]
-        outputs = [self._append_tokens(*part, raw_logits) for part in parts]
+        outputs = [self._append_tokens(*checked_row, raw_logits) for checked_row in checked_rows]
         self.emit(outputs)
         return [
             RowResult(o.sequence.number, o.tokens, o.finish_reason, len(check.proposal.tokens))
-            for o, (_, check, _) in zip(outputs, parts, strict=True)
+            for o, (_, check, _) in zip(outputs, checked_rows, strict=True)
         ]
 
-    def _are_allowed(self, plan: RowPlan, tokens: list[int], logits: Tensor) -> bool:
+    def _check_allowed(self, plan: RowPlan, tokens: list[int], logits: Tensor) -> bool:
         """Return whether sampled tokens are allowed; fail the request if no token is allowed."""
         prompt, parameters = plan.sequence.prompt, plan.sequence.prompt.parameters
         is_restricted = parameters.is_restricted or plan.masks

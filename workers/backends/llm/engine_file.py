@@ -17,7 +17,7 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.model_spec import InstanceGroup
 from shmserve.workers.backends.llm.model.architecture import Architecture
 
-NAME = "engine.yaml"
+FILE_NAME = "engine.yaml"
 
 
 def read(folder: Path) -> EngineSettings:
@@ -27,10 +27,10 @@ def read(folder: Path) -> EngineSettings:
         InvalidArgument: The file has mistakes. The message has a line for each:
             `engine.yaml:LINE:COLUMN: KEY: ...`.
     """
-    path = folder / NAME
+    path = folder / FILE_NAME
     if not path.exists():
         return EngineSettings.of({})
-    with convert_os_errors(NAME, "it is not UTF-8 text"):
+    with convert_os_errors(FILE_NAME, "it is not UTF-8 text"):
         text = path.read_text(encoding="utf-8")
     return parse(text)
 
@@ -42,15 +42,15 @@ def parse(text: str) -> EngineSettings:
         document: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        position = f"{NAME}:{_format_mark(mark)}" if mark else NAME
+        position = f"{FILE_NAME}:{_format_mark(mark)}" if mark else FILE_NAME
         reason = getattr(error, "problem", None) or str(error)
         raise InvalidArgument(f"{position}: invalid YAML: {reason}") from None
     if root is None:
         return EngineSettings.of({})
     if not isinstance(document, dict):
-        kind = type(document).__name__
-        raise InvalidArgument(f"{NAME}: expected a mapping (NAME: VALUE), found a {kind}")
-    return EngineSettings.of(document, NAME, _positions(root))
+        type_name = type(document).__name__
+        raise InvalidArgument(f"{FILE_NAME}: expected a mapping (NAME: VALUE), found a {type_name}")
+    return EngineSettings.of(document, FILE_NAME, _positions(root))
 
 
 def _positions(root: yaml.Node) -> dict[str, str]:
@@ -60,8 +60,8 @@ def _positions(root: yaml.Node) -> dict[str, str]:
     for key, mark in _keys(root, ""):
         if key in positions:
             line = positions[key].partition(":")[0]
-            at = _format_mark(mark)
-            duplicates.append(f"{NAME}:{at}: {key}: already set in line {line}")
+            mark_text = _format_mark(mark)
+            duplicates.append(f"{FILE_NAME}:{mark_text}: {key}: already set in line {line}")
         positions.setdefault(key, _format_mark(mark))
     if duplicates:
         raise InvalidArgument("\n".join(duplicates))
@@ -138,5 +138,5 @@ def _available_bytes(device: str) -> int:
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    sizes = {name: size.split()[0] for name, _, size in (line.partition(":") for line in lines)}
-    return int(sizes["MemAvailable"]) * 1024
+    kib_sizes = {name: kib.split()[0] for name, _, kib in (line.partition(":") for line in lines)}
+    return int(kib_sizes["MemAvailable"]) * 1024

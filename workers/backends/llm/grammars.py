@@ -31,6 +31,7 @@ class Grammars:
     def __init__(self, texts: TokenTexts, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
         import llguidance
 
+        # The default message is the grammar of messages for requests that have none.
         self._end_tokens, self._tokenizer, self._default_message = end_tokens, None, ""
         self._has_quotes = True  # whether the vocabulary has a token that begins with a quote
         # The library's type hints lack the list of end tokens.
@@ -148,7 +149,7 @@ def _compile_regex(text: str) -> Any:
 
 # White space between the tokens of a JSON text. It is limited, as in llama.cpp, because some models
 # would otherwise generate white space without end.
-_WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+_WHITE_SPACE_PATTERN = r"( |\n{1,2}[ \t]{0,20})?"
 
 
 def _compile_json_schema(text: str) -> Any:
@@ -162,7 +163,7 @@ def _compile_json_schema(text: str) -> Any:
     if not isinstance(schema, dict):
         return llguidance.LLMatcher.grammar_from_json_schema(text)
     schema = with_patterns(schema, schema)
-    options = {"whitespace_pattern": _WHITE_SPACE, **schema.get("x-guidance", {})}
+    options = {"whitespace_pattern": _WHITE_SPACE_PATTERN, **schema.get("x-guidance", {})}
     schema["x-guidance"] = {**options, "lenient": True}
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
 
@@ -173,8 +174,8 @@ def _list_unsupported(warnings: list[str]) -> str:
     Warnings about unknown formats and `uniqueItems` are left out, as both have no effect. Schemas
     of Python's sets contain `uniqueItems`.
     """
-    ignored = ("Unknown format: ", 'Unimplemented keys: ["uniqueItems"]')
-    return "; ".join(warning for warning in warnings if not warning.startswith(ignored))
+    ignored_warnings = ("Unknown format: ", 'Unimplemented keys: ["uniqueItems"]')
+    return "; ".join(warning for warning in warnings if not warning.startswith(ignored_warnings))
 
 
 def _shorten(error: str) -> str:
@@ -243,7 +244,7 @@ def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
 
 # The keywords of JSON schemas whose values are objects of schemas.
 SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUE_KEYS = ("enum", "const", "default", "examples")
+_VALUE_KEYWORDS = ("enum", "const", "default", "examples")
 _MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _MAX_LIMIT = 2**63 - 1024  # the largest limit of llguidance, which reads numbers as float64
 # The keywords that restrict values, and those with a dollar sign. All others allow every value.
@@ -256,16 +257,16 @@ _VALIDATING_KEYWORDS = re.compile(
 _POINTER_CHARACTERS = "/~?:@!$&'()*+,;=%"  # those of a URI's fragment that are not percent-encoded
 # The URLs of llguidance's versions of JSON Schema, also with the wrong scheme (http, https).
 _DRAFT_URL = re.compile("https?(://json-schema.org/draft(?:-0[3467]|/2019-09|/2020-12)/schema#?)")
-_ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
+_ANNOTATION_KEYWORDS = {"type", "title", "description", "default", "examples", "deprecated"}
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP = "(?:0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = "(?:0[48]|[2468][048]|[13579][26])"
 _DAYS = (
     "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     "|02-(?:0[1-9]|1[0-9]|2[0-8])"
 )
-_DATE = f"(?:{_YEAR}-(?:{_DAYS})|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
+_DATE = f"(?:{_YEAR}-(?:{_DAYS})|(?:[0-9]{{2}}{_LEAP_YEAR}|{_LEAP_YEAR}00)-02-29)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-][0-9]{2}:[0-9]{2})?"
-_FORMATS = {
+_FORMAT_PATTERNS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
@@ -314,7 +315,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
         if key in SCHEMA_MAPS and isinstance(value, dict):
             members = with_pauses(value.items())
             extended[key] = {name: with_patterns(schema, root) for name, schema in members}
-        elif key in _VALUE_KEYS:
+        elif key in _VALUE_KEYWORDS:
             if key in ("enum", "const"):
                 _check_integers(key, value)
             extended[key] = value
@@ -323,16 +324,16 @@ def with_patterns(schema: Any, root: Any) -> Any:
         elif key == "format" and str(value) in _UUID_FORMATS and "pattern" not in schema:
             extended["pattern"] = _UUID_FORMATS[value]
         elif key == "format" and value in ("date", "date-time") and "pattern" not in schema:
-            extended |= {key: value, "pattern": _FORMATS[value]}
+            extended |= {key: value, "pattern": _FORMAT_PATTERNS[value]}
         elif key == "x-guidance" and not isinstance(value, dict):
             raise ValueError(f"{key}: {clip(repr(value))} is not an object")
         elif key in ("$ref", "$id") and isinstance(value, str):
-            parts = value.split("#", 1)
-            extended[key] = "#".join(quote(part, _POINTER_CHARACTERS) for part in parts)
+            reference_parts = value.split("#", 1)
+            extended[key] = "#".join(quote(part, _POINTER_CHARACTERS) for part in reference_parts)
         elif key == "$schema" and isinstance(value, str):
-            if draft := _DRAFT_URL.fullmatch(value):
+            if draft_url := _DRAFT_URL.fullmatch(value):
                 scheme = "https" if "/20" in value else "http"
-                extended[key] = f"{scheme}{draft[1]}"
+                extended[key] = f"{scheme}{draft_url[1]}"
         elif key == "pattern" and isinstance(value, str):
             *patterns, extended[key] = _split_lookaheads(value)
         else:
@@ -372,10 +373,10 @@ def _split_lookaheads(pattern: str) -> list[str]:
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
         return [pattern]  # a lookahead may belong to one of several alternatives
     while match := _LOOKAHEAD.match(pattern):
-        expected, excluded, first, doubled = match.groups()
-        if first or doubled:
-            twice = f"^(?:{doubled}?[^{doubled}])*{doubled}?$"
-            patterns.append(f"^(?:[^{first}]|$)" if first else twice)
+        expected, excluded, first_character, doubled_character = match.groups()
+        if first_character or doubled_character:
+            twice = f"^(?:{doubled_character}?[^{doubled_character}])*{doubled_character}?$"
+            patterns.append(f"^(?:[^{first_character}]|$)" if first_character else twice)
         elif expected is None and excluded[0] == "[":
             is_negated = excluded[1] == "^"
             patterns.append(f"[{excluded[2:]}" if is_negated else f"[^{excluded[1:]}")
@@ -403,20 +404,20 @@ def _representable_limit(key: str, value: Any) -> Any:
     if type(value) is not int or abs(value) <= 2**53:
         return value
     sign = 1 if key in _MINIMA else -1
-    distance = max(sign * value, -_MAX_LIMIT)
-    if distance > _MAX_LIMIT:
+    directed_value = max(sign * value, -_MAX_LIMIT)
+    if directed_value > _MAX_LIMIT:
         raise ValueError(f"{key}: {clip(str(value))} is beyond the limit of {sign * _MAX_LIMIT}")
-    rounded = float(distance)
-    return sign * int(rounded if rounded >= distance else math.nextafter(rounded, math.inf))
+    rounded = float(directed_value)
+    return sign * int(rounded if rounded >= directed_value else math.nextafter(rounded, math.inf))
 
 
-def _names_pattern(names: Any, root: Any) -> str | None:
+def _names_pattern(names_schema: Any, root: Any) -> str | None:
     """Return the regular expression for `propertyNames`; "": any name; None: not expressible."""
-    if isinstance(names, dict) and "$ref" in names:
-        names = resolve_reference(str(names["$ref"]), root)
-    if not isinstance(names, dict) or names.get("type", "string") != "string":
-        return "" if names is True else None
-    limits = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
+    if isinstance(names_schema, dict) and "$ref" in names_schema:
+        names_schema = resolve_reference(str(names_schema["$ref"]), root)
+    if not isinstance(names_schema, dict) or names_schema.get("type", "string") != "string":
+        return "" if names_schema is True else None
+    limits = {key: value for key, value in names_schema.items() if key not in _ANNOTATION_KEYWORDS}
     if limits.keys() <= {"minLength", "maxLength"}:
         min_length, max_length = limits.get("minLength", 0), limits.get("maxLength", "")
         return f"^[\\s\\S]{{{min_length},{max_length}}}$" if limits else ""
@@ -427,5 +428,5 @@ def _names_pattern(names: Any, root: Any) -> str | None:
     if key in ("enum", "const"):
         return f"^(?:{'|'.join(map(re.escape, values))})$"
     if key == "format":
-        return {**_FORMATS, **_UUID_FORMATS}.get(value)
+        return {**_FORMAT_PATTERNS, **_UUID_FORMATS}.get(value)
     return value if key == "pattern" else None

@@ -46,12 +46,12 @@ class ToolSyntax(NamedTuple):
         id_length: The length of a call's id; 0: 24 characters after the prefix "call_".
     """
 
-    parse: Callable[[MessageParser], Reading[Any]]
-    call_grammar: Callable[..., Any]
-    markers: tuple[str, ...]
-    template_pattern: str
-    separators: str = string.whitespace
-    id_length: int = 0
+    parse: Callable[[MessageParser], Reading[Any]]  # reads a message
+    call_grammar: Callable[..., Any]  # adds the rules of tools to a grammar
+    markers: tuple[str, ...]  # texts that mark calls
+    template_pattern: str  # matches the family's chat templates
+    separators: str = string.whitespace  # characters between calls
+    id_length: int = 0  # of a call's id; 0: 24 and a prefix
 
     def new_id(self) -> str:
         """Return a random id for a tool call, in the format of this family of models."""
@@ -78,16 +78,16 @@ class MessageFormat:
             beginning of a call that the limit of tokens has cut off, and is discarded.
     """
 
-    family: ToolSyntax
+    family: ToolSyntax  # the syntax of tool calls
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    reasoning: tuple[str, ...] = ()
+    reasoning: tuple[str, ...] = ()  # opening and closing tags
     starts_reasoning: bool = False
     allows_parallel_calls: bool = True
     hides_reasoning: bool = False
-    kept_tokens: frozenset[int] = frozenset()
+    kept_tokens: frozenset[int] = frozenset()  # special tokens that the parser needs
     has_call_grammar: bool = False
-    calls_end_reasoning: bool = True
-    has_only_calls: bool = False
+    calls_end_reasoning: bool = True  # without a closing tag
+    has_only_calls: bool = False  # no other content is allowed
 
 
 @dataclass(eq=False)
@@ -100,17 +100,17 @@ class MessageParser:
     """
 
     format: MessageFormat
-    stream: bool
+    stream: bool  # whether partial arguments are passed on
     is_reasoning: bool = False
     _buffer: str = ""  # text that was not read yet
     _read_text: str = ""  # text that was read, but not passed on
-    _is_ended: bool = False
+    _is_ended: bool = False  # whether the text is complete
     _parts: list[dict[str, Any]] = field(default_factory=list)  # messages with one member, in order
     _call_count: int = 0
     _leading_space: str = ""  # white space before content; discarded if a call follows
     _is_blank: bool = True  # whether the content since the last call is white space
     _last_characters: str = ""  # the last two characters of content
-    _call: _Call | None = None
+    _call: _Call | None = None  # the call that is being read
     _closing_tags: tuple[str, ...] = ()  # the tag that ends the reasoning, until it was read
     _has_reasoning: bool = False  # whether reasoning was passed on
     _line_breaks: str = ""  # line breaks at the end of the reasoning
@@ -243,11 +243,11 @@ class MessageParser:
             return
         if self._call_count and not self.format.allows_parallel_calls and call.index < 0:
             return
-        opening: dict[str, Any] = {}
+        call_header: dict[str, Any] = {}
         if call.index < 0:
             call.index, self._call_count = self._call_count, self._call_count + 1
             call.id = call.id or self.format.family.new_id()
-            opening = {"id": call.id, "name": call.name}
+            call_header = {"id": call.id, "name": call.name}
             self._leading_space = ""
             self.is_reasoning = False  # models may omit the tag that ends the reasoning
         elif call.sent_length == len(call.arguments):
@@ -257,17 +257,17 @@ class MessageParser:
         if calls and calls[-1]["index"] == call.index:
             calls[-1]["arguments"] += new_arguments
         else:
-            calls.append({"index": call.index, **opening, "arguments": new_arguments})
+            calls.append({"index": call.index, **call_header, "arguments": new_arguments})
 
-    def read_call(self, body: Reading[None]) -> Reading[bool]:
-        """Read a call with `body`; return False if it is malformed.
+    def read_call(self, call_body: Reading[None]) -> Reading[bool]:
+        """Read a call with `call_body`; return False if it is malformed.
 
         The text of a malformed call becomes content, unless a part of the call was passed on.
         Inside of reasoning, the text is read again, because it may contain the closing tag.
         """
         call = self._call = _Call()
         try:
-            yield from body
+            yield from call_body
             if not (self.stream and call.index >= 0) and not _is_object(call.arguments):
                 raise MalformedCall
         except MalformedCall:
@@ -310,15 +310,20 @@ class MessageParser:
                 return character
             self.pull(1)
 
-    def expect(self, text: str) -> Reading[None]:
+    def expect(self, text: str, may_be_cut: bool = False) -> Reading[None]:
         """Read white space and then `text`.
+
+        Args:
+            text: The expected text.
+            may_be_cut: Whether the message may end inside of `text`.
 
         Raises:
             MalformedCall: The text differs.
         """
         yield from self.skip()
-        for expected in text:
-            if (yield from self.peek()) != expected:
+        for expected_character in text:
+            found = yield from self.peek()
+            if found != expected_character and (found or not may_be_cut):
                 raise MalformedCall
             self.pull(1)
 
@@ -378,12 +383,12 @@ class MessageParser:
             MalformedCall: The text is not a JSON value. Numbers and literals are not checked.
         """
         yield from self.skip()
-        scan = _JsonScan()
-        while not scan.complete:
+        json_scan = _JsonScan()
+        while not json_scan.is_complete:
             if not (yield from self.peek()):
                 raise MalformedCall
-            size, is_valid = scan.advance(self._buffer)
-            emit(self.pull(size))
+            value_length, is_valid = json_scan.advance(self._buffer)
+            emit(self.pull(value_length))
             if not is_valid:
                 raise MalformedCall
 
@@ -423,16 +428,16 @@ class _Call:
     name: str = ""
     arguments: str = ""
     id: str = ""
-    index: int = -1
-    sent_length: int = 0
+    index: int = -1  # in the message; -1: not passed on yet
+    sent_length: int = 0  # characters of the arguments
 
 
 class _JsonScan:
     """An incremental search for the end of a JSON value."""
 
     def __init__(self) -> None:
-        self.complete = False
-        self._stack: list[str] = []
+        self.is_complete = False  # whether the value has ended
+        self._stack: list[str] = []  # the closing brackets that are missing
         self._in_string = self._is_escaped = self._in_scalar = False
 
     def advance(self, text: str) -> tuple[int, bool]:
@@ -443,22 +448,22 @@ class _JsonScan:
                     return index, False
                 self._in_string = self._is_escaped or character != '"'
                 self._is_escaped = character == "\\" and not self._is_escaped
-                self.complete = not self._in_string and not self._stack
+                self.is_complete = not self._in_string and not self._stack
             elif character == '"' and not self._in_scalar:
                 self._in_string = True
             elif character in "{[" and not self._in_scalar:
                 self._stack.append(CLOSING[character])
             elif self._stack and character == self._stack[-1]:
                 self._stack.pop()
-                self.complete = not self._stack
+                self.is_complete = not self._stack
             elif not self._stack and (character in ",}]" or character.isspace()):
-                self.complete = True
+                self.is_complete = True
                 return index, self._in_scalar
             elif character not in _JSON_CHARACTERS:
                 return index, False
             else:
                 self._in_scalar = not self._stack
-            if self.complete:
+            if self.is_complete:
                 return index + 1, True
         return len(text), True
 

@@ -21,7 +21,7 @@ from shmserve.workers.backends.llm.token_texts import parse_json, with_pauses
 
 logger = logging.getLogger(__name__)
 
-_MAX_STOPS = 64
+_MAX_STOP_STRINGS = 64
 _MAX_WORD_LENGTH = 256  # maximum number of characters of a bad word
 _ALIASES = {
     "max_completion_tokens": "max_tokens",
@@ -35,7 +35,6 @@ _ALIASES = {
 # Parameters of OpenAI's and vLLM's APIs that would change a text, and their values without effect.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(UNSUPPORTED_PARAMETERS, ({}, [])),
-    "thinking_token_budget": (-1,),
     "suffix": ("",),
     "detokenize": (True,),
     "watermarking": (False,),
@@ -59,7 +58,7 @@ _NOT_WITH_BEAM_SEARCH = (
     "grammar"
 )
 # Parameters that are read elsewhere, or have no effect on a text.
-_IGNORED = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PARAMETERS)
+_IGNORED_NAMES = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PARAMETERS)
 # The parameters that generation_config.json or config.json may set for all requests.
 _PRESETS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
@@ -84,8 +83,10 @@ class GenerationParameters:
             the model's maximum length.
         truncation_side: The side on which a prompt is cut, "left" or "right". "" is the left side
             without the tokens that the tokenizer adds there.
+        thinking_token_budget: The maximum number of reasoning tokens; -1: unlimited.
         allowed_token_ids: The tokens that may be generated; empty: all.
-        forbidden: Returns the tokens that would complete one of `bad_words` after generated tokens.
+        forbidden: Returns the tokens that are forbidden after generated tokens: those that would
+            complete one of `bad_words`, or those that would exceed `thinking_token_budget`.
         grammar: (kind, text) with the kind "json_schema", "regex" or "grammar" (Lark or GBNF), or
             ("", "").
         grammar_name: The parameter with the grammar, for error texts; "tools" if none has it.
@@ -93,8 +94,8 @@ class GenerationParameters:
 
     max_tokens: int = _number(16, 0, 1 << 24)
     min_tokens: int = _number(0, 0, 1 << 24)
-    n: int = _number(1, 1, 128)
-    best_of: int = _number(0, 0, 128)
+    n: int = _number(1, 1, 128)  # number of samples to return
+    best_of: int = _number(0, 0, 128)  # number of samples to generate
     temperature: float = _number(1.0, 0.0, 100.0)
     top_p: float = _number(1.0, 0.0, 1.0)
     top_k: int = _number(0, -1, 1 << 24)
@@ -104,9 +105,10 @@ class GenerationParameters:
     frequency_penalty: float = _number(0.0, -2.0, 2.0)
     seed: int = _number(0, -(1 << 63), (1 << 63) - 1)
     truncate_prompt_tokens: int = _number(0, -1, 1 << 24)
-    logprobs: int = _number(-1, 0, 20)
+    logprobs: int = _number(-1, 0, 20)  # tokens to report; -1: none
     prompt_logprobs: int = _number(-1, 0, 20)
     priority: int = _number(0, -(1 << 31), (1 << 31) - 1)
+    thinking_token_budget: int = _number(-1, -1, 1 << 24)
     length_penalty: float = _number(1.0, -10.0, 10.0)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -114,19 +116,19 @@ class GenerationParameters:
     include_stop_str_in_output: bool = False
     use_beam_search: bool = False
     stream: bool = False
-    echo: bool = False
+    echo: bool = False  # whether the text begins with the prompt
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     early_stopping: str = "false"
-    truncation_side: str = ""
-    stop: tuple[str, ...] = ()
+    truncation_side: str = ""  # "left" or "right"
+    stop: tuple[str, ...] = ()  # stop strings
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     forbidden: Callable[[Sequence[int]], NDArray[np.int64]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
-    grammar: tuple[str, str] = _NO_GRAMMAR
-    grammar_name: str = "tools"
+    grammar: tuple[str, str] = _NO_GRAMMAR  # (kind, text)
+    grammar_name: str = "tools"  # the parameter, for errors
 
     @cached_property
     def is_penalised(self) -> bool:
@@ -198,7 +200,7 @@ def parse(
                 values |= parser(name, value)
             except ValueError as error:
                 problems.append(f"{name}: {clip(repr(value))} is {error}")
-        elif name in _IGNORED:
+        elif name in _IGNORED_NAMES:
             continue
         elif name in _CONVERSATION_MEMBERS:
             problems.append(f"{name}: only supported as a member of the input messages")
@@ -232,11 +234,11 @@ def _combine(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) ->
     values["top_k"] = max(values.get("top_k", 0), 0)
     if values.get("seed", -1) == -1:  # -1 is a random seed, as in vLLM
         values["seed"] = secrets.randbits(63)
-    has_logprobs, top = values.pop("has_logprobs", True), values.pop("top_logprobs", None)
+    has_logprobs, top_logprobs = values.pop("has_logprobs", True), values.pop("top_logprobs", None)
     if not has_logprobs:
         values["logprobs"] = -1
-    elif top is not None:
-        values["logprobs"] = top
+    elif top_logprobs is not None:
+        values["logprobs"] = top_logprobs
     values["grammar"] = next(iter(grammars.values()), _NO_GRAMMAR)
     pattern = values.pop("whitespace_pattern", None)
     if pattern is not None and values["grammar"][0] == "json_schema":
@@ -246,12 +248,12 @@ def _combine(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) ->
 
 def _find_contradictions(values: Mapping[str, Any], vocab_size: int) -> list[str]:
     problems: list[str] = []
-    largest = vocab_size - 1
+    max_token = vocab_size - 1
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         tokens = with_pauses(values.get(name, ()))
-        invalid = next((token for token in tokens if not 0 <= token <= largest), None)
-        if invalid is not None:
-            problems.append(f"{name}: {invalid} is not a token; allowed are 0 to {largest}")
+        invalid_token = next((token for token in tokens if not 0 <= token <= max_token), None)
+        if invalid_token is not None:
+            problems.append(f"{name}: {invalid_token} is not a token; allowed are 0 to {max_token}")
     min_tokens, max_tokens = values.get("min_tokens", 0), values.get("max_tokens", 16)
     if min_tokens > max_tokens:
         problems.append(f"min_tokens: {min_tokens} is more than max_tokens {max_tokens}")
@@ -259,6 +261,10 @@ def _find_contradictions(values: Mapping[str, Any], vocab_size: int) -> list[str
         problems.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
     if values.get("truncate_prompt_tokens") == 0:
         problems.append("truncate_prompt_tokens: 0 is not -1 or an integer above 0")
+    is_filtered = values.get("bad_words") or values.get("use_beam_search")
+    if is_filtered and values.get("thinking_token_budget", -1) >= 0:
+        text = "not supported with bad_words or use_beam_search"
+        problems.append(f"thinking_token_budget: {text}")
     if not values.get("top_p", 1.0):
         problems.append("top_p: 0.0 is not a number above 0, up to 1")
     n, best_of = values.get("n", 1), values.get("best_of", 0)
@@ -305,22 +311,22 @@ def _invalid(allowed_text: str) -> ValueError:
 
 
 def _parse_number(name: str, value: Any) -> dict[str, Any]:
-    minimum, maximum = _RANGES[name]
+    minimum, maximum = _NUMBER_RANGES[name]
     is_integer = isinstance(minimum, int)
     with suppress(TypeError, ValueError, OverflowError):
         number = float(value)
-        exact = int(value) if is_integer else number
-        is_exact = not is_integer or number == float(exact)
-        if is_exact and minimum <= exact <= maximum and not isinstance(value, bool):
-            return {name: exact}
+        exact_number = int(value) if is_integer else number
+        is_exact = not is_integer or number == float(exact_number)
+        if is_exact and minimum <= exact_number <= maximum and not isinstance(value, bool):
+            return {name: exact_number}
     kind = "an integer" if is_integer else "a number"
     raise _invalid(f"{kind} from {minimum} to {maximum}")
 
 
 def as_flag(value: Any) -> Any:
     """Convert the texts "true" and "false" to a boolean; return any other value unchanged."""
-    texts = {"true": True, "false": False}
-    return texts.get(value.lower(), value) if isinstance(value, str) else value
+    booleans_by_text = {"true": True, "false": False}
+    return booleans_by_text.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _parse_flag(name: str, value: Any) -> dict[str, Any]:
@@ -352,9 +358,9 @@ def _decode_json(value: Any, allowed_text: str) -> Any:
 
 
 def _parse_stop(name: str, value: Any) -> dict[str, Any]:
-    allowed_text = f"a string or a list of up to {_MAX_STOPS} strings, none of them empty"
+    allowed_text = f"a string or a list of up to {_MAX_STOP_STRINGS} strings, none of them empty"
     stops = [value] if isinstance(value, str) else value
-    _check(_are_texts(stops) and len(stops) <= _MAX_STOPS, allowed_text)
+    _check(_are_texts(stops) and len(stops) <= _MAX_STOP_STRINGS, allowed_text)
     return {name: tuple(stops)}
 
 
@@ -419,13 +425,13 @@ def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
             schemas = (spec[key] for key in ("schema", "value") if spec.get(key) is not None)
             return _parse_schema(name, next(schemas, _OBJECT_SCHEMA))
         case "json_schema":
-            content = spec.get("json_schema")
-            content = content if isinstance(content, dict) else {}
+            json_schema = spec.get("json_schema")
+            json_schema = json_schema if isinstance(json_schema, dict) else {}
             for member, kind in (("name", str), ("description", str), ("strict", bool)):
-                described = "a string" if kind is str else "true or false"
-                is_valid = isinstance(content.get(member), kind | None)
-                _check(is_valid, f"a format in which json_schema.{member} is {described}")
-            return _parse_schema(name, content.get("schema"))
+                type_text = "a string" if kind is str else "true or false"
+                is_valid = isinstance(json_schema.get(member), kind | None)
+                _check(is_valid, f"a format in which json_schema.{member} is {type_text}")
+            return _parse_schema(name, json_schema.get("schema"))
         case "regex":
             return _parse_regex(name, spec.get("regex", spec.get("pattern", spec.get("value"))))
         case "grammar":
@@ -440,11 +446,11 @@ def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
     _check(isinstance(members, dict), allowed_text)
     given = {key: option for key, option in members.items() if option is not None}
     enabled = {key: given[key] for key in given if key not in _BOOLEANS or given[key] is not False}
-    kinds = [key for key in enabled if key in _CONSTRAINTS]
-    unknown = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
-    options_text = f"{allowed_text}, and optionally {', '.join(_OPTIONS)}"
-    _check(len(kinds) == 1 and not unknown, options_text)
-    kind = kinds[0]
+    constraint_names = [key for key in enabled if key in _CONSTRAINTS]
+    unknown_names = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTION_NAMES]
+    options_text = f"{allowed_text}, and optionally {', '.join(_OPTION_NAMES)}"
+    _check(len(constraint_names) == 1 and not unknown_names, options_text)
+    kind = constraint_names[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
     for key in _BOOLEANS:
         _check(isinstance(given.get(key, True), bool), f"an object in which {key} is true or false")
@@ -505,8 +511,8 @@ def _parse_choice(name: str, value: Any) -> dict[str, Any]:
     choices = _decode_json(value, allowed_text)
     are_texts = isinstance(choices, list) and all(isinstance(text, str) for text in choices)
     _check(are_texts and 0 < len(choices) <= _MAX_CHOICES, allowed_text)
-    quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
+    quoted_choices = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return {"grammar": ("grammar", f"start: {' | '.join(quoted_choices)}")}
 
 
 _CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
@@ -517,15 +523,18 @@ _CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
     "json_object": _parse_json_object,
 }
 # The options of structured_outputs. `disable_fallback` is about vLLM's other grammar libraries.
-_OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback")
-_BOOLEANS = ("json_object", "disable_any_whitespace", "disable_fallback")
-_RANGES = {
+_OPTION_NAMES = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback")
+_BOOLEANS = (
+    *("json_object", "disable_any_whitespace", "disable_fallback"),
+    "disable_additional_properties",  # only false is supported
+)
+_NUMBER_RANGES = {
     number.name: number.metadata["range"]
     for number in fields(GenerationParameters)
     if number.metadata
 }
 _PARSERS = {
-    **dict.fromkeys(_RANGES, _parse_number),
+    **dict.fromkeys(_NUMBER_RANGES, _parse_number),
     **{flag.name: _parse_flag for flag in fields(GenerationParameters) if flag.type == "bool"},
     "logprobs": _parse_logprobs,
     "top_logprobs": _parse_top_logprobs,

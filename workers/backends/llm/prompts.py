@@ -73,10 +73,10 @@ def read_inputs(
         InvalidArgument: A text is not UTF-8, or too long.
     """
     inputs: dict[str, Any] = {}
-    settings = request.inputs.get("sampling_parameters")
-    data = b"" if settings is None else settings.numpy().ravel().tolist()[0]
+    settings_input = request.inputs.get("sampling_parameters")
+    settings_json = b"" if settings_input is None else settings_input.numpy().ravel().tolist()[0]
     parameters = request.schema.parameters
-    truncates = "truncate_prompt_tokens" in parameters or b"truncate_prompt_tok" in data
+    truncates = "truncate_prompt_tokens" in parameters or b"truncate_prompt_tok" in settings_json
     for name, tensor in request.inputs.items():
         raw = memoryview(tensor.raw)
         size = raw.nbytes
@@ -142,19 +142,19 @@ def read_ending(name: str, text: str | memoryview, max_characters: int) -> tuple
         return text[-max_characters:], len(text)
     decoder = codecs.getincrementaldecoder("utf-8")()
     pieces: list[str] = []
-    count = 0
+    length = 0
     try:
         for begin in range(0, len(text), _SLICE_BYTES):
             data = bytes(text[begin : begin + _SLICE_BYTES])
             pieces.append(decoder.decode(data, final=begin + _SLICE_BYTES >= len(text)))
-            count += len(pieces[-1])
+            length += len(pieces[-1])
             # A slice has at least a quarter as many characters as bytes: the last slices suffice.
             del pieces[: -(4 * max_characters // _SLICE_BYTES + 2)]
             time.sleep(0)  # releases the GIL
     except UnicodeDecodeError:
         beginning = clip(repr(bytes(text[:LONG])))
         raise InvalidArgument(f"{name}: {beginning} is not UTF-8") from None
-    return "".join(pieces)[-max_characters:], count
+    return "".join(pieces)[-max_characters:], length
 
 
 def read_whole(name: str, text: str | memoryview) -> str:
@@ -171,7 +171,7 @@ class PromptText(NamedTuple):
 
     tokens: list[int]
     text: str = ""
-    offsets: Sequence[int] = ()
+    offsets: Sequence[int] = ()  # of the tokens in the text
 
 
 class RenderedChat(NamedTuple):
@@ -185,9 +185,9 @@ class RenderedChat(NamedTuple):
     """
 
     tools: ToolRequest | None
-    hides_reasoning: bool
-    continues_message: bool
-    text: str | memoryview
+    hides_reasoning: bool  # in responses
+    continues_message: bool  # the prompt ends inside of a message
+    text: str | memoryview  # the prompt
 
 
 def _take_options(chat: dict[str, Any]) -> tuple[ToolRequest | None, bool, bool]:
@@ -211,7 +211,7 @@ class PromptReader:
         self._leading_tokens = encoding.ids[:added_count]  # such as a beginning-of-text token
         self._token_texts = texts
         self.max_length = settings.max_model_len
-        self._chat = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
+        self._chat_template = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
         self._vocab_size = checkpoint.architecture.vocab_size
         added_tokens = self._tokenizer.get_added_tokens_decoder().items()
         self._special_tokens = {text.content: token for token, text in added_tokens if text.special}
@@ -221,12 +221,12 @@ class PromptReader:
         Thread(target=self._start_threads).start()
         self._grammars = Grammars(texts, vocab_size, checkpoint.end_tokens)
         names = settings.tool_parser, settings.reasoning_parser
-        self._formats = MessageFormats(*names, self._tokenizer)
+        self._message_formats = MessageFormats(*names, self._tokenizer)
         longest_piece = max(map(len, pieces), default=1)
         # The limit has a minimum, because normalisers may shorten a text, and the JSON of a
         # conversation contains more than its texts.
-        widest_bytes = min(_MAX_CHARACTER_BYTES * longest_piece, _MAX_TOKEN_BYTES)
-        self.max_bytes = max(widest_bytes * self.max_length, _MIN_MAX_BYTES)
+        max_token_bytes = min(_MAX_CHARACTER_BYTES * longest_piece, _MAX_TOKEN_BYTES)
+        self.max_bytes = max(max_token_bytes * self.max_length, _MIN_MAX_BYTES)
 
     def _start_threads(self) -> None:
         """Start the tokenizer's threads, which inherit the low priority of this thread."""
@@ -251,12 +251,17 @@ class PromptReader:
             tools, hides_reasoning, continues_message, rendered = self._render(inputs["messages"])
             inputs = {**inputs, "messages": rendered}
             ending, _ = read_ending("messages", rendered, LONG)
-            has_body = bool(parameters.grammar[0])
-            message_format = self._formats.make_format(
-                tools, ending, hides_reasoning, has_body, continues_message
+            has_grammar = bool(parameters.grammar[0])
+            message_format = self._message_formats.make_format(
+                tools, ending, hides_reasoning, has_grammar, continues_message
             )
             if message_format is not None:
-                message_grammar = self._formats.grammar(tools, message_format, has_body)
+                message_grammar = self._message_formats.grammar(tools, message_format, has_grammar)
+        if (budget := parameters.thinking_token_budget) >= 0:
+            if "messages" not in inputs:
+                raise InvalidArgument("thinking_token_budget: only supported by chats")
+            limit = self._message_formats.limit_reasoning(message_format, budget, self._vocab_size)
+            parameters = replace(parameters, forbidden=limit)
         tokens, text, offsets = self._prompt_text(inputs, parameters, scores_prompt)
         max_tokens = parameters.max_tokens
         if max_tokens == UNLIMITED:
@@ -303,7 +308,7 @@ class PromptReader:
         if task is None:
             return None
         name = task_input(task, inputs)
-        outputs: dict[str, tuple[str, Any]] = {}
+        outputs: dict[str, tuple[str, Any]] = {}  # (datatype, elements) by name
         requested = {item.name for item in request.schema.outputs} or {"text_output", "token_ids"}
         if name == "input_ids":
             tokens = inputs["input_ids"]
@@ -327,8 +332,8 @@ class PromptReader:
             if "text_output" in requested:
                 pieces = [self._tokenizer.id_to_token(i) or "" for i in with_pauses(ids)]
                 parts = (pieces[begin : begin + LONG] for begin in range(0, len(pieces), LONG))
-                encoded = b",".join(orjson.dumps(part)[1:-1] for part in parts)
-                outputs["text_output"] = "BYTES", [b"[%b]" % encoded]
+                encoded_pieces = b",".join(orjson.dumps(part)[1:-1] for part in parts)
+                outputs["text_output"] = "BYTES", [b"[%b]" % encoded_pieces]
         return Response(Output.select(outputs, requested))
 
     def compile(self, prompt: Prompt) -> None:
@@ -339,8 +344,8 @@ class PromptReader:
         """
         parameters = prompt.parameters
         if parameters.bad_words:
-            words = BadWords(parameters.bad_words, self._token_texts, self._vocab_size)
-            prompt.parameters = replace(parameters, forbidden=words.forbidden_after)
+            bad_words = BadWords(parameters.bad_words, self._token_texts, self._vocab_size)
+            prompt.parameters = replace(parameters, forbidden=bad_words.forbidden_after)
             _ = prompt.parameters.bias_arrays, prompt.parameters.allowed_array
         if parameters.grammar[0] or prompt.message_grammar:
             grammar = parameters.grammar, prompt.message_grammar, parameters.grammar_name
@@ -349,11 +354,11 @@ class PromptReader:
     def _render(self, text: str | memoryview) -> RenderedChat:
         """Render a conversation, in a separate process if it is long."""
         if isinstance(text, memoryview):
-            options, prompt = render_in_process(self._chat, text, _take_options)
+            options, prompt = render_in_process(self._chat_template, text, _take_options)
             tools, hides_reasoning, continues_message = options
             return RenderedChat(tools, hides_reasoning, continues_message, prompt)
         chat = parse_conversation(text)
-        return RenderedChat(*_take_options(chat), self._chat.render(chat))
+        return RenderedChat(*_take_options(chat), self._chat_template.render(chat))
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the special tokens among stop strings, which decoded texts may omit."""
@@ -364,10 +369,10 @@ class PromptReader:
         self, inputs: Mapping[str, Any], parameters: GenerationParameters, has_offsets: bool
     ) -> PromptText:
         """Return the prompt, with the offsets of its tokens if `has_offsets`."""
-        name, side = find_prompt_input(inputs), parameters.truncation_side
+        name, truncation_side = find_prompt_input(inputs), parameters.truncation_side
         if name == "input_ids":
             count = self._count_tokens(name, len(inputs[name]), parameters)
-            ids = inputs[name][:count] if side == "right" else inputs[name][-count:]
+            ids = inputs[name][:count] if truncation_side == "right" else inputs[name][-count:]
             tokens: list[int] = ids.tolist()
             self._check_tokens(name, tokens)
             return self._decode(tokens, parameters, has_offsets)
@@ -384,9 +389,9 @@ class PromptReader:
         is_cut = count < len(encoding)
         kept_tokens: list[int] = []
         if is_cut:
-            if adds_special and not side:  # as in vLLM
+            if adds_special and not truncation_side:  # as in vLLM
                 kept_tokens = self._leading_tokens[:count]
-            encoding.truncate(count - len(kept_tokens), direction=side or "left")
+            encoding.truncate(count - len(kept_tokens), direction=truncation_side or "left")
         tokens = kept_tokens + encoding.ids
         self._check_tokens(name, tokens)
         if is_chat or not parameters.echo:
@@ -394,8 +399,8 @@ class PromptReader:
         if is_cut:
             return self._decode(tokens, parameters, has_offsets)
         text = read_whole(name, text)
-        starts = (begin for begin, _ in encoding.offsets) if has_offsets else ()
-        return PromptText(tokens, text, list(itertools.accumulate(starts, max)))
+        token_starts = (begin for begin, _ in encoding.offsets) if has_offsets else ()
+        return PromptText(tokens, text, list(itertools.accumulate(token_starts, max)))
 
     def _check_length(self, name: str, text: str, max_tokens: int) -> None:
         """Raise InvalidArgument if a prefix of a text has more than `max_tokens` tokens.
@@ -422,13 +427,13 @@ class PromptReader:
         keeps_beginning = parameters.truncation_side == "right"
         if keeps_beginning:
             part = text = read_whole(name, text)
-            gap = _BETWEEN_WORDS.search(text, size, size + LONG)
+            word_gap = _BETWEEN_WORDS.search(text, size, size + LONG)
         else:
             part, count = read_ending(name, text, size + 1)
-            gap = _BETWEEN_WORDS.search(part, 1, 1 + LONG) if count - size > LONG else None
-        if gap is not None:
-            cut = gap.start()
-            part = part[:cut] if keeps_beginning else part[cut:]
+            word_gap = _BETWEEN_WORDS.search(part, 1, 1 + LONG) if count - size > LONG else None
+        if word_gap is not None:
+            cut_index = word_gap.start()
+            part = part[:cut_index] if keeps_beginning else part[cut_index:]
             encoding = self._encode(part, adds_special, has_offsets)
             if len(encoding) > max_tokens + _MAX_CUT_TOKENS:
                 return encoding
@@ -468,16 +473,16 @@ class PromptReader:
         return count
 
     def _check_tokens(self, name: str, tokens: list[int]) -> None:
-        largest = self._vocab_size - 1
-        wrong = next((token for token in tokens if not 0 <= token <= largest), None)
+        last_id = self._vocab_size - 1
+        wrong = next((token for token in tokens if not 0 <= token <= last_id), None)
         if wrong is None:
             return
         if name == "input_ids":
-            raise InvalidArgument(f"input_ids: {wrong} is not a token; allowed are 0 to {largest}")
+            raise InvalidArgument(f"input_ids: {wrong} is not a token; allowed are 0 to {last_id}")
         token = clip(repr(self._tokenizer.id_to_token(wrong)))
         raise InvalidArgument(
             f"{name}: the token {token} has the id {wrong}, but the model's largest token is "
-            f"{largest} (config.json: vocab_size)"
+            f"{last_id} (config.json: vocab_size)"
         )
 
 
@@ -512,11 +517,11 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     flags = ("stream", "echo", "exclude_input_in_output")
     merged_values |= {name: as_flag(merged_values[name]) for name in flags if name in merged_values}
     echoes = merged_values.get("echo") is True
-    if (excludes := merged_values.get("exclude_input_in_output")) is not None:
-        if not isinstance(excludes, bool):
-            problem = f"{clip(repr(excludes))} is not true or false"
+    if (excludes_input := merged_values.get("exclude_input_in_output")) is not None:
+        if not isinstance(excludes_input, bool):
+            problem = f"{clip(repr(excludes_input))} is not true or false"
             raise InvalidArgument(f"exclude_input_in_output: {problem}")
-        echoes, merged_values["echo"] = False, not excludes
+        echoes, merged_values["echo"] = False, not excludes_input
     elif merged_values.get("echo") is None:
         # Like Triton's vLLM backend: a single response begins with its prompt, a stream does not.
         merged_values["echo"] = not merged_values.get("stream", False)

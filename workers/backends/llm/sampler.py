@@ -47,11 +47,11 @@ class SampledRow:
     """
 
     parameters: GenerationParameters
-    sample: int
-    tokens: Sequence[int]
+    sample: int  # index in the request
+    tokens: Sequence[int]  # before the sampled one
     prompt_length: int
     end_tokens: tuple[int, ...]
-    allowed_bits: Tensor | None = None
+    allowed_bits: Tensor | None = None  # of the grammar, int32 words
 
     @property
     def generated_count(self) -> int:
@@ -76,8 +76,8 @@ class TokenLogprobs(NamedTuple):
 
     token: int
     logprob: float
-    top: list[tuple[int, float]]
-    rank: int = 1
+    top: list[tuple[int, float]]  # (token, log probability), likeliest first
+    rank: int = 1  # 1: the likeliest token
 
 
 def _mix(value: int) -> int:
@@ -270,13 +270,13 @@ class Proposal:
     """
 
     tokens: list[int] = field(default_factory=list)
-    probabilities: list[Tensor] = field(default_factory=list)
+    probabilities: list[Tensor] = field(default_factory=list)  # the draft model's, by token
 
 
 class DraftCheck(NamedTuple):
     """A proposal to verify, and the first of its rows: one for each draft token, and one more."""
 
-    first_row: int
+    first_row: int  # index of the first row of logits
     proposal: Proposal
 
 
@@ -288,16 +288,16 @@ def verify(logits: Tensor, rows: Sequence[SampledRow], checks: list[DraftCheck])
         rows: The rows.
         checks: The proposals to verify, with their rows.
     """
-    drawn, _ = sample(logits, rows)
+    sampled_tokens, _ = sample(logits, rows)
     target = None
     if any(check.proposal.probabilities for check in checks):
         target = distribution(logits, rows)
     continuations: list[list[int]] = []
     for first_row, proposal in checks:
-        part = slice(first_row, first_row + len(proposal.tokens) + 1)
-        sampled = drawn[part]
+        row_slice = slice(first_row, first_row + len(proposal.tokens) + 1)
+        sampled = sampled_tokens[row_slice]
         if target is not None and proposal.probabilities:
-            tokens = _rejection_sample(target[part], rows[part], proposal, sampled[-1])
+            tokens = _rejection_sample(target[row_slice], rows[row_slice], proposal, sampled[-1])
         else:
             pairs = enumerate(zip(proposal.tokens, sampled, strict=False))
             mismatches = (index for index, (draft, token) in pairs if draft != token)

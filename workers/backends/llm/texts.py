@@ -57,7 +57,7 @@ class ScoredToken(NamedTuple):
     """The log probabilities of a token, and the index of its first character in the text."""
 
     logprobs: TokenLogprobs
-    offset: int
+    offset: int  # in the text
 
 
 class SampleText:
@@ -69,7 +69,7 @@ class SampleText:
         sent_characters: The number of characters sent, by this instance and its predecessors.
         sent_tokens: The number of tokens sent, by this instance and its predecessors.
         is_open: Whether the end of the sample was not sent yet.
-        was_sent: Whether a response with the sample was sent.
+        has_sent_any: Whether a response with the sample was sent.
         parser: The parser of the message if the output `message` is requested, or None.
         reasoning_tokens: The number of reasoning tokens.
         stop_reason: The stop string or the token that has ended the sample, as in vLLM: None for
@@ -93,7 +93,7 @@ class SampleText:
         self.pending_tokens: list[int] = []
         self.pending_logprobs: list[ScoredToken] = []
         self.is_open = True
-        self.was_sent = False
+        self.has_sent_any = False
         self._skip_characters = self._skip_tokens = 0  # counts that an earlier instance has sent
         self._prompt, self._token_texts = prompt, texts
         self._echo_length = len(echo)
@@ -103,18 +103,18 @@ class SampleText:
         self._detokenizer = Detokenizer(texts, skip, prompt.tokens)
         self._stop_strings = StopStrings(parameters.stop, parameters.include_stop_str_in_output)
 
-    def resume(self, earlier: Resumed, tokens: Sequence[int]) -> None:
+    def resume(self, resumed: Resumed, tokens: Sequence[int]) -> None:
         """Continue a sample of another instance, which has generated `tokens`.
 
         Text and tokens that the client has received are not sent again.
         """
-        self.is_open = not earlier.is_end_sent
-        self.was_sent = earlier.sent_tokens > 0 or earlier.sent_characters > 0
-        self._skip_characters, self._skip_tokens = earlier.sent_characters, earlier.sent_tokens
+        self.is_open = not resumed.is_end_sent
+        self.has_sent_any = resumed.sent_tokens > 0 or resumed.sent_characters > 0
+        self._skip_characters, self._skip_tokens = resumed.sent_characters, resumed.sent_tokens
         self._skip_sent()
         for position, token in enumerate(tokens, 1):
             if not self.finish_reason:
-                self.add([token], earlier.finish_reason if position == len(tokens) else "", [])
+                self.add([token], resumed.finish_reason if position == len(tokens) else "", [])
 
     def _skip_sent(self) -> None:
         """Discard pending text and tokens that an earlier instance has sent to the client."""
@@ -146,17 +146,17 @@ class SampleText:
             if logprobs:
                 offset = self._echo_length + self._detokenizer.position_of(token)
                 self.pending_logprobs.append(ScoredToken(logprobs[position], offset))
-            ending = reason if position == len(tokens) - 1 else ""
+            end_reason = reason if position == len(tokens) - 1 else ""
             start = len(self.pending_text)
-            stop = self._append_text(token, ending)
+            stop_string = self._append_text(token, end_reason)
             if self.parser is not None:
                 self.reasoning_tokens += self.parser.is_reasoning
-                self.parser.feed(self.pending_text[start:], is_end=bool(stop or ending))
+                self.parser.feed(self.pending_text[start:], is_end=bool(stop_string or end_reason))
             if self._skip_characters or self._skip_tokens:
                 self._skip_sent()
-            if stop:
-                self.finish_reason, self.stop_reason = "stop", stop
-                return not ending
+            if stop_string:
+                self.finish_reason, self.stop_reason = "stop", stop_string
+                return not end_reason
         self.finish_reason = reason
         if reason == "stop":
             self.stop_reason = self._stop_token(tokens[-1])
@@ -186,11 +186,11 @@ class SampleText:
         if self.token_count <= parameters.min_tokens:
             self.pending_text += text
             return ""
-        text, stop = self._stop_strings.add(text)
+        text, stop_string = self._stop_strings.add(text)
         self.pending_text += text
-        if finish_reason and not stop:
+        if finish_reason and not stop_string:
             self.pending_text += self._stop_strings.flush()
-        return stop
+        return stop_string
 
     @property
     def has_unsent(self) -> bool:
@@ -207,12 +207,16 @@ class SampleText:
         shows_tokens = parameters.logprobs >= 0 or parameters.return_token_ids
         return self.parser.has_parts or (shows_tokens and bool(self.pending_tokens))
 
-    def take_message(self, text: str) -> bytes:
+    def take_message(self, text: str, counts_reasoning: bool) -> bytes:
         """Return and clear the parts of the message that were not sent yet, as JSON.
 
-        If the text is not parsed, the message has the content `text`.
+        If the text is not parsed, the message has the content `text`. With `counts_reasoning`, the
+        message has the number of the sample's reasoning tokens so far.
         """
-        return orjson.dumps({"content": text} if self.parser is None else self.parser.take())
+        if self.parser is None:
+            return orjson.dumps({"content": text})
+        count = {"reasoning_tokens": self.reasoning_tokens} if counts_reasoning else {}
+        return orjson.dumps({**self.parser.take(), **count})
 
     def take(self) -> tuple[str, list[int], list[ScoredToken]]:
         """Return and clear the pending text, tokens and log probabilities."""
@@ -224,8 +228,8 @@ class SampleText:
 
 
 def _mean_logprob(sample: SampleText) -> float:
-    values = [token.logprobs.logprob for token in sample.pending_logprobs]
-    return sum(values) / max(len(values), 1)
+    logprobs = [token.logprobs.logprob for token in sample.pending_logprobs]
+    return sum(logprobs) / max(len(logprobs), 1)
 
 
 class RequestSamples:
@@ -238,7 +242,7 @@ class RequestSamples:
         self.output_stream = stream
         self._token_texts = texts
         self._link = link
-        self._echo = echo
+        self._echoed_text = echo
         parameters = prompt.parameters
         self._requested_outputs = {output.name for output in stream.request.schema.outputs}
         if not self._requested_outputs:
@@ -253,7 +257,7 @@ class RequestSamples:
 
     def _sample(self, index: int) -> SampleText:
         parses_message = "message" in self._requested_outputs
-        return SampleText(self.prompt, self._token_texts, index, self._echo, parses_message)
+        return SampleText(self.prompt, self._token_texts, index, self._echoed_text, parses_message)
 
     @property
     def is_finished(self) -> bool:
@@ -304,7 +308,7 @@ class RequestSamples:
         return best_samples
 
     def _is_last(self, sample: SampleText) -> bool:
-        has_open = any(item.is_open for item in self.samples if item is not sample)
+        has_open = any(other.is_open for other in self.samples if other is not sample)
         return bool(sample.finish_reason) and not has_open
 
     def _send(self, samples: list[SampleText], is_final: bool) -> bool:
@@ -323,20 +327,22 @@ class RequestSamples:
 
     def _encode_outputs(self, samples: list[SampleText], is_final: bool) -> list[Output]:
         texts, tokens, logprobs = zip(*(sample.take() for sample in samples), strict=True)
-        values: dict[str, tuple[str, Iterable[Any]]] = {
+        # The chunks of a stream may report the numbers of tokens so far.
+        counts_reasoning = itertools.repeat("token_ids" in self._requested_outputs)
+        values: dict[str, tuple[str, Iterable[Any]]] = {  # (datatype, elements) by output
             "text_output": ("BYTES", map(str.encode, texts)),
             "index": ("INT32", (sample.index for sample in samples)),
             "token_ids": ("INT32", itertools.chain(*tokens)),
             "finish_reason": ("BYTES", (sample.finish_reason.encode() for sample in samples)),
             "logprobs": ("BYTES", map(self._encode_logprobs, samples, logprobs)),
-            "message": ("BYTES", map(SampleText.take_message, samples, texts)),
+            "message": ("BYTES", map(SampleText.take_message, samples, texts, counts_reasoning)),
             "stop_reason": ("BYTES", (orjson.dumps(sample.stop_reason) for sample in samples)),
-            "prompt_token_ids": ("INT32", () if samples[0].was_sent else self.prompt.tokens),
+            "prompt_token_ids": ("INT32", () if samples[0].has_sent_any else self.prompt.tokens),
             "usage": ("BYTES", [self._encode_usage(samples) if is_final else b""]),
         }
         outputs = Output.select(values, self._requested_outputs)
         for sample in samples:
-            sample.was_sent = True
+            sample.has_sent_any = True
         return outputs
 
     def _encode_usage(self, samples: list[SampleText]) -> bytes:
@@ -361,15 +367,15 @@ class RequestSamples:
         """
         prompt = self.prompt
         content = with_pauses(itertools.starmap(self._score_entry, tokens))
-        members: dict[str, Iterable[Any]] = {"content": content}
-        if prompt.top_logprobs >= 0 and not sample.was_sent:
+        lists_by_name: dict[str, Iterable[Any]] = {"content": content}
+        if prompt.top_logprobs >= 0 and not sample.has_sent_any:
             self.encode_prompt()
             if prompt.offsets:
                 echo = (entry for entry, _ in self._prompt_entries)
-                members["content"] = itertools.chain(echo, content)
+                lists_by_name["content"] = itertools.chain(echo, content)
             if prompt.parameters.prompt_logprobs >= 0:
-                members["prompt"] = [entry for _, entry in self._prompt_entries]
-        return encode_logprobs(members)
+                lists_by_name["prompt"] = [entry for _, entry in self._prompt_entries]
+        return encode_logprobs(lists_by_name)
 
     def encode_prompt(self) -> None:
         """Encode the log probabilities of the prompt's tokens that have been computed.
@@ -433,16 +439,16 @@ class TextThread:
     def __init__(
         self, checkpoint: Checkpoint, link: InstanceLink, settings: EngineSettings
     ) -> None:
-        self.prompts: dict[int, Prompt] = {}
+        self.prompts: dict[int, Prompt] = {}  # by key of the request
         self._token_texts = TokenTexts(checkpoint.tokenizer)
         self._link = link
         self.reader = PromptReader(checkpoint, settings, self._token_texts)
         # Long prompts, grammars and bad words are processed in another thread, so that they do not
         # delay other texts.
-        self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
+        self._slow_job_executor = ThreadPoolExecutor(1, "long prompts")
         # This thread waits for processes that render long conversations, which takes seconds.
-        self._renderings = ThreadPoolExecutor(1, "long conversations")
-        self._requests: dict[int, RequestSamples] = {}
+        self._rendering_executor = ThreadPoolExecutor(1, "long conversations")
+        self._requests: dict[int, RequestSamples] = {}  # by key
         # By key of a request: since when it waits for credit (monotonic ns), oldest first.
         self._unread_since_ns: dict[int, int] = {}
         self._cpu_ns = self._reported_cpu_ns = 0
@@ -456,7 +462,7 @@ class TextThread:
 
     def close(self) -> None:
         """End the text thread after the queued jobs."""
-        for executor in (self._slow_jobs, self._renderings):
+        for executor in (self._slow_job_executor, self._rendering_executor):
             executor.shutdown(wait=False, cancel_futures=True)
         self._jobs.put(None)
         self._thread.join()
@@ -487,9 +493,9 @@ class TextThread:
         """Read a request, and send `Prepared` or the error of the request."""
         size = sum(len(text) for text in inputs.values() if isinstance(text, str | memoryview))
         if isinstance(inputs.get("messages"), memoryview):
-            self._renderings.submit(self._read_request, stream, inputs, resumed)
+            self._rendering_executor.submit(self._read_request, stream, inputs, resumed)
         elif size > LONG or "task" in stream.request.schema.parameters:
-            self._slow_jobs.submit(self._read_request, stream, inputs, resumed)
+            self._slow_job_executor.submit(self._read_request, stream, inputs, resumed)
         else:
             self._read_request(stream, inputs, resumed)
 
@@ -508,7 +514,7 @@ class TextThread:
             prompt, echo = self.reader.read(stream.request, inputs, resumed)
             start = partial(self._start, stream, prompt, echo, resumed)
             if prompt.needs_compilation:
-                self._slow_jobs.submit(self._compile, prompt, stream, start)
+                self._slow_job_executor.submit(self._compile, prompt, stream, start)
             elif threading.current_thread() is self._thread:
                 start()
             else:

@@ -24,7 +24,7 @@ from shmserve.workers.backends.llm.message_parsers import overlap
 _REPLACEMENT = "\ufffd"  # decoders replace the bytes of an incomplete character by this character
 _LONG_JSON = 1 << 16  # number of characters of a long JSON text
 _MAX_HELD_TOKENS = 16  # longer invalid sequences are not incomplete characters
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 # The suffix of tokens that end a word, in the description of a decoder.
 _WORD_SUFFIX = re.compile(rb'"type":"BPEDecoder","suffix":("(?:[^"\\]|\\.)+")')
@@ -35,10 +35,10 @@ T = TypeVar("T")
 @functools.cache
 def _byte_by_character() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary (GPT-2) represents."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    invisible = [byte for byte in range(256) if byte not in visible]
-    by_character = {chr(byte): byte for byte in visible}
-    return by_character | {chr(256 + index): byte for index, byte in enumerate(invisible)}
+    visible_bytes = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    invisible_bytes = [byte for byte in range(256) if byte not in visible_bytes]
+    by_character = {chr(byte): byte for byte in visible_bytes}
+    return by_character | {chr(256 + index): byte for index, byte in enumerate(invisible_bytes)}
 
 
 def with_pauses(values: Iterable[T]) -> Iterator[T]:
@@ -58,24 +58,24 @@ class _PausingDecoder(json.JSONDecoder):
 
     def __init__(self) -> None:
         super().__init__()
-        count = itertools.count(1)
+        value_numbers = itertools.count(1)
 
         def with_pause(scan: Callable[[str, int], Any]) -> Callable[[str, int], Any]:
             def scan_once(text: str, index: int) -> Any:
-                if not next(count) % 64:
+                if not next(value_numbers) % 64:
                     time.sleep(0)
                 return scan(text, index)
 
             return scan_once
 
         def parse_object(start: Any, strict: bool, scan: Any, *options: Any) -> Any:
-            return python.JSONObject(start, strict, with_pause(scan), *options)
+            return python_decoder.JSONObject(start, strict, with_pause(scan), *options)
 
         # The type hints lack json's parser that is written in Python.
-        python: Any = json.decoder
+        python_decoder: Any = json.decoder
         scanner: Any = json.scanner
         self.parse_object = parse_object
-        self.parse_array = lambda start, scan: python.JSONArray(start, with_pause(scan))
+        self.parse_array = lambda start, scan: python_decoder.JSONArray(start, with_pause(scan))
         self.scan_once = scanner.py_make_scanner(self)
 
 
@@ -103,16 +103,16 @@ def token_entry(
     return {"token_id": token, "token": shown_text, "logprob": value, "bytes": token_bytes}
 
 
-def encode_logprobs(members: Mapping[str, Iterable[Any]]) -> bytes:
+def encode_logprobs(lists_by_name: Mapping[str, Iterable[Any]]) -> bytes:
     """Return lists of tokens as JSON with a line for each token.
 
     The gateway parses many tokens line by line, since the parser of JSON holds the GIL.
     """
-    lists = (
+    encoded_lists = (
         b'"%b":[\n%b\n]' % (name.encode(), b",\n".join(map(orjson.dumps, tokens)))
-        for name, tokens in members.items()
+        for name, tokens in lists_by_name.items()
     )
-    return b"{%b}" % b",".join(lists)
+    return b"{%b}" % b",".join(encoded_lists)
 
 
 class TokenTexts:
@@ -130,8 +130,8 @@ class TokenTexts:
         added_tokens = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token for token, text in added_tokens.items() if text.special)
         state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
-        suffix = _WORD_SUFFIX.search(state)
-        self._word_suffix = json.loads(suffix[1]) if suffix else ""
+        suffix_match = _WORD_SUFFIX.search(state)
+        self._word_suffix = json.loads(suffix_match[1]) if suffix_match else ""
         self._byte_level, self._byte_fallback = b'"ByteLevel"' in state, b'"ByteFallback"' in state
         self.bytes_of = functools.lru_cache(1 << 18)(self._bytes_of)
         self.text_and_bytes = functools.lru_cache(1 << 18)(self._text_and_bytes)
@@ -144,9 +144,9 @@ class TokenTexts:
         if self._byte_level:
             values = [_byte_by_character().get(character) for character in piece]
             return piece.encode() if None in values else bytes(values)  # type: ignore[arg-type]
-        byte = _BYTE.fullmatch(piece) if self._byte_fallback else None
-        if byte is not None:
-            return bytes([int(byte[1], 16)])
+        byte_match = _BYTE_TOKEN.fullmatch(piece) if self._byte_fallback else None
+        if byte_match is not None:
+            return bytes([int(byte_match[1], 16)])
         if self._word_suffix:
             return piece.replace(self._word_suffix, " ").encode()
         # The decoder may strip the space of the first of two equal tokens, but not of the second.
@@ -229,13 +229,13 @@ class TokenTexts:
         for token in tokens:
             is_skipped = skip_special_tokens and token in self.special
             data = b"" if is_skipped else self.bytes_of(token)
-            characters = sum(byte & 0xC0 != 0x80 for byte in data)
+            character_count = sum(byte & 0xC0 != 0x80 for byte in data)
             indices.append(length - (not is_skipped and self.begins_inside_character(token)))
-            length += characters
+            length += character_count
         if self._word_suffix:
             return [min(offset, len(text)) for offset in indices]
-        stripped = max(length - len(text), 0)
-        return [max(offset - stripped, 0) for offset in indices]
+        stripped_length = max(length - len(text), 0)
+        return [max(offset - stripped_length, 0) for offset in indices]
 
 
 class BadWords:
@@ -248,7 +248,7 @@ class BadWords:
     def __init__(self, words: Iterable[str], texts: TokenTexts, vocab_size: int) -> None:
         self._bytes_of = texts.bytes_of
         self._words = [word.encode() for word in words]
-        self._max_size = max(map(len, self._words))
+        self._max_bytes = max(map(len, self._words))
         # For each beginning of a word: the tokens that complete the word after it.
         containing = {token for word in self._words for token in texts.containing(word)}
         completing: dict[bytes, list[int]] = {}
@@ -265,10 +265,10 @@ class BadWords:
         """Return the tokens that would complete a word after the tokens of a text."""
         tail = b""
         for token in reversed(tokens):
-            if len(tail) >= self._max_size:
+            if len(tail) >= self._max_bytes:
                 break
             tail = self._bytes_of(token) + tail
-        endings = (tail[len(tail) - size :] for size in range(min(self._max_size, len(tail) + 1)))
+        endings = (tail[len(tail) - size :] for size in range(min(self._max_bytes, len(tail) + 1)))
         completing = self._completing_tokens
         return np.concatenate([completing[end] for end in endings if end in completing])
 
@@ -297,6 +297,7 @@ class Detokenizer:
         self._tokens = context  # the context's tokens, then the tokens held back
         self._context_count = texts.count_complete(self._tokens)  # number of tokens
         self._context_text = self._decode(self._tokens[: self._context_count])
+        # numbers of characters
         self._emitted_length = self._held_length = self._replaced_length = 0
 
     def position_of(self, token: int) -> int:
@@ -305,9 +306,9 @@ class Detokenizer:
         A space that the decoder writes only before another token is counted. An incomplete
         character that the token does not continue is also counted, since U+FFFD replaces it.
         """
-        delayed_spaces = bool(self._tokens) and self._ends_word(self._tokens[-1])
-        replaced = 0 if self._begins_inside_character(token) else self._replaced_length
-        return self._emitted_length + self._held_length + delayed_spaces + replaced
+        delayed_space_count = bool(self._tokens) and self._ends_word(self._tokens[-1])
+        replaced_length = 0 if self._begins_inside_character(token) else self._replaced_length
+        return self._emitted_length + self._held_length + delayed_space_count + replaced_length
 
     def add(self, token: int) -> str:
         """Append a token; return the text that is complete with it, or ""."""
@@ -335,8 +336,8 @@ class Detokenizer:
         """
         pending_tokens = self._tokens[self._context_count :]
         # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
-        extends = text.startswith(self._context_text)
-        new_text = text[len(self._context_text) :] if extends else self._decode(pending_tokens)
+        is_extended = text.startswith(self._context_text)
+        new_text = text[len(self._context_text) :] if is_extended else self._decode(pending_tokens)
         self._tokens, self._context_count = pending_tokens, len(pending_tokens)
         self._context_text = self._decode(pending_tokens)
         self._emitted_length += len(new_text)

@@ -40,8 +40,8 @@ class Tool(NamedTuple):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: str
-    parameters: Mapping[str, Any]
-    strict: bool
+    parameters: Mapping[str, Any]  # JSON schema
+    strict: bool  # whether arguments must match the schema
 
 
 class CallGrammar(NamedTuple):
@@ -55,10 +55,10 @@ class CallGrammar(NamedTuple):
         end: The expression after the last call.
     """
 
-    first_calls: list[tuple[str, str]]
-    separator: str
-    call: str
-    end: str = ""
+    first_calls: list[tuple[str, str]]  # (opening text, rest) of each alternative
+    separator: str  # between calls
+    call: str  # each call after the first
+    end: str = ""  # after the last call
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Lark:
         rules: The rules that were added.
     """
 
-    special_tokens: Mapping[str, int]
+    special_tokens: Mapping[str, int]  # by text
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str, is_lazy: bool = False) -> str:
@@ -110,8 +110,8 @@ class Lark:
 
     def sequence(self, calls: CallGrammar, first_call: str, allows_parallel_calls: bool) -> str:
         """Return a rule for `first_call`, and for further calls if they may be parallel."""
-        further = f"({calls.separator} {calls.call})*" if allows_parallel_calls else ""
-        return self.rule(f"{first_call} {further} {calls.end}")
+        further_calls = f"({calls.separator} {calls.call})*" if allows_parallel_calls else ""
+        return self.rule(f"{first_call} {further_calls} {calls.end}")
 
 
 def _quote(text: str) -> str:
@@ -167,19 +167,18 @@ def _read_hermes(parser: MessageParser) -> Reading[None]:
 
 
 def _read_hermes_call(parser: MessageParser) -> Reading[None]:
-    """Read a call and, unless the text ends, its closing tag.
+    """Read a call and its closing tag, unless the text ends before or inside of the tag.
 
     As in vLLM, other text after the object makes the call malformed.
     """
     yield from _read_json_call(parser)
-    if (yield from parser.skip()):
-        yield from parser.expect("</tool_call>")
+    yield from parser.expect("</tool_call>", may_be_cut=True)
 
 
 def _hermes_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
-    bodies = (_json_call_rule(lark, tool, "arguments") for tool in tools)
+    call_bodies = (_json_call_rule(lark, tool, "arguments") for tool in tools)
     begin, end = lark.text('\n{"name": "'), lark.text("\n</tool_call>")
-    rest_rule = lark.rule(f"{begin} {lark.alternatives(bodies)} {end}")
+    rest_rule = lark.rule(f"{begin} {lark.alternatives(call_bodies)} {end}")
     return _tagged_calls(lark, "<tool_call>", rest_rule, "\n")
 
 
@@ -218,10 +217,10 @@ def _read_mistral(parser: MessageParser) -> Reading[None]:
 
 
 def _read_list(
-    parser: MessageParser, body: Callable[[MessageParser], Reading[None]]
+    parser: MessageParser, read_item: Callable[[MessageParser], Reading[None]]
 ) -> Reading[None]:
     """Read calls with commas between them, up to the bracket after the last one."""
-    while (yield from parser.read_call(body(parser))):
+    while (yield from parser.read_call(read_item(parser))):
         separator = yield from parser.skip()
         if separator in ("]", ","):
             parser.pull(1)
@@ -289,7 +288,7 @@ def _read_xml_call(parser: MessageParser, is_wrapped: bool) -> Reading[None]:
         if (yield from parser.peek()) == "/":
             parser.pull(1)
             tag = "tool_call>" if (yield from parser.peek()) == "t" else "function>"
-            yield from parser.expect(tag)
+            yield from parser.expect(tag, may_be_cut=True)
             if tag == "tool_call>":  # models may omit the tag </function>
                 parser.unread(f"</{tag}")
             parser.add_arguments("{}" if opening == "{" else "}")
@@ -333,8 +332,8 @@ def _typed_json(text: str, types: set[str], is_text: bool) -> str:
     the literal. With `is_text`, all literals but null become strings.
     """
     value, json_text = _parse_literal(text)
-    matches = type_name(value) in types and (not is_text or value is None)
-    if not json_text or ("string" in types and not matches):
+    is_of_type = type_name(value) in types and (not is_text or value is None)
+    if not json_text or ("string" in types and not is_of_type):
         return json.dumps(text, ensure_ascii=False)
     return json_text
 
@@ -360,11 +359,11 @@ def _qwen_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 
 
 def _xml_call_rule(lark: Lark, tool: Tool) -> str:
-    parts = [lark.text(f"\n<function={tool.name}>\n")]
+    expressions = [lark.text(f"\n<function={tool.name}>\n")]
     for name, schema, required in _separate_parameters(tool, "[^>\n]+"):
         value = _xml_value_rule(lark, name, schema, tool.parameters)
-        parts.append(value if required else f"{lark.rule(value)}?")
-    return " ".join([*parts, lark.text("</function>\n</tool_call>")])
+        expressions.append(value if required else f"{lark.rule(value)}?")
+    return " ".join([*expressions, lark.text("</function>\n</tool_call>")])
 
 
 def _xml_value_rule(
@@ -403,10 +402,10 @@ def is_xml_text(schema: Mapping[str, Any], name: str, has_grammar: bool) -> bool
 
 def _text_choices(schema: Mapping[str, Any]) -> list[str]:
     """Return the texts that a parameter's schema allows; [] if it does not list all of them."""
-    limits = _TEXT_LIMITS & schema.keys()
-    if limits not in ({"enum"}, {"const"}) or schema.get("type", "string") != "string":
+    limiting_keywords = _TEXT_LIMITS & schema.keys()
+    if limiting_keywords not in ({"enum"}, {"const"}) or schema.get("type", "string") != "string":
         return []
-    values: list[Any] = schema["enum"] if "enum" in limits else [schema["const"]]
+    values: list[Any] = schema["enum"] if "enum" in limiting_keywords else [schema["const"]]
     return values if all(isinstance(value, str) for value in values) else []
 
 
@@ -461,8 +460,8 @@ def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[
         InvalidArgument: A grammar of separate parameters cannot enforce the tool's schema.
     """
     root = tool.parameters
-    required = dict.fromkeys(root.get("required") or ())
-    unwritable = [name for name in required if not re.fullmatch(name_pattern, name)]
+    required_names = dict.fromkeys(root.get("required") or ())
+    unwritable = [name for name in required_names if not re.fullmatch(name_pattern, name)]
     unsupported = [*sorted(_UNENFORCEABLE & root.keys()), *map(repr, unwritable)]
     if unsupported:
         raise InvalidArgument(
@@ -474,8 +473,8 @@ def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[
     if has_other_references:
         definitions = {"$defs": {_ROOT_DEFINITION: _rebase(root)}}
     properties = root.get("properties")
-    parameters: list[tuple[str, dict[str, Any], bool]] = []
-    for name in {**(properties if isinstance(properties, dict) else {}), **required}:
+    parameters: list[tuple[str, dict[str, Any], bool]] = []  # (name, schema, required)
+    for name in {**(properties if isinstance(properties, dict) else {}), **required_names}:
         if not re.fullmatch(name_pattern, name):
             continue
         schema = {**_parameter_schema(root, name)}
@@ -483,7 +482,7 @@ def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[
             schema = _rebase(schema)
         if '"$ref"' in json.dumps(schema):
             schema |= definitions
-        parameters.append((name, schema, name in required))
+        parameters.append((name, schema, name in required_names))
     return parameters
 
 
@@ -572,25 +571,25 @@ def _read_python_value(parser: MessageParser) -> Reading[None]:
 
 def _read_python_escape(parser: MessageParser) -> Reading[str]:
     """Read an escape sequence after its backslash; return it as a part of a JSON string."""
-    kind = yield from parser.peek()
+    letter = yield from parser.peek()
     sequence = parser.pull(1)
-    while kind and len(sequence) <= _HEX_DIGITS.get(kind, 0) and (yield from parser.peek()):
+    while letter and len(sequence) <= _HEX_DIGITS.get(letter, 0) and (yield from parser.peek()):
         sequence += parser.pull(1)
-    if kind == "u" and all(char in string.hexdigits for char in sequence[1:]):
+    if letter == "u" and all(char in string.hexdigits for char in sequence[1:]):
         # JSON has the same escape sequence, also for halves of surrogate pairs.
         return f"\\{sequence}"
-    if kind not in {*"/\\'\"\nabfnrtv", *_HEX_DIGITS}:
+    if letter not in {*"/\\'\"\nabfnrtv", *_HEX_DIGITS}:
         return _escape(f"\\{sequence}")
     with suppress(SyntaxError, ValueError):
-        return _escape("/" if kind == "/" else ast.literal_eval(f'"\\{sequence}"'))
+        return _escape("/" if letter == "/" else ast.literal_eval(f'"\\{sequence}"'))
     raise MalformedCall
 
 
 def _read_python_literal(parser: MessageParser) -> Reading[str]:
     """Read a literal up to the comma or the parenthesis after it; return its text."""
-    text, stack, quote = "", "", ""
+    text, open_brackets, quote = "", "", ""
     while char := (yield from parser.peek()):
-        if not stack and not quote and char in ",)":
+        if not open_brackets and not quote and char in ",)":
             return text.strip()
         text += parser.pull(1)
         if quote:
@@ -601,9 +600,9 @@ def _read_python_literal(parser: MessageParser) -> Reading[str]:
         elif char in "\"'":
             quote = char
         elif char in CLOSING:
-            stack += CLOSING[char]
-        elif stack and char == stack[-1]:
-            stack = stack[:-1]
+            open_brackets += CLOSING[char]
+        elif open_brackets and char == open_brackets[-1]:
+            open_brackets = open_brackets[:-1]
         elif char in ")]}":
             break
     raise MalformedCall
@@ -627,14 +626,14 @@ def _python_arguments(lark: Lark, tool: Tool) -> str:
     The loop visits the parameters from the last to the first. `first_member` matches arguments for
     the visited parameters at the beginning of the list, `further` after an earlier argument.
     """
-    first_member, further = '""', '""'
+    first_member, further_members = '""', '""'
     for name, schema, required in reversed(_separate_parameters(tool, NAME.pattern)):
         value = f"{lark.text(name + '=')} {lark.json(schema)}"
-        rest_rule = lark.rule(further)
+        rest_rule = lark.rule(further_members)
         begin = f"{value} {rest_rule}"
         first_member = begin if required else f"{begin} | {lark.rule(first_member)}"
         with_comma = f"{lark.text(', ')} {value} {rest_rule}"
-        further = with_comma if required else f"{with_comma} | {rest_rule}"
+        further_members = with_comma if required else f"{with_comma} | {rest_rule}"
     return lark.rule(first_member)
 
 
@@ -677,5 +676,5 @@ def detect_parsers(templates: Iterable[str]) -> tuple[str, str]:
     """Return the names of the tool and the reasoning parser for chat templates; "none": unknown."""
     text = "\n".join(templates)
     calls = (name for name, family in FAMILIES.items() if re.search(family.template_pattern, text))
-    reasoning = (name for name, (_, end) in REASONING.items() if end in text)
-    return next(calls, "none"), next(reasoning, "none")
+    reasoning_parsers = (name for name, (_, end) in REASONING.items() if end in text)
+    return next(calls, "none"), next(reasoning_parsers, "none")

@@ -7,10 +7,12 @@ calls of strict tools from their opening tag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from shmserve.errors import InvalidArgument, clip
@@ -41,7 +43,7 @@ class ToolRequest:
     """
 
     tools: tuple[Tool, ...]
-    required: bool = False
+    required: bool = False  # whether the message must be calls
     allows_parallel_calls: bool = True
 
     @property
@@ -71,9 +73,9 @@ def take_tools(conversation: dict[str, Any]) -> ToolRequest | None:
             raise InvalidArgument(f"tool_choice: {clip(repr(choice))} requires tools")
         return None
     mode, names = _parse_choice(choice)
-    unknown = sorted(names.difference(tool.name for tool in tools))
-    if unknown:
-        raise InvalidArgument(f"tool_choice: `tools` has no tool '{clip(unknown[0])}'")
+    unknown_names = sorted(names.difference(tool.name for tool in tools))
+    if unknown_names:
+        raise InvalidArgument(f"tool_choice: `tools` has no tool '{clip(unknown_names[0])}'")
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         conversation["tools"] = [tool for tool in definitions if tool["function"]["name"] in names]
     selected_tools = tuple(tool for tool in tools if not names or tool.name in names)
@@ -98,8 +100,8 @@ def _parse_tool(index: int, tool: Any) -> Tool:
         text = f"{clip(repr(name))} is not 1 to 256 letters, digits or characters of _.:/-"
         raise InvalidArgument(f"{field}.name: {text}")
     _check_type(f"{field}.description", function.get("description"), str, "a string")
-    strict = tool.get("strict") if function.get("strict") is None else function["strict"]
-    _check_type(f"{field}.strict", strict, bool, "true or false")
+    is_strict = tool.get("strict") if function.get("strict") is None else function["strict"]
+    _check_type(f"{field}.strict", is_strict, bool, "true or false")
     _check_type(f"{field}.parameters", schema, dict, "a JSON schema")
     keywords = {key: value for key, value in (schema or {}).items() if value is not None}
     parameters = {**_OBJECT_SCHEMA, **keywords}
@@ -110,7 +112,7 @@ def _parse_tool(index: int, tool: Any) -> Tool:
         error = f"type: {clip(repr(parameters['type']))} is not 'object'"
     if error:
         raise InvalidArgument(f"{field}.parameters: invalid JSON schema: {error}")
-    return Tool(name, parameters, strict is True)
+    return Tool(name, parameters, is_strict is True)
 
 
 def _resolve_root(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +141,8 @@ def _are_strings(value: Any) -> bool:
 
 
 def _is_type(value: Any) -> bool:
-    names = value if _are_strings(value) else [value] if isinstance(value, str) else []
-    return bool(names) and _TYPES.issuperset(names)
+    type_names = value if _are_strings(value) else [value] if isinstance(value, str) else []
+    return bool(type_names) and _TYPES.issuperset(type_names)
 
 
 def _is_number(value: Any) -> bool:
@@ -170,7 +172,7 @@ _VALUE_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 def _schema_error(root: dict[str, Any]) -> str:
     """Return the first error of a JSON schema, or "". Unknown keywords and nulls are ignored."""
-    schemas: list[tuple[str, Any]] = [("", root)]
+    schemas: list[tuple[str, Any]] = [("", root)]  # (path, schema)
     for path, schema in schemas:
         if not isinstance(schema, dict | bool):
             return f"{path[1:]}: {clip(repr(schema))} is not a schema (an object or a boolean)"
@@ -186,15 +188,15 @@ def _schema_error(root: dict[str, Any]) -> str:
                 )
             elif key in _SCHEMA_LIST_KEYS or (key == "items" and isinstance(value, list)):
                 allowed_text = "" if isinstance(value, list) and value else "a list of schemas"
-                parts = enumerate([] if allowed_text else value)
-                schemas += ((f"{position}[{index}]", subschema) for index, subschema in parts)
+                subschemas = enumerate([] if allowed_text else value)
+                schemas += ((f"{position}[{index}]", subschema) for index, subschema in subschemas)
             elif key in _SCHEMA_KEYS:
                 schemas.append((position, value))
             elif key in _VALUE_CHECKS and not _VALUE_CHECKS[key][0](value):
                 allowed_text = _VALUE_CHECKS[key][1]
             elif key == "$ref" and value.startswith("#/"):
-                exists = resolve_reference(value, root) is not None
-                allowed_text = "" if exists else "a reference to a part of the schema"
+                target_exists = resolve_reference(value, root) is not None
+                allowed_text = "" if target_exists else "a reference to a part of the schema"
             if allowed_text:
                 return f"{position[1:]}: {clip(repr(value))} is not {allowed_text}"
     return ""
@@ -238,8 +240,8 @@ class MessageFormats:
     """
 
     def __init__(self, tool_parser: str, reasoning_parser: str, tokenizer: Tokenizer) -> None:
-        self._family = FAMILIES.get(ALIASES.get(tool_parser, tool_parser))
-        self._reasoning = REASONING.get(reasoning_parser, ())
+        self._tool_syntax = FAMILIES.get(ALIASES.get(tool_parser, tool_parser))
+        self._reasoning = REASONING.get(reasoning_parser, ())  # opening and closing tags
         self._always_reasons = reasoning_parser == "deepseek_r1"
         added_tokens = tokenizer.get_added_tokens_decoder().items()
         self._added_tokens = {text.content: token for token, text in added_tokens}
@@ -250,7 +252,7 @@ class MessageFormats:
         request: ToolRequest | None,
         prompt: str,
         hides_reasoning: bool = False,
-        has_body: bool = False,
+        has_grammar: bool = False,
         continues_message: bool = False,
     ) -> MessageFormat | None:
         """Return the format of the message after a prompt; None if all of its text is content.
@@ -259,56 +261,56 @@ class MessageFormats:
             request: The tools of the request, if any.
             prompt: The text of the prompt.
             hides_reasoning: Whether reasoning is left out of the message.
-            has_body: Whether the content has a grammar.
+            has_grammar: Whether the content has a grammar.
             continues_message: Whether the prompt ends inside of the last message.
 
         Raises:
             InvalidArgument: The format of the model's calls is not known.
         """
         ending = prompt.rstrip()
-        begin, end = self._reasoning or ("", "")
+        opening_tag, end = self._reasoning or ("", "")
         # The message that is continued may have opened or closed the reasoning.
-        depth = ending.rfind(begin) - ending.rfind(end) if continues_message else 0
+        reasoning_depth = ending.rfind(opening_tag) - ending.rfind(end) if continues_message else 0
         # A template may have closed the reasoning, for example if thinking is disabled.
-        reasoning = () if end and (ending.endswith(end) or depth < 0) else self._reasoning
+        reasoning = () if end and (ending.endswith(end) or reasoning_depth < 0) else self._reasoning
         if request is None and not reasoning:
             return None
-        family = self._family
-        if family is None and request is not None and not request.required:
+        tool_syntax = self._tool_syntax
+        if tool_syntax is None and request is not None and not request.required:
             raise InvalidArgument(
                 "tools: the model's chat template has no known format of tool calls; engine.yaml "
                 f"may set tool_parser, one of {', '.join(TOOL_PARSERS)}"
             )
-        family = family or FAMILIES["hermes"]
+        tool_syntax = tool_syntax or FAMILIES["hermes"]
         is_opened = bool(reasoning) and (
-            ending.endswith(begin) or depth > 0 or self._always_reasons
+            ending.endswith(opening_tag) or reasoning_depth > 0 or self._always_reasons
         )
-        markers = {*family.markers, begin, end} & self._special_tokens
+        markers = {*tool_syntax.markers, opening_tag, end} & self._special_tokens
         return MessageFormat(
-            family,
+            tool_syntax,
             {tool.name: tool.parameters for tool in request.tools} if request else {},
             reasoning,
             is_opened,
             request.allows_parallel_calls if request else True,
             hides_reasoning,
             frozenset(self._added_tokens[marker] for marker in markers),
-            request is not None and (request.constrained or has_body),
-            request is not None and not (request.required or has_body),
+            request is not None and (request.constrained or has_grammar),
+            request is not None and not (request.required or has_grammar),
             request is not None and request.required,
         )
 
     def grammar(
-        self, request: ToolRequest | None, output_format: MessageFormat, has_body_grammar: bool
+        self, request: ToolRequest | None, output_format: MessageFormat, has_grammar: bool
     ) -> str:
         """Return a grammar of the message; "" if the message is not restricted.
 
         Args:
             request: The tools of the request, if any.
             output_format: The format of the message.
-            has_body_grammar: Whether the content has a grammar, which the rule `body` refers to.
+            has_grammar: Whether the content has a grammar, which the rule `body` refers to.
         """
         has_calls = output_format.has_call_grammar
-        if not has_calls and not (has_body_grammar and output_format.reasoning):
+        if not has_calls and not (has_grammar and output_format.reasoning):
             return ""
         markers = {*output_format.family.markers, *output_format.reasoning}
         lark = Lark({name: token for name, token in self._added_tokens.items() if name in markers})
@@ -316,7 +318,7 @@ class MessageFormats:
         may_omit_end = False
         if request is not None and has_calls:
             calls = output_format.family.call_grammar(lark, request.tools)
-            required = request.required or has_body_grammar
+            required = request.required or has_grammar
             heads = (
                 f"{lark.text(begin) if required else lark.any_text(begin)} {call_rule}"
                 for begin, call_rule in calls.first_calls
@@ -325,12 +327,43 @@ class MessageFormats:
             may_omit_end = output_format.calls_end_reasoning and tags <= markers
             start = lark.sequence(calls, lark.alternatives(heads), request.allows_parallel_calls)
             if not request.required:
-                if has_body_grammar:
+                if has_grammar:
                     start = f"{start} | @body"
                 else:
                     start = f"{start}{'*' if request.allows_parallel_calls else '?'} TEXT"
         start_rule = f"start: {self._reasoning_rule(lark, output_format, may_omit_end)} ({start})"
         return "\n".join([NO_FORCING, start_rule, *lark.rules, f"TEXT: {_ANY_TEXT}"])
+
+    def limit_reasoning(
+        self, output_format: MessageFormat | None, budget: int, vocab_size: int
+    ) -> Callable[[Sequence[int]], NDArray[np.int64]] | None:
+        """Return a function that ends the reasoning of a message after `budget` tokens.
+
+        The function returns the tokens that are forbidden after the generated tokens: none, or all
+        tokens but the closing tag. The result is None if the message has no reasoning.
+
+        Raises:
+            InvalidArgument: The tags of reasoning are not known, or not tokens.
+        """
+        begin, end = (self._added_tokens.get(tag, -1) for tag in self._reasoning or ("", ""))
+        if min(begin, end) < 0:
+            raise InvalidArgument(
+                "thinking_token_budget: only supported if the model's messages have tags of "
+                "reasoning, and each tag is a token"
+            )
+        if output_format is None or not output_format.reasoning:
+            return None
+        ends = {end, *(self._added_tokens.get(tag, end) for tag in output_format.family.markers)}
+        none, others = np.empty(0, np.int64), np.delete(np.arange(vocab_size), end)
+
+        def forbidden_after(tokens: Sequence[int]) -> NDArray[np.int64]:
+            is_begun = output_format.starts_reasoning or begin in tokens
+            if not is_begun or not ends.isdisjoint(tokens):
+                return none
+            count = len(tokens) - (tokens.index(begin) + 1 if begin in tokens else 0)
+            return others if count >= budget else none
+
+        return forbidden_after
 
     def _reasoning_rule(self, lark: Lark, output_format: MessageFormat, may_omit_end: bool) -> str:
         """Return the expression for the reasoning before the content, or ""."""

@@ -63,13 +63,13 @@ class NativeBackend(Backend):
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._device = open_device(context.device)
-        self._class: type | None = None
+        self._model_class: type | None = None
         self._file = self._displayed_path = ""
         self._folder = context.version_dir
         self._positions: dict[str, str] = {}  # the position of each attribute in the file
         self._model: Any = None
         self._streams: GeneratorStreams | None = None
-        self._cleanup = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add inputs and outputs from the annotations, and batching from the attributes."""
@@ -91,15 +91,15 @@ class NativeBackend(Backend):
         for field_name in ("batch_input", "batch_output"):
             if not config.get(field_name) and hasattr(model, field_name):
                 completed[field_name] = declaration.batch_mappings(model, field_name)
-        groups = declaration.instance_groups(model)
-        if groups:
-            completed["instance_group"] = groups
+        instance_groups = declaration.instance_groups(model)
+        if instance_groups:
+            completed["instance_group"] = instance_groups
         completed_spec = ModelSpec.of(completed)
-        generated = generated_names(completed_spec)
+        generated_tensors = generated_names(completed_spec)
         completed["input"] = config.get("input") or declaration.client_inputs(
-            model, inputs, generated, self._position_prefix
+            model, inputs, generated_tensors, self._position_prefix
         )
-        client_outputs = [output for output in outputs if output["name"] not in generated]
+        client_outputs = [output for output in outputs if output["name"] not in generated_tensors]
         completed["output"] = config.get("output") or client_outputs
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
@@ -111,8 +111,8 @@ class NativeBackend(Backend):
             limit = max(1, declaration.whole_number(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(limit)})
         elif completed["max_batch_size"] > 1 and not completed_spec.has_scheduler:
-            delay = declaration.whole_number(model, "max_queue_delay_us", 0)
-            completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
+            delay_us = declaration.whole_number(model, "max_queue_delay_us", 0)
+            completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay_us}
         return completed
 
     def load(self, config: ModelSpec) -> None:
@@ -148,7 +148,7 @@ class NativeBackend(Backend):
                 max_streams,
                 lambda: self._event_loop,
             )
-            self._cleanup.callback(self._streams.close)
+            self._exit_stack.callback(self._streams.close)
         if hasattr(self._model, "load"):
             self._await(
                 self._model.load(
@@ -205,12 +205,12 @@ class NativeBackend(Backend):
     @cached_property
     def _event_loop(self) -> EventLoopThread:
         loop = EventLoopThread(inference_mode)
-        self._cleanup.callback(loop.close)
+        self._exit_stack.callback(loop.close)
         return loop
 
     @cached_property
     def _coroutines(self) -> asyncio.Runner:
-        return self._cleanup.enter_context(asyncio.Runner())
+        return self._exit_stack.enter_context(asyncio.Runner())
 
     def unload(self) -> None:
         """Call the model's `unload`, if it has one."""
@@ -218,12 +218,12 @@ class NativeBackend(Backend):
         needs_loop = asyncio.iscoroutinefunction(unload)
         if unload is not None and needs_loop:
             self._await(unload())
-        self._cleanup.close()
+        self._exit_stack.close()
         if unload is not None and not needs_loop:
             unload()
 
     def _find_class(self, config: ModelSpec) -> type:
-        if self._class is None:
+        if self._model_class is None:
             file = config.default_model_filename or "model.py"
             context = self.context
             path = context.model_file([file], file)
@@ -236,7 +236,7 @@ class NativeBackend(Backend):
                 hint = suggestion(name, classes) or (own and f" (it has {', '.join(own)})") or ""
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{hint}")
             declaration.adopt_forward(model)
-            self._class = model
+            self._model_class = model
             self._file = file
             # The file that `shmserve.serve` generates sets `__file__` to the user's file.
             is_generated = module.__file__ != str(path)
@@ -244,12 +244,12 @@ class NativeBackend(Backend):
             self._folder = folder.resolve()
             self._displayed_path = f"{context.model_name}/{context.version}/{file}"
             if model.__module__ != module.__name__:  # the file imports the class
-                defining = getattr(sys.modules.get(model.__module__), "__file__", None)
-                path = Path(defining or path)
+                defining_file = getattr(sys.modules.get(model.__module__), "__file__", None)
+                path = Path(defining_file or path)
                 self._displayed_path, name = str(path), model.__name__
             with contextlib.suppress(OSError):  # a module may be in an archive
                 self._positions = source_positions(path.read_bytes(), name)
-        return self._class
+        return self._model_class
 
     def _position_prefix(self, name: str) -> str:
         """Return `FILE:LINE:COLUMN: ` of an attribute, for the start of a message.
@@ -257,8 +257,8 @@ class NativeBackend(Backend):
         FILE is MODEL/VERSION/FILE, or the path of the file from which the model's file imports the
         class.
         """
-        candidates = (name, name.partition(".")[0], "")
-        positions = (self._positions[item] for item in candidates if item in self._positions)
+        candidate_names = (name, name.partition(".")[0], "")
+        positions = (self._positions[key] for key in candidate_names if key in self._positions)
         position = next(positions, "")
         return f"{self._displayed_path}:" + (f"{position}: " if position else " ")
 
@@ -304,6 +304,7 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
 
 _CANCELLED = Cancelled("request cancelled")
 
+# Converts a value that `predict` has yielded to a response.
 Respond = Callable[[Request, Any], Response]
 
 
@@ -319,17 +320,17 @@ class GeneratorStreams:
         predict: Callable[..., Any],
         respond: Respond,
         max_streams: int,
-        event_loop: Callable[[], EventLoopThread],
+        get_event_loop: Callable[[], EventLoopThread],
     ) -> None:
         self._predict = predict
         self._respond = respond
-        self._event_loop = event_loop
+        self._get_event_loop = get_event_loop
         self._free_slots = max_streams
         self._waiting_streams: deque[tuple[OutputStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
         # One thread per stream that waits for credit, so that slow clients do not delay the
         # responses of other requests.
-        self._senders = ThreadPoolExecutor(max_streams, "send")
+        self._sender_executor = ThreadPoolExecutor(max_streams, "send")
 
     def start(self, stream: OutputStream, inputs: Mapping[str, Any]) -> None:
         """Start a request, or queue it while `max_streams` requests run."""
@@ -347,8 +348,8 @@ class GeneratorStreams:
             with inference_mode(), _cancellable(stream):
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
-                relay = self._relay_async(iterator, stream)
-                future = self._event_loop().run(relay, stream.fail_raised)
+                relay_coroutine = self._relay_async(iterator, stream)
+                future = self._get_event_loop().run(relay_coroutine, stream.fail_raised)
                 stream.on_cancel(future.cancel)
                 future.add_done_callback(lambda _: self._finish(stream))
             else:
@@ -376,7 +377,7 @@ class GeneratorStreams:
 
     def close(self) -> None:
         """End the sending threads."""
-        self._senders.shutdown(wait=False, cancel_futures=True)
+        self._sender_executor.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self, stream: OutputStream) -> None:
         if stream.is_cancelled():
@@ -414,7 +415,7 @@ class GeneratorStreams:
                     if stream.may_send:
                         stream.send(response)
                     else:
-                        await loop.run_in_executor(self._senders, stream.send, response)
+                        await loop.run_in_executor(self._sender_executor, stream.send, response)
                     if stream.is_cancelled():
                         return
             finally:

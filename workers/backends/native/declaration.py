@@ -76,9 +76,9 @@ class PredictSignature:
     """
 
     parameters: tuple[Parameter, ...]
-    outputs: dict[str, TensorType]
-    to_outputs: Callable[[Any], Mapping[str, Any]]
-    yields: bool
+    outputs: dict[str, TensorType]  # by name
+    to_outputs: Callable[[Any], Mapping[str, Any]]  # converts a result
+    yields: bool  # returns an iterator of responses
 
 
 def no_position(name: str) -> str:
@@ -185,17 +185,17 @@ def _declared_result(
     if "return" not in hints:
         text = f"'{model.__name__}.predict' has no return annotation: {_ANNOTATION_ADVICE}"
         raise InvalidArgument(text)
-    result = hints["return"]
-    yields = typing.get_origin(result) in _ITERATORS and bool(typing.get_args(result))
+    return_hint = hints["return"]
+    yields = typing.get_origin(return_hint) in _ITERATORS and bool(typing.get_args(return_hint))
     if yields:
-        result = typing.get_args(result)[0]
+        return_hint = typing.get_args(return_hint)[0]
     elif inspect.isgeneratorfunction(predict) or inspect.isasyncgenfunction(predict):
         kind = "AsyncIterator" if inspect.isasyncgenfunction(predict) else "Iterator"
         raise InvalidArgument(
             f"'{model.__name__}.predict' yields: annotate it with '-> {kind}[...]', and "
             f"{_ANNOTATION_ADVICE}"
         )
-    return *_convert_result_hint(model.__name__, result), yields
+    return *_convert_result_hint(model.__name__, return_hint), yields
 
 
 def _predict_method(model: type) -> Callable[..., Any]:
@@ -232,11 +232,11 @@ def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter
         raise InvalidArgument(f"{subject} is positional-only; remove the '/'")
     optional = parameter.default is not parameter.empty
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        options = [option for option in typing.get_args(hint) if option is not type(None)]
-        if len(options) == 1:
-            hint = options[0]
-    array, tensor = _tensor_type(subject, hint)
-    is_numpy = array is np.ndarray or typing.get_origin(array) is np.ndarray
+        union_members = [member for member in typing.get_args(hint) if member is not type(None)]
+        if len(union_members) == 1:
+            hint = union_members[0]
+    array_type, tensor = _tensor_type(subject, hint)
+    is_numpy = array_type is np.ndarray or typing.get_origin(array_type) is np.ndarray
     return Parameter(parameter.name, tensor, is_numpy or tensor.datatype == "BYTES", optional)
 
 
@@ -267,20 +267,20 @@ def _convert_result_hint(
 
 def _outputs_by_position(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
     if not isinstance(result, (tuple, list)) or len(result) != len(names):
-        found = len(result) if isinstance(result, (tuple, list)) else type(result).__name__
-        raise Internal(f"'{owner}.predict' did not return {len(names)} values, but {found}")
+        found_text = len(result) if isinstance(result, (tuple, list)) else type(result).__name__
+        raise Internal(f"'{owner}.predict' did not return {len(names)} values, but {found_text}")
     return dict(zip(names, result, strict=True))
 
 
 def _outputs_by_field(
-    owner: str, outputs: Mapping[str, TensorType], required: frozenset[str], result: Any
+    owner: str, outputs: Mapping[str, TensorType], required_names: frozenset[str], result: Any
 ) -> Mapping[str, Any]:
     """Return the outputs of a result: a mapping, or an object with an attribute for each output."""
     if isinstance(result, Mapping):
         values = {name: result[name] for name in outputs if name in result}
     else:
         values = {name: getattr(result, name) for name in outputs if hasattr(result, name)}
-    for name in sorted(required - values.keys()):
+    for name in sorted(required_names - values.keys()):
         found = list(result) if isinstance(result, Mapping) else type(result).__name__
         raise Internal(f"'{owner}.predict' did not return output '{name}' (found: {found})")
     return values
@@ -323,7 +323,7 @@ _PARAMETER_ATTRIBUTES: dict[str, tuple[tuple[type, ...], str]] = {
     ENVIRONMENT: ((str,), "a string"),
 }
 # The arguments that a method is called with, and the advice if it has other parameters.
-_ARGUMENTS: dict[str, tuple[tuple[None, ...], str]] = {
+_METHOD_ARGUMENTS: dict[str, tuple[tuple[None, ...], str]] = {
     "__init__": ((), "use default values, or 'load(self, context)', whose context.parameters has "
         "the settings"),
     "load": ((None, None), "define it as 'load(self, context)'"),
@@ -344,7 +344,7 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
         **{name: partial(parameter_text, model, name) for name in _PARAMETER_ATTRIBUTES},
         **{name: partial(batch_mappings, model, name) for name in ("batch_input", "batch_output")},
         "instance_group": partial(instance_groups, model),
-        **{name: partial(_check_arguments, model, name) for name in _ARGUMENTS},
+        **{name: partial(_check_arguments, model, name) for name in _METHOD_ARGUMENTS},
     }
     problems = []
     for name, check_attribute in checks.items():
@@ -364,7 +364,7 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
 
 def _check_arguments(model: type, name: str) -> None:
     """Check that a method can be called with the arguments that the server passes."""
-    arguments, advice = _ARGUMENTS[name]
+    arguments, advice = _METHOD_ARGUMENTS[name]
     method = model if name == "__init__" else inspect.getattr_static(model, name)
     if name != "__init__" and not inspect.isfunction(method):
         return
@@ -397,8 +397,8 @@ def instance_groups(model: type) -> list[dict[str, Any]]:
 
 def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
     """Log a warning for unknown attributes whose name resembles a known one."""
-    for base in model.__mro__:
-        members = vars(base) if base.__module__ == model.__module__ else {}
+    for base_class in model.__mro__:
+        members = vars(base_class) if base_class.__module__ == model.__module__ else {}
         for name in [name for name in members if name[:1] != "_" and name not in _KNOWN_ATTRIBUTES]:
             # Methods need a closer resemblance, because most methods are helpers of the class.
             similar = nearest(name, _KNOWN_ATTRIBUTES, 0.85 if callable(members[name]) else 0.75)
@@ -455,11 +455,11 @@ def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:
         InvalidArgument: The value is not a list of mappings as in a configuration.
     """
     value = getattr(model, attribute)
-    fields = {"target_name", "source_input"}
+    required_keys = {"target_name", "source_input"}
     if not isinstance(value, list | tuple) or not all(
         isinstance(mapping, dict)
-        and fields <= mapping.keys()
-        and all(isinstance(mapping[field], list | tuple) for field in fields)
+        and required_keys <= mapping.keys()
+        and all(isinstance(mapping[field], list | tuple) for field in required_keys)
         for mapping in value
     ):
         raise InvalidArgument(

@@ -90,7 +90,7 @@ _OPTION_VALUES = {
     "arena_extend_strategy": {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"},
 }
 _PRECISIONS = {"FP32": {}, "FP16": {"trt_fp16_enable": "1"}, "INT8": {"trt_int8_enable": "1"}}
-_SHRINKAGE = "memory.enable_memory_arena_shrinkage"
+_SHRINKAGE_KEY = "memory.enable_memory_arena_shrinkage"
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
@@ -114,14 +114,14 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
         Unavailable: onnxruntime does not support the device.
     """
     runtime = import_onnxruntime()
-    settings = context.backend_config
-    defaults = {key: settings[key] for key in _THREAD_PARAMETERS if key in settings}
+    server_settings = context.backend_config
+    defaults = {key: server_settings[key] for key in _THREAD_PARAMETERS if key in server_settings}
     config = replace(config, parameters={**defaults, **config.parameters})
     options = session_options(runtime, config, context.threads)
     for name in (config.source.get("model_operations") or {}).get("op_library_filename", ()):
         folders = (context.version_dir, context.model_dir)
-        paths = (str(folder / name) for folder in folders if (folder / name).exists())
-        options.register_custom_ops_library(next(paths, name))
+        library_paths = (str(folder / name) for folder in folders if (folder / name).exists())
+        options.register_custom_ops_library(next(library_paths, name))
     selected_providers = providers(config, context.kind, context.device_id)
     available_providers = runtime.get_available_providers()
     for name, _ in selected_providers:
@@ -150,19 +150,19 @@ def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
     options.intra_op_num_threads = parse_integer(parameters, "intra_op_thread_count", threads)
     options.inter_op_num_threads = parse_integer(parameters, "inter_op_thread_count", 0)
     modes = runtime.ExecutionMode
-    parallel = parse_boolean(parameters, "execution_mode", False)
-    options.execution_mode = modes.ORT_PARALLEL if parallel else modes.ORT_SEQUENTIAL
-    for key, attribute in _SWITCHES.items():
-        setattr(options, attribute, parse_boolean(parameters, key, True))
-    levels = runtime.GraphOptimizationLevel
+    is_parallel = parse_boolean(parameters, "execution_mode", False)
+    options.execution_mode = modes.ORT_PARALLEL if is_parallel else modes.ORT_SEQUENTIAL
+    for parameter_name, attribute in _SWITCHES.items():
+        setattr(options, attribute, parse_boolean(parameters, parameter_name, True))
+    optimization_levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = {
-        -1: levels.ORT_ENABLE_BASIC,
-        1: levels.ORT_ENABLE_EXTENDED,
-        2: levels.ORT_DISABLE_ALL,
-    }.get(config.optimization.graph_level, levels.ORT_ENABLE_ALL)
-    for key, value in parameters.items():
-        if key.startswith(("session.", "ep.")):
-            options.add_session_config_entry(key, value)
+        -1: optimization_levels.ORT_ENABLE_BASIC,
+        1: optimization_levels.ORT_ENABLE_EXTENDED,
+        2: optimization_levels.ORT_DISABLE_ALL,
+    }.get(config.optimization.graph_level, optimization_levels.ORT_ENABLE_ALL)
+    for parameter_name, value in parameters.items():
+        if parameter_name.startswith(("session.", "ep.")):
+            options.add_session_config_entry(parameter_name, value)
     return options
 
 
@@ -175,7 +175,7 @@ def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, d
     side = "gpu" if kind == "GPU" else "cpu"
     accelerators = config.optimization.execution_accelerators
     options: dict[str, dict[str, str]] = {}
-    device = {"device_id": str(device_id)} if side == "gpu" else {}
+    device_option = {"device_id": str(device_id)} if side == "gpu" else {}
     for accelerator in accelerators.get(f"{side}_execution_accelerator", ()):
         name = _ACCELERATORS.get(accelerator.name)
         if name is None:
@@ -183,10 +183,10 @@ def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, d
                 f"unknown execution accelerator '{accelerator.name}' of model "
                 f"'{config.name}', known are {', '.join(_ACCELERATORS)}"
             )
-        options[name] = {**device, **_provider_options(accelerator.parameters)}
+        options[name] = {**device_option, **_provider_options(accelerator.parameters)}
     if side == "gpu":
         settings = {k: config.parameters[k] for k in _CUDA_PARAMETERS if k in config.parameters}
-        options[_CUDA] = {**device, **_provider_options(settings), **options.get(_CUDA, {})}
+        options[_CUDA] = {**device_option, **_provider_options(settings), **options.get(_CUDA, {})}
     options[_CPU] = {}
     return list(options.items())
 
@@ -209,26 +209,26 @@ def _provider_options(parameters: Mapping[str, str]) -> dict[str, str]:
 # onnxruntime's names of the datatypes where they differ from numpy's.
 _ONNX_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
 _DATATYPES = {f"tensor({_ONNX_NAMES.get(n, kind.name)})": n for n, kind in STORAGE_DTYPES.items()}
-_UNBOUNDED = 2**31
+_UNBOUNDED = 2**31  # the batch size of a file without a limit
 
 
 def describe(
-    session: Any, configured: Collection[str] = (), configured_inputs: Collection[str] = ()
+    session: Any, output_names: Collection[str] = (), configured_inputs: Collection[str] = ()
 ) -> FileDescription:
     """Describe the tensors of a session.
 
-    An output that is not `configured` is omitted if its datatype is not supported. A configured
-    input may be an initializer that the file's inputs list, so that requests may replace its value.
+    An output that is not in `output_names` is omitted if its datatype is not supported. An input in
+    `configured_inputs` may be an initializer whose value requests replace.
 
     Raises:
         InvalidArgument: A datatype is not supported.
     """
     initializers = session.get_overridable_initializers()
-    replaced = [node for node in initializers if node.name in configured_inputs]
-    inputs = tuple(_describe_tensor("input", node) for node in (*session.get_inputs(), *replaced))
+    overridden = [node for node in initializers if node.name in configured_inputs]
+    inputs = tuple(_describe_tensor("input", node) for node in (*session.get_inputs(), *overridden))
     nodes = session.get_outputs()
-    if configured:  # unconfigured outputs may be sequences or maps
-        nodes = [node for node in nodes if node.name in configured or node.type in _DATATYPES]
+    if output_names:  # unconfigured outputs may be sequences or maps
+        nodes = [node for node in nodes if node.name in output_names or node.type in _DATATYPES]
     outputs = tuple(_describe_tensor("output", node) for node in nodes)
     return FileDescription(inputs, outputs, _largest_batch([*inputs, *outputs]))
 
@@ -237,15 +237,20 @@ def _describe_tensor(side: str, node: Any) -> FileTensor:
     datatype = _DATATYPES.get(node.type)
     if datatype is None:
         problem = f"{side} '{node.name}' of the ONNX file is a {node.type}"
-        raise InvalidArgument(problem + _export_advice(node))
+        raise InvalidArgument(problem + _export_advice(side, node))
     shape = list(node.shape)
     dims = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in shape)
     symbols = tuple(size if isinstance(size, str) else "" for size in shape)
     return FileTensor(node.name, datatype, dims, symbols)
 
 
-def _export_advice(node: Any) -> str:
-    """Return advice to export the model without a sequence or a map, which no client can send."""
+def _export_advice(side: str, node: Any) -> str:
+    """Return advice to export the model without a datatype that no client can send or receive."""
+    if side == "input" and node.type.startswith("seq("):
+        return (
+            ", which no client can send: export the model with a tensor in its place (operator "
+            "SplitToSequence)"
+        )
     if "map(" in node.type:
         return (
             ", which no client can receive: convert the model without ZipMap (skl2onnx: "
@@ -290,11 +295,11 @@ def check(
                 "shape should have at least 1 dimension and the first dimension must be -1; but "
                 f"shape expected by the model is {shape_text(tensor.dims)}"
             )
-    sides: tuple[tuple[str, dict[str, TensorSpec], tuple[FileTensor, ...]], ...] = (
+    checked_sides: tuple[tuple[str, dict[str, TensorSpec], tuple[FileTensor, ...]], ...] = (
         ("input", signature.inputs, description.inputs),
         ("output", signature.outputs, description.outputs),
     )
-    for side, specs, tensors in sides:
+    for side, specs, tensors in checked_sides:
         file_tensors = {tensor.name: tensor for tensor in tensors}
         for spec in specs.values():
             if spec.name not in file_tensors:
@@ -354,10 +359,10 @@ class OnnxBackend(Backend):
         """Add the inputs, outputs and batch size of the file to the configuration."""
         spec = ModelSpec.of(config)
         _, description = self._open_file(spec)
-        generated = generated_names(spec)
+        generated_tensors = generated_names(spec)
         client_description = FileDescription(
-            tuple(tensor for tensor in description.inputs if tensor.name not in generated),
-            tuple(tensor for tensor in description.outputs if tensor.name not in generated),
+            tuple(tensor for tensor in description.inputs if tensor.name not in generated_tensors),
+            tuple(tensor for tensor in description.outputs if tensor.name not in generated_tensors),
             description.largest_batch,
         )
         inputs = client_description.inputs
@@ -372,21 +377,21 @@ class OnnxBackend(Backend):
         """Open the file and check it against the configuration."""
         session, description = self._open_file(config)
         signature = Signature(with_generated_tensors(config), self.context.version)
-        ragged = RaggedRules(config)
+        ragged_rules = RaggedRules(config)
         batch_rules = (*config.batch_input, *config.batch_output)
-        generated = {name for rule in batch_rules for name in rule.target_name}
-        check(signature, description, generated)
+        generated_inputs = {name for rule in batch_rules for name in rule.target_name}
+        check(signature, description, generated_inputs)
         self._signature = signature
-        names = signature.inputs
-        self._scalar_inputs = {t.name for t in description.inputs if t.name in names and not t.dims}
-        self._names = [tensor.name for tensor in description.outputs]
+        specs = signature.inputs
+        self._scalar_inputs = {t.name for t in description.inputs if t.name in specs and not t.dims}
+        self._names = [tensor.name for tensor in description.outputs]  # of outputs
         run_options = import_onnxruntime().RunOptions()
-        if _SHRINKAGE in config.parameters:
-            run_options.add_run_config_entry(_SHRINKAGE, config.parameters[_SHRINKAGE])
+        if _SHRINKAGE_KEY in config.parameters:
+            run_options.add_run_config_entry(_SHRINKAGE_KEY, config.parameters[_SHRINKAGE_KEY])
         on_gpu = self.context.kind == "GPU"
         device = open_device(self.context.device) if on_gpu else Device("cpu")
-        numpy_inputs = frozenset() if on_gpu else frozenset(signature.inputs) | generated
-        self._runner = Runner(self.context, signature, device, numpy_inputs, ragged)
+        numpy_inputs = frozenset() if on_gpu else frozenset(signature.inputs) | generated_inputs
+        self._runner = Runner(self.context, signature, device, numpy_inputs, ragged_rules)
         self._binding: DeviceBinding | HostBinding
         if on_gpu:
             tensors = (*description.inputs, *description.outputs)
@@ -416,7 +421,8 @@ class OnnxBackend(Backend):
             file = config.default_model_filename or "model.onnx"
             path = self.context.model_file([file], file)
             if path.is_dir():  # a folder is the layout for files with external data
-                path = self.context.model_file([f"{file}/{path.name}", f"{file}/model.onnx"], file)
+                names = [f"{file}/{path.name}", f"{file}/model.onnx"]
+                path = self.context.model_file(names, names[0])
             with _convert_errors(path):
                 session = open_session(self.context, config, path)
             outputs, inputs = ({t.name for t in side} for side in (config.output, config.input))

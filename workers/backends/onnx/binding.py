@@ -34,7 +34,7 @@ _MIN_BOUND_BYTES = 64 * 1024
 _FLOAT_DATATYPES = {"FP16", "FP32", "FP64"}
 _DTYPES = {name: kind for name, kind in STORAGE_DTYPES.items() if name != "BYTES"}
 # ONNX's number of the datatype that numpy lacks.
-_BF16 = 16
+_ONNX_BF16 = 16
 
 Array = np.ndarray[Any, Any]
 
@@ -51,7 +51,7 @@ class HostBinding:
         self._outputs = {tensor.name: tensor for tensor in description.outputs}
         self._inputs = {tensor.name: tensor for tensor in description.inputs}
         tensors = (*description.inputs, *description.outputs)
-        self._bindable = all(ITEM_SIZE[tensor.datatype] for tensor in tensors)
+        self._is_bindable = all(ITEM_SIZE[tensor.datatype] for tensor in tensors)
         # numpy does not support BF16.
         self._has_bf16 = any(tensor.datatype == "BF16" for tensor in tensors)
         # Outputs whose shape differed from the predicted one.
@@ -61,10 +61,10 @@ class HostBinding:
         self, inputs: Mapping[str, Array], output_names: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Array]:
         """Return the requested outputs of a batch; errors of onnxruntime are passed on."""
-        targets: dict[str, Array] = {}
-        if len(requests) == 1 and self._bindable:
-            targets = self._bind_in_place(inputs, output_names, requests[0])
-        if not targets and not self._has_bf16:
+        bound_arrays: dict[str, Array] = {}
+        if len(requests) == 1 and self._is_bindable:
+            bound_arrays = self._bind_in_place(inputs, output_names, requests[0])
+        if not bound_arrays and not self._has_bf16:
             arrays = {name: _convert_strings(array, _decode) for name, array in inputs.items()}
             run = partial(self._session.run, list(output_names), arrays, self._run_options)
             try:
@@ -75,14 +75,14 @@ class HostBinding:
                     outputs = [_convert_strings(array, _encode) for array in run()]
             return dict(zip(output_names, outputs, strict=True))
         try:
-            return self._run_bound(inputs, output_names, targets)
+            return self._run_bound(inputs, output_names, bound_arrays)
         except RuntimeError:
-            if not targets:
+            if not bound_arrays:
                 raise
             # The output may have an unexpected shape. The session is stateless and may run again.
             outputs = self._run_bound(inputs, output_names, {})
             self._unpredictable_outputs |= {
-                n for n in targets if outputs[n].shape != targets[n].shape
+                n for n in bound_arrays if outputs[n].shape != bound_arrays[n].shape
             }
             return outputs
 
@@ -90,12 +90,12 @@ class HostBinding:
         self, inputs: Mapping[str, Array], output_names: Sequence[str], request: Request
     ) -> dict[str, Array]:
         """Return arrays, by output name, over the memory in which outputs can be computed."""
-        arrays: dict[str, Array] = {}
-        sizes = _symbol_sizes(self._inputs, inputs)
+        arrays_by_output: dict[str, Array] = {}
+        symbol_sizes = _symbol_sizes(self._inputs, inputs)
         free_ranges = _free_ranges(request, _MIN_BOUND_BYTES)
         for name in output_names:
             tensor = self._outputs[name]
-            shape = _predict_shape(tensor, sizes)
+            shape = _predict_shape(tensor, symbol_sizes)
             if shape is None or name in self._unpredictable_outputs:
                 continue
             byte_size = math.prod(shape) * ITEM_SIZE[tensor.datatype]
@@ -106,8 +106,8 @@ class HostBinding:
             else:
                 buffer = self._view_of_region(free_ranges.get(name), byte_size, tensor.datatype)
             if buffer is not None:
-                arrays[name] = np.ndarray(shape, _DTYPES[tensor.datatype], buffer)
-        return {name: array for name, array in arrays.items() if array.flags.aligned}
+                arrays_by_output[name] = np.ndarray(shape, _DTYPES[tensor.datatype], buffer)
+        return {name: array for name, array in arrays_by_output.items() if array.flags.aligned}
 
     def _reserve_in_arena(self, request: Request, byte_size: int) -> memoryview | None:
         try:
@@ -213,7 +213,7 @@ class _OrtMemory:
     def __init__(
         self, ort_value: Any, binding: Any, dtype: np.dtype[Any], byte_size: int | None = None
     ) -> None:
-        self._owners = ort_value, binding
+        self._owners = ort_value, binding  # keep the memory alive
         shape = tuple(ort_value.shape()) if byte_size is None else (byte_size,)
         self.__array_interface__ = array_interface(ort_value.data_ptr(), shape, dtype.str)
         if ort_value.device_name().lower() == "cuda":
@@ -238,7 +238,7 @@ def _predict_shape(tensor: FileTensor, symbol_sizes: Mapping[str, int]) -> tuple
 
 
 def _element_type(datatype: str) -> Any:
-    return _BF16 if datatype == "BF16" else _DTYPES[datatype].type
+    return _ONNX_BF16 if datatype == "BF16" else _DTYPES[datatype].type
 
 
 def _address(array: Array) -> int:

@@ -48,7 +48,7 @@ from shmserve.workers.user_code import EventLoopThread, check_ready
 
 logger = logging.getLogger(__name__)
 
-_NOT_ITERATIVE = (
+_NOT_ITERATIVE_TEXT = (
     "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
     "configured to handle such a flag."
 )
@@ -84,18 +84,18 @@ class PythonBackend(Backend):
         Raises:
             Internal: The method did not return a `ModelConfig`.
         """
-        class_ = self._find_class(ModelSpec.of(config))
+        model_class = self._find_class(ModelSpec.of(config))
         completed = ModelConfig(json.dumps(config))
-        if hasattr(class_, "auto_complete_config"):
-            completed = class_.auto_complete_config(completed)
+        if hasattr(model_class, "auto_complete_config"):
+            completed = model_class.auto_complete_config(completed)
         if not isinstance(completed, ModelConfig):
             raise Internal(
                 f"auto_complete_config function in model '{self.context.model_name}' must return "
                 "a valid pb.ModelConfig object."
             )
         # Converted through JSON like in Triton, which rejects values such as numpy's numbers.
-        as_json: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
-        return as_json
+        json_config: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
+        return json_config
 
     def load(self, config: ModelSpec) -> None:
         """Create the model and call its `initialize`, whose errors are passed on.
@@ -214,8 +214,8 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
     if not file.endswith(".py"):
         raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
     if not (version_dir / file).is_file():
-        found = found_files(version_dir)
-        raise Unavailable(f"Python model file '{version_dir.name}/{file}' not found{found}")
+        found_hint = found_files(version_dir)
+        raise Unavailable(f"Python model file '{version_dir.name}/{file}' not found{found_hint}")
     module = _import_model(model_dir, version_dir, file)
     if not hasattr(module, "TritonPythonModel"):
         raise InvalidArgument(
@@ -332,13 +332,13 @@ class PythonExecution:
 
     def _execute(self, received_requests: list[ReceivedRequest]) -> list[Response]:
         # A copy, because a model may empty its list.
-        returned = self._model.execute(list(received_requests))
-        if type(returned) is not list:
-            returned = self._as_list(returned, received_requests)
+        returned_responses = self._model.execute(list(received_requests))
+        if type(returned_responses) is not list:
+            returned_responses = self._as_list(returned_responses, received_requests)
         try:
-            pairs = list(zip(received_requests, returned, strict=True))
+            pairs = list(zip(received_requests, returned_responses, strict=True))
         except ValueError:
-            raise WrongResponseCount(len(received_requests), returned) from None
+            raise WrongResponseCount(len(received_requests), returned_responses) from None
         outboxes: list[SingleResponse] = []
         for request, response in pairs:
             if request.outbox and response is None:
@@ -391,7 +391,7 @@ class PythonExecution:
     def _reschedule_error(self, response: Any) -> Response:
         """Return the error of a request that its model must not reschedule but has rescheduled."""
         if response is None:
-            return Response(error=Internal(_NOT_ITERATIVE))
+            return Response(error=Internal(_NOT_ITERATIVE_TEXT))
         problem = (
             "Expected a None object in the execute function return list for reschduled request, "
             f"found type '{type(response)}'."
@@ -400,10 +400,10 @@ class PythonExecution:
 
     def _await_senders(self, outboxes: Sequence[SingleResponse]) -> None:
         """Wait for responses that threads of the model, or tasks of its loop, send."""
-        if self._runner is not None and not all(outbox.done.is_set() for outbox in outboxes):
+        if self._runner is not None and not all(outbox.done_event.is_set() for outbox in outboxes):
             self.run(_wait_for_senders(outboxes))
         for outbox in outboxes:
-            outbox.done.wait()
+            outbox.done_event.wait()
         for outbox in outboxes:
             if outbox.response is None and outbox.error is not None:
                 raise outbox.error
@@ -454,7 +454,7 @@ class DecoupledExecution:
             if request.is_rescheduled and self._is_iterative:
                 stream.reschedule()
             elif request.is_rescheduled:
-                stream.fail(Internal(_NOT_ITERATIVE))
+                stream.fail(Internal(_NOT_ITERATIVE_TEXT))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine of the model; return its result or raise its exception."""
@@ -485,8 +485,8 @@ async def _wait_for_senders(outboxes: Sequence[SingleResponse]) -> None:
         loop.call_soon_threadsafe(outbox_changed.set)
 
     for outbox in outboxes:
-        outbox.listener = notify
-    while not all(outbox.done.is_set() for outbox in outboxes):
+        outbox.on_change = notify
+    while not all(outbox.done_event.is_set() for outbox in outboxes):
         await outbox_changed.wait()
         outbox_changed.clear()
 
@@ -511,10 +511,10 @@ def log_thread_exception(args: threading.ExceptHookArgs) -> None:
     if args.exc_type is not SystemExit and args.thread is not None:
         logger.error("thread '%s' of the model failed", args.thread.name, exc_info=args.exc_value)
     for frame, _ in traceback.walk_tb(args.exc_traceback):
-        for variable in gc.get_referents(frame):
-            if isinstance(variable, DecoupledRequest):
-                variable = variable.get_response_sender()
-            if isinstance(variable, InferenceResponseSender):
-                variable._thread_error = args.exc_value
+        for referent in gc.get_referents(frame):
+            if isinstance(referent, DecoupledRequest):
+                referent = referent.get_response_sender()
+            if isinstance(referent, InferenceResponseSender):
+                referent._thread_error = args.exc_value
     # A variable that refers to the error would otherwise keep all variables alive, in a cycle.
     traceback.clear_frames(args.exc_traceback)

@@ -52,8 +52,8 @@ class _Family:
     name: str
     description: str
     kind: MetricKind
-    values: dict[Labels, _MetricValue] = field(default_factory=dict)
-    owners: int = 0
+    values: dict[Labels, _MetricValue] = field(default_factory=dict)  # by labels
+    owners: int = 0  # number of live `MetricFamily` objects
 
 
 _CREATE_FAILED = "Error when creating Metric: "
@@ -121,7 +121,7 @@ class _Owner:
 
     def __init__(self, family: _Family) -> None:
         self.family = family
-        self.labels: set[Labels] = set()
+        self.labels: set[Labels] = set()  # of the metrics that the object has created
         self.is_alive = True
 
 
@@ -138,9 +138,9 @@ def _remove_collected() -> None:
     while _collected_owners:
         owner = _collected_owners.popleft()
         for labels in owner.labels:
-            value = owner.family.values[labels]
-            value.owners -= 1
-            if not value.owners:
+            metric_value = owner.family.values[labels]
+            metric_value.owners -= 1
+            if not metric_value.owners:
                 del owner.family.values[labels]
         owner.family.owners -= 1
         if not owner.family.owners:
@@ -229,16 +229,16 @@ def _check_buckets(kind: MetricKind, buckets: Sequence[float] | None) -> tuple[f
 def _check_labels(kind: MetricKind, labels: dict[str, str] | None) -> Labels:
     if labels is not None and not isinstance(labels, dict):
         raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
-    pairs: list[tuple[str, str]] = []
+    label_pairs: list[tuple[str, str]] = []
     for name, value in (labels or {}).items():
         if not isinstance(value, str):
             reason = "attempt to access JSON non-string as string"
             raise TritonModelException(_CREATE_FAILED + refusal_text(reason))
-        pairs.append((str(name), value))
+        label_pairs.append((str(name), value))
         # Histograms reserve the label "le".
         if not _LABEL_NAME.fullmatch(str(name)) or (kind is MetricKind.HISTOGRAM and name == "le"):
             raise TritonModelException(_CREATE_FAILED + refusal_text("Invalid label name"))
-    return tuple(sorted(pairs))
+    return tuple(sorted(label_pairs))
 
 
 def _as_float(value: object) -> float:
@@ -265,16 +265,16 @@ class Metric:
 
     def increment(self, value: float) -> None:
         """Add to a counter (0 or more) or a gauge."""
-        number = _as_float(value)
+        amount = _as_float(value)
         self._require_kind("increment", "Increment", MetricKind.COUNTER, MetricKind.GAUGE)
-        if self._owner.family.kind is MetricKind.COUNTER and number < 0:
+        if self._owner.family.kind is MetricKind.COUNTER and amount < 0:
             reason = (
                 "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by "
                 "non-negative values."
             )
             raise TritonModelException("Failed to increment metric value: " + refusal_text(reason))
         with _locked_for_change():
-            self._value.state[-1] += number
+            self._value.state[-1] += amount
 
     def set(self, value: float) -> None:
         """Set a gauge."""

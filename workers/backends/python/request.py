@@ -167,17 +167,17 @@ class SingleResponse:
     """The single response to a request, sent by a sender instead of returned by `execute`.
 
     Attributes:
-        done: Set when there is a response, or no sender is left.
+        done_event: Set when there is a response, or no sender is left.
         error: The exception of the sending thread, or None if it is unknown.
-        listener: Called when `done` is set.
+        on_change: Called when `done_event` is set.
         is_closed: Whether the flag for the last response was sent.
     """
 
     def __init__(self, is_cancelled: Callable[[], bool]) -> None:
         self.response: Response | None = None
         self.error: BaseException | None = None
-        self.done = threading.Event()
-        self.listener: Callable[[], None] | None = None
+        self.done_event = threading.Event()
+        self.on_change: Callable[[], None] | None = None
         self.is_closed = False
         self._is_cancelled = is_cancelled
 
@@ -209,9 +209,9 @@ class SingleResponse:
     def abandon(self, error: BaseException | None = None) -> None:
         """Complete the request, without a response if none was sent."""
         self.error = error
-        self.done.set()
-        if self.listener is not None:
-            self.listener()
+        self.done_event.set()
+        if self.on_change is not None:
+            self.on_change()
 
 
 class StreamedResponses:
@@ -244,8 +244,8 @@ class InferenceResponseSender:
 
     __slots__ = ("__weakref__", "_channel", "_thread_error")
 
-    def __init__(self, channel: SingleResponse | StreamedResponses) -> None:
-        self._channel = channel
+    def __init__(self, response_channel: SingleResponse | StreamedResponses) -> None:
+        self._channel = response_channel
         # The exception of the thread that owned the sender.
         self._thread_error: BaseException | None = None
 
@@ -384,27 +384,27 @@ class InferenceRequest:
             raise TypeError(text)
         request_id = as_text(request_id, "request_id")
         model_name = as_text(model_name, "model_name")
-        values = as_list(requested_output_names, "the outputs")
-        names = [as_text(name, "an output's name") for name in values]
-        tensors = as_list(inputs, "inputs")
+        output_names = as_list(requested_output_names, "the outputs")
+        requested_names = [as_text(name, "an output's name") for name in output_names]
+        input_tensors = as_list(inputs, "inputs")
         options = {"preferred_memory": preferred_memory, "trace": trace}
-        for option, kind in zip(options, (PreferredMemory, InferenceTrace), strict=True):
-            if not isinstance(options[option], kind):
+        for option_name, kind in zip(options, (PreferredMemory, InferenceTrace), strict=True):
+            if not isinstance(options[option_name], kind):
                 raise TypeError(
-                    f"{option} must be of type {kind.__name__}, not {options[option]!r}"
+                    f"{option_name} must be of type {kind.__name__}, not {options[option_name]!r}"
                 )
         subject = f"for request with id '{request_id}' and model name '{model_name}'"
-        for tensor in tensors:
+        for tensor in input_tensors:
             if tensor is None:
                 raise TritonModelException(f"Input tensor {subject} should not be empty.")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"an input must be a Tensor, not {type(tensor).__name__}")
-        if not all(names):
+        if not all(requested_names):
             raise TritonModelException(f"Requested output name {subject} should not be empty.")
         self._request_id = request_id
         self._correlation_id = _correlation_id(correlation_id)
-        self._inputs = tensors
-        self._outputs: Mapping[str, Any] = dict.fromkeys(names)
+        self._inputs = input_tensors
+        self._outputs: Mapping[str, Any] = dict.fromkeys(requested_names)
         self._model_name = model_name
         self._model_version = as_int(model_version, "model_version", -(2**63))
         self._flags = as_int(flags, "flags", bits=32)
@@ -564,10 +564,10 @@ def _correlation_id(value: Any) -> int | str:
 
 
 async def _await_response(
-    reply: asyncio.Future[CallResponse],
+    response_future: asyncio.Future[CallResponse],
 ) -> InferenceResponse | ResponseIterator:
     try:
-        return from_call(await reply)
+        return from_call(await response_future)
     except ShmserveError as error:
         return from_error(error)
 
@@ -588,7 +588,7 @@ class ReceivedRequest(InferenceRequest):
     is_rescheduled = False  # whether the model reschedules the request
     _trace = _NO_TRACE
     _sender: weakref.ref[InferenceResponseSender] | None = None
-    outbox: SingleResponse | None = None
+    outbox: SingleResponse | None = None  # of a response sent by a sender
 
     def __init__(self, batch_request: Request, lender: Lender | None) -> None:
         work = batch_request.work

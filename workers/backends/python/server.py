@@ -42,7 +42,7 @@ class ServerApi:
         self.context = context
         byte_size = context.arena.memory.byte_size
         self.calls = CallRouter(context.control, byte_size, context.spans.append)
-        self.can_call = False
+        self.can_call = False  # whether the model may call other models
         self.executing_requests: Sequence[Request] = ()
         self._executing_thread = 0
 
@@ -77,8 +77,8 @@ class ServerApi:
 
     def caller_lines(self) -> str:
         """Return the executions that wait for a call made by this code, as in `Submit.callers`."""
-        works = [request.work for request in self.origins()]
-        lines = [line for work in works for line in work.callers.split("\n") if line]
+        works_of_origins = [request.work for request in self.origins()]
+        lines = [line for work in works_of_origins for line in work.callers.split("\n") if line]
         if self.executing_requests and self._executing_thread in (0, threading.get_ident()):
             name = self.context.model_name
             lines.append(Caller(os.getpid(), self.executing_requests[0].work.key, name).line)
@@ -129,12 +129,12 @@ class ServerApi:
     def is_model_ready(self, name: str, version: str) -> bool:
         """Check whether a model (version "": its latest) can run inferences now."""
         try:
-            state = self.context.control.ask(FindModel, name, version)
+            found_model = self.context.control.ask(FindModel, name, version)
         except (NotFound, Unavailable):
             return False
-        if not (state["ready"] and state.get("checks_ready")):
-            return bool(state["ready"])
-        return bool(self.context.control.ask(AskReady, name, state["version"])["ready"])
+        if not (found_model["ready"] and found_model.get("checks_ready")):
+            return bool(found_model["ready"])
+        return bool(self.context.control.ask(AskReady, name, found_model["version"])["ready"])
 
 
 _server: ServerApi | None = None

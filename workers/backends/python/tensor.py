@@ -116,15 +116,15 @@ def _count_references(source: Input, responses: Sequence[Response]) -> int:
     """Count the references to an input's array, except from `responses` and their views."""
     array = source.array
     response_references = 0
-    views: set[int] = set()
+    view_ids: set[int] = set()
     for response in responses:
         for output in response.outputs:
             if output.data is array:
                 response_references += 1
             elif isinstance(output.data, np.ndarray) and output.data.base is array:
-                views.add(id(output.data))
-    if views:
-        response_references += len(views)
+                view_ids.add(id(output.data))
+    if view_ids:
+        response_references += len(view_ids)
     return sys.getrefcount(array) - response_references
 
 
@@ -162,9 +162,9 @@ class Tensor:
         if type(name) is not str:
             name = as_text(name, "the name of a Tensor")
         if type(numpy_array) is not np.ndarray and not isinstance(numpy_array, np.ndarray):
-            found = type(numpy_array)
-            hint = " (Tensor.from_dlpack takes one)" if hasattr(found, "__dlpack__") else ""
-            text = f"{found.__module__}.{found.__qualname__}{hint}"
+            given_type = type(numpy_array)
+            hint = " (Tensor.from_dlpack takes one)" if hasattr(given_type, "__dlpack__") else ""
+            text = f"{given_type.__module__}.{given_type.__qualname__}{hint}"
             raise TypeError(f"Tensor: expected a numpy.ndarray, not {text}")
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
@@ -207,9 +207,9 @@ class Tensor:
         datatype = PROTOCOL_DATATYPES.get(data.dtype)
         if datatype is None:
             raise TritonModelException("DLPack tensor type is not supported.")
-        converted: Tensor = object.__new__(Tensor)
-        converted._name, converted._datatype, converted._data = name, datatype, data
-        return converted
+        new_tensor: Tensor = object.__new__(Tensor)
+        new_tensor._name, new_tensor._datatype, new_tensor._data = name, datatype, data
+        return new_tensor
 
     def name(self) -> str:
         """Return the name."""

@@ -74,7 +74,7 @@ from shmserve.workers.user_code import describe_error
 
 logger = logging.getLogger(__name__)
 
-_FILES = ("model.pt", "model.pt2", "model.py")
+_FILE_NAMES = ("model.pt", "model.pt2", "model.py")
 
 
 class PytorchBackend(Backend):
@@ -112,22 +112,22 @@ class PytorchBackend(Backend):
         arguments = program.arguments
         if program.takes_dict:
             arguments = [Argument(name) for name in signature.inputs]
-        self._arguments = ArgumentBinding(signature.name, list(signature.inputs), arguments)
-        _check_strings(signature, self._arguments.string_inputs)
+        self._argument_binding = ArgumentBinding(signature.name, list(signature.inputs), arguments)
+        _check_strings(signature, self._argument_binding.string_inputs)
         self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
         if description is not None:
-            check(signature, description, self._arguments.positioned_inputs)
+            check(signature, description, self._argument_binding.positioned_inputs)
         self._scalar_inputs = {
             name
-            for position, name in (self._arguments.positioned_inputs if description else ())
+            for position, name in (self._argument_binding.positioned_inputs if description else ())
             if not description.inputs[position].dims  # type: ignore[union-attr]
         }
         self._signature = signature
-        cleaning = parse_boolean(config.parameters, "ENABLE_CACHE_CLEANING", False)
-        self._empties_cache = cleaning and self._device.torch.type == "cuda"
+        cleans_cache = parse_boolean(config.parameters, "ENABLE_CACHE_CLEANING", False)
+        self._empties_cache = cleans_cache and self._device.torch.type == "cuda"
         self._program = program
         inference_mode = parse_boolean(config.parameters, "INFERENCE_MODE", True)
-        self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
+        self._no_grad_context: Any = torch.inference_mode if inference_mode else torch.no_grad
         self._runner = Runner(
             self.context, signature, self._device, frozenset(), RaggedRules(config)
         )
@@ -137,7 +137,7 @@ class PytorchBackend(Backend):
         """Call the model once for the whole batch."""
         inputs = as_scalars(self._runner.inputs(requests), self._scalar_inputs)
         graphs = self._graphs
-        with self._grad_free():
+        with self._no_grad_context():
             with self._runner.detecting_writes():
                 outputs = self._call_program(inputs) if graphs is None else graphs.run(inputs)
             outputs = as_configured(outputs, self._signature)
@@ -148,9 +148,9 @@ class PytorchBackend(Backend):
 
     def _call_program(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         program = self._program
-        for name in self._arguments.string_inputs & inputs.keys():
+        for name in self._argument_binding.string_inputs & inputs.keys():
             inputs = {**inputs, name: inputs[name].reshape(-1).tolist()}
-        args, kwargs = ([inputs], {}) if program.takes_dict else self._arguments.bind(inputs)
+        args, kwargs = ([inputs], {}) if program.takes_dict else self._argument_binding.bind(inputs)
         return self._results.map_outputs(program.call(*args, **kwargs))
 
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
@@ -166,7 +166,7 @@ class PytorchBackend(Backend):
             return None
         if use_graphs and recorder is not None:
             try:
-                with self._grad_free():
+                with self._no_grad_context():
                     call = self._call_program
                     graphs = Graphs(plan, signature, self._device.torch, call, recorder)
             except Exception as error:  # any error, because not every model can be captured
@@ -196,11 +196,11 @@ class PytorchBackend(Backend):
         return self._opened_program
 
     def _find_file(self, config: ModelSpec) -> Path:
-        configured = config.default_model_filename
+        configured_name = config.default_model_filename
         if config.runtime.endswith((".py", ".pt", ".pt2", ".pth")):  # not an engine of Triton's
-            configured = configured or config.runtime
-        names = [configured] if configured else [*_FILES]
-        if configured == "model.py" and not config.default_model_filename:
+            configured_name = configured_name or config.runtime
+        names = [configured_name] if configured_name else [*_FILE_NAMES]
+        if configured_name == "model.py" and not config.default_model_filename:
             # Triton's runtime model.py serves TorchScript, too.
             names = ["model.py", "model.pt", "model.pt2"]
         return self.context.model_file(names, " or ".join(names))
@@ -248,11 +248,11 @@ _THREAD_COUNTS = {
 def _set_options(parameters: dict[str, str]) -> None:
     if parse_boolean(parameters, "DISABLE_OPTIMIZED_EXECUTION", False):
         torch._C._set_graph_executor_optimize(False)
-    for key, switch in _JIT_SWITCHES.items():
-        if key in parameters:
-            getattr(torch._C, switch)(parse_boolean(parameters, key, True))
-    for key, set_threads in _THREAD_COUNTS.items():
-        if count := parse_integer(parameters, key, 0):
+    for parameter_name, switch_name in _JIT_SWITCHES.items():
+        if parameter_name in parameters:
+            getattr(torch._C, switch_name)(parse_boolean(parameters, parameter_name, True))
+    for parameter_name, set_threads in _THREAD_COUNTS.items():
+        if count := parse_integer(parameters, parameter_name, 0):
             # Torch permits an inter-op count only before parallel work has started.
             with contextlib.suppress(RuntimeError):
                 set_threads(count)

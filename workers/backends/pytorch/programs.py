@@ -65,7 +65,7 @@ class Argument:
     name: str
     required: bool = True
     is_keyword_only: bool = False
-    is_text: bool = False
+    is_text: bool = False  # a list of strings
 
 
 class ArgumentBinding:
@@ -197,23 +197,23 @@ def _positions(
     model: str, side: str, names: Sequence[str], limit: int, has_limit: bool = True
 ) -> list[int]:
     """Return the position of each input or output: the number after "__", or its order."""
-    matches = [_INDEXED_NAME.fullmatch(name) for name in names]
-    if names and all(matches):
-        indices = [int(match[1]) for match in matches if match]
-        for number, index in enumerate(indices):
-            if index in indices[:number]:
+    name_matches = [_INDEXED_NAME.fullmatch(name) for name in names]
+    if names and all(name_matches):
+        indices = [int(match[1]) for match in name_matches if match]
+        for position, index in enumerate(indices):
+            if index in indices[:position]:
                 raise InvalidArgument(
-                    f"{side}s '{names[indices.index(index)]}' and '{names[number]}' of model "
+                    f"{side}s '{names[indices.index(index)]}' and '{names[position]}' of model "
                     f"'{model}' have the same index: the number after '__' is the position"
                 )
             if has_limit and index >= limit:
                 if side == "output":
                     raise InvalidArgument(
-                        f"The output {names[number]} in the model configuration refers to an "
+                        f"The output {names[position]} in the model configuration refers to an "
                         f"output index which doesn't exist. This model has {limit} outputs"
                     )
                 raise InvalidArgument(
-                    f"{side} '{names[number]}' of model '{model}' has the index {index}, but the "
+                    f"{side} '{names[position]}' of model '{model}' has the index {index}, but the "
                     f"largest possible is {limit - 1}: the number after '__' is the position, "
                     "from 0"
                 )
@@ -251,9 +251,9 @@ class Program:
     """
 
     call: Callable[..., Any]
-    arguments: Sequence[Argument] | None
-    result_count: int | None
-    takes_dict: bool = False
+    arguments: Sequence[Argument] | None  # None: unknown
+    result_count: int | None  # None: unknown
+    takes_dict: bool = False  # all inputs as one dict
     module: torch.nn.Module | None = None
 
 
@@ -367,19 +367,19 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
     tensor_positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, str)]
     module = exported.module()
     unflatten = torch.utils._pytree.tree_unflatten
-    in_spec = exported.call_spec.in_spec
-    assert in_spec is not None
+    input_spec = exported.call_spec.in_spec
+    assert input_spec is not None
 
     def call(*values: torch.Tensor) -> Any:
         all_values: list[Any] = leaves.copy()
         for position, value in zip(tensor_positions, values, strict=True):
             all_values[position] = value
-        args, kwargs = unflatten(all_values, in_spec)
+        args, kwargs = unflatten(all_values, input_spec)
         return module(*args, **kwargs)
 
-    is_flat = all(leaf.is_leaf() for leaf in in_spec.children()[0].children())
+    is_flat = all(leaf.is_leaf() for leaf in input_spec.children()[0].children())
     has_only_tensors = (
-        is_flat and len(tensor_positions) == len(leaves) and not in_spec.children()[1].children()
+        is_flat and len(tensor_positions) == len(leaves) and not input_spec.children()[1].children()
     )
     arguments = [Argument(str(leaves[position])) for position in tensor_positions]
     return Program(module if has_only_tensors else call, arguments, None, module=module), exported
@@ -454,8 +454,8 @@ def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
 
 
 def _find_weights(path: Path) -> Path | None:
-    files = [path.with_suffix(suffix) for suffix in (".safetensors", ".pt", ".pth")]
-    return next((file for file in files if file.exists()), None)
+    weight_files = [path.with_suffix(suffix) for suffix in (".safetensors", ".pt", ".pth")]
+    return next((file for file in weight_files if file.exists()), None)
 
 
 def _read_weights(path: Path) -> dict[str, Any]:
@@ -468,8 +468,8 @@ def _read_weights(path: Path) -> dict[str, Any]:
     else:
         read_file = partial(torch.load, map_location="cpu", weights_only=True)
     with _converting_errors(path):
-        state: dict[str, Any] = read_file(path)
-    return state
+        state_dict: dict[str, Any] = read_file(path)
+    return state_dict
 
 
 def _arguments(forward: Callable[..., Any]) -> list[Argument] | None:
@@ -496,7 +496,7 @@ def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:
     return None if options.get("disable") in (True, "True", "true") else options
 
 
-_UNBOUNDED = 2**31
+_UNBOUNDED = 2**31  # the batch size of a program without a limit
 
 
 def describe(exported: torch.export.ExportedProgram) -> FileDescription:
@@ -510,9 +510,9 @@ def describe(exported: torch.export.ExportedProgram) -> FileDescription:
     names = [name for name in signature.user_inputs if isinstance(name, str)]
     inputs = tuple(_describe_tensor(name, values[name]) for name in names)
     specs = (spec for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT")
-    results = [spec.arg.name if isinstance(spec.arg, TensorArgument) else None for spec in specs]
-    names_of_results = _result_names(exported, len(results))
-    pairs = zip(names_of_results, results, strict=True)
+    node_names = [spec.arg.name if isinstance(spec.arg, TensorArgument) else None for spec in specs]
+    names_of_results = _result_names(exported, len(node_names))
+    pairs = zip(names_of_results, node_names, strict=True)
     outputs = tuple(_describe_tensor(name, values[r]) for name, r in pairs if r is not None)
     return FileDescription(inputs, outputs, _largest_batch(exported, (*inputs, *outputs)))
 
@@ -544,10 +544,10 @@ def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[Fil
     if len(batch_symbols) != 1 or "" in batch_symbols:
         return 0
     symbol = batch_symbols.pop()
-    for symbolic, bounds in exported.range_constraints.items():
-        if str(symbolic) == symbol:
-            upper = bounds.upper
-            return int(upper) if upper < _UNBOUNDED else _UNBOUNDED
+    for constrained_symbol, bounds in exported.range_constraints.items():
+        if str(constrained_symbol) == symbol:
+            upper_bound = bounds.upper
+            return int(upper_bound) if upper_bound < _UNBOUNDED else _UNBOUNDED
     return 0  # an expression such as 2*s0 is not a batch dimension
 
 

@@ -31,7 +31,7 @@ from shmserve.workers.backends import (
     Request,
     Response,
 )
-from shmserve.workers.backends.llm import INPUTS, OUTPUTS, complete, refuse_batches, tensor
+from shmserve.workers.backends.llm import INPUTS, OUTPUTS, complete, refuse_batches, tensor_config
 from shmserve.workers.backends.llm.prompts import merged_parameters, read_inputs
 from shmserve.workers.backends.vllm.answers import FLAGS, VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
@@ -45,15 +45,15 @@ _CHECK_PERIOD_S = 0.5  # seconds between checks of the engine and reports of its
 # The inputs and outputs of Triton's vllm_backend and of the OpenAI API.
 _INPUTS = [
     *INPUTS,
-    tensor("image", "STRING", -1, optional=True),
-    tensor("embedding_request", "STRING", 1, optional=True),
-    *(tensor(f"return_{name}", "BOOL", 1, optional=True) for name in FLAGS),
+    tensor_config("image", "STRING", -1, optional=True),
+    tensor_config("embedding_request", "STRING", 1, optional=True),
+    *(tensor_config(f"return_{name}", "BOOL", 1, optional=True) for name in FLAGS),
 ]
 _OUTPUTS = [
     *OUTPUTS,
-    tensor("cumulative_logprob", "FP32", -1),
-    tensor("num_input_tokens", "UINT32", 1),
-    tensor("num_output_tokens", "UINT32", -1),
+    tensor_config("cumulative_logprob", "FP32", -1),
+    tensor_config("num_input_tokens", "UINT32", 1),
+    tensor_config("num_output_tokens", "UINT32", -1),
 ]
 
 
@@ -69,12 +69,13 @@ class VllmBackend(Backend):
         self._request_numbers = itertools.count(1)
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Add the missing inputs and outputs, and the maximum length of a sequence."""
+        """Add the missing inputs and outputs, and parameters that the gateway reads."""
         parses_messages = self._arguments.parses_messages
         outputs = [tensor for tensor in _OUTPUTS if parses_messages or tensor["name"] != "message"]
-        # The gateway rejects longer prompts.
-        max_length = {"max_model_len": {"string_value": str(self._arguments.max_model_len())}}
-        return complete(config, _INPUTS, outputs, max_length)
+        # The gateway rejects longer prompts, and serves each adapter as a model of OpenAI's API.
+        adapters = "\n".join(self._arguments.adapters)
+        parameters = {"max_model_len": str(self._arguments.max_model_len()), "adapters": adapters}
+        return complete(config, _INPUTS, outputs, parameters)
 
     def load(self, config: ModelSpec) -> None:
         """Start the engine, which loads the model.
@@ -138,9 +139,9 @@ class VllmBackend(Backend):
             stream.send(Response(Output.select(values, requested or values)), final=True)
             return
         call = await self._engine.make_call(inputs, parameters, echoes, "usage" in requested)
-        call.options.setdefault("priority", request.work.priority)
-        flags = {name for name in FLAGS if inputs.get(f"return_{name}")}
-        answer = VllmAnswer(call, requested, flags)
+        call.options["priority"] = call.request.priority or request.work.priority
+        requested_flags = {name for name in FLAGS if inputs.get(f"return_{name}")}
+        answer = VllmAnswer(call, requested, requested_flags)
         credit = asyncio.Event()
         stream.on_credit(partial(asyncio.get_running_loop().call_soon_threadsafe, credit.set))
         request_id = f"shmserve-{next(self._request_numbers)}"
@@ -156,11 +157,11 @@ class VllmBackend(Backend):
 
     async def _watch(self) -> None:
         """Report changed metrics until the engine ends, then raise Internal."""
-        reported: list[list[Any]] = []
+        last_metrics: list[list[Any]] = []
         while not self._engine.client.errored:
-            current = convert_metrics(REGISTRY.collect(), self.context.version)
-            if current != reported:
-                self._changed_metrics = reported = current
+            current_metrics = convert_metrics(REGISTRY.collect(), self.context.version)
+            if current_metrics != last_metrics:
+                self._changed_metrics = last_metrics = current_metrics
                 self.context.control.wake()  # wakes the main loop, which reports the metrics
             await asyncio.sleep(_CHECK_PERIOD_S)
         raise Internal("vLLM's engine has failed; see the server's log")
@@ -177,13 +178,13 @@ class VllmBackend(Backend):
         self.context.control.wake(includes_loop_thread=True)
 
 
-async def _wait_for_credit(stream: OutputStream, credit: asyncio.Event) -> None:
-    """Wait until a stream may send; `credit` is set when the client has granted credit."""
+async def _wait_for_credit(stream: OutputStream, credit_event: asyncio.Event) -> None:
+    """Wait until a stream may send; `credit_event` is set when the client has granted credit."""
     try:
         async with asyncio.timeout(MAX_CREDIT_WAIT_S):
             while not stream.may_send:
-                await credit.wait()
-                credit.clear()
+                await credit_event.wait()
+                credit_event.clear()
     except TimeoutError:
         raise unread_responses() from None
 
@@ -201,15 +202,15 @@ def devices_of(context: ModelContext, config: ModelSpec, arguments: Mapping[str,
     Raises:
         InvalidArgument: The instance has one GPU, but its engine requires several.
     """
-    numbers = config.parameters.get("GPU_DEVICE_IDS", "").replace(" ", "").split(",")
+    gpu_numbers = config.parameters.get("GPU_DEVICE_IDS", "").replace(" ", "").split(",")
     if context.kind == "GPU":
-        numbers = [str(context.device_id)]
+        gpu_numbers = [str(context.device_id)]
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if arguments.get(name, 1) != 1:
                 raise InvalidArgument(f"instance_group: with {name}, the kind must be KIND_MODEL")
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    visible = {str(number): name for number, name in enumerate(names) if name}
-    return ",".join(visible.get(number, number) for number in numbers)
+    visible_names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names_by_number = {str(number): name for number, name in enumerate(visible_names) if name}
+    return ",".join(names_by_number.get(number, number) for number in gpu_numbers)
 
 
 def convert_metrics(metrics: Iterable[Any], version: str) -> list[list[Any]]:
@@ -231,17 +232,17 @@ def convert_metrics(metrics: Iterable[Any], version: str) -> list[list[Any]]:
 
 def _convert_samples(metric: Any, version: str) -> list[Any]:
     is_histogram = metric.type == "histogram"
-    rows: dict[Any, list[Any]] = {}
+    rows_by_labels: dict[Any, list[Any]] = {}
     for name, labels, value, *_ in metric.samples:
-        pairs = {**labels, "version": version}
-        bound = pairs.pop("le", None)
-        key = tuple(sorted(pairs.items()))
-        _, values, bounds = rows.setdefault(key, [key, [0.0] * is_histogram, []])
-        if bound is not None:
+        label_values = {**labels, "version": version}
+        bucket_bound = label_values.pop("le", None)
+        key = tuple(sorted(label_values.items()))
+        _, values, bounds = rows_by_labels.setdefault(key, [key, [0.0] * is_histogram, []])
+        if bucket_bound is not None:
             values.append(value - sum(values[1:]))  # Prometheus's buckets are cumulative
-            bounds += [] if bound == "+Inf" else [float(bound)]
+            bounds += [] if bucket_bound == "+Inf" else [float(bucket_bound)]
         elif not (is_histogram or name.endswith("_created")):
             values += [0, 0, value] if metric.type == "gauge" else [value]
         elif name.endswith("_sum"):
             values[0] = value
-    return list(rows.values())
+    return list(rows_by_labels.values())

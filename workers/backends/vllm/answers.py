@@ -65,8 +65,8 @@ class VllmAnswer:
                 sample.text, sample.token_ids, sample.logprobs = "", [], []
                 sample.finish_reason = "length"
         groups = [[sample] for sample in result.outputs] if request.stream else [result.outputs]
-        for count, samples in enumerate(groups, 1):
-            is_last = result.finished and count == len(groups)
+        for response_number, samples in enumerate(groups, 1):
+            is_last = result.finished and response_number == len(groups)
             yield self._encode_outputs(result, samples, is_last), is_last
 
     def _encode_outputs(self, result: Any, samples: Sequence[Any], is_last: bool) -> list[Output]:
@@ -75,10 +75,10 @@ class VllmAnswer:
             self._tokens[sample.index] += sample.token_ids
         echo = self._call.text if is_first else ""
         no_reason = "None" if "finish_reason" in self._flags else ""
-        scores = (result.prompt_logprobs or ()) if is_first else ()
-        prompt = list(zip(self._prompt_tokens, scores, strict=False))
+        prompt_scores = (result.prompt_logprobs or ()) if is_first else ()
+        scored_prompt = list(zip(self._prompt_tokens, prompt_scores, strict=False))
         as_triton = "logprobs" in self._flags
-        encode = _encode_as_triton if as_triton else partial(self._encode_logprobs, prompt)
+        encode = _encode_as_triton if as_triton else partial(self._encode_logprobs, scored_prompt)
         values: dict[str, tuple[str, Iterable[Any]]] = {
             "text_output": ("BYTES", ((echo + sample.text).encode() for sample in samples)),
             "index": ("INT32", (sample.index for sample in samples)),
@@ -108,7 +108,10 @@ class VllmAnswer:
         if self._call.make_parser is None:
             return {"content": sample.text}
         parser = self._parsers[sample.index]
-        return parse_message(parser, self._call.request, sample, self._prompt_tokens)
+        message = parse_message(parser, self._call.request, sample, self._prompt_tokens)
+        if "token_ids" in self._requested_outputs:  # chunks may report the numbers of tokens so far
+            message["reasoning_tokens"] = parser.count_reasoning_tokens(self._tokens[sample.index])
+        return message
 
     def _encode_logprobs(self, prompt: list[tuple[int, Any]], sample: Any) -> bytes:
         """Return the log probabilities in the form that the OpenAI API's handlers read.

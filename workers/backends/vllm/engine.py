@@ -54,9 +54,9 @@ class Arguments:
         adapters: The path of each LoRA adapter by its name, from multi_lora.json.
     """
 
-    engine: dict[str, Any]
+    engine: dict[str, Any]  # arguments of the engine
     server_arguments: dict[str, Any]
-    adapters: dict[str, str]
+    adapters: dict[str, str]  # paths by name
 
     @classmethod
     def read(cls, folder: Path, model_name: str) -> Arguments:
@@ -78,11 +78,11 @@ class Arguments:
         if problems:
             raise InvalidArgument(f"{folder.name}/{problems[0]}")
         names = (*_SERVER_SETTINGS, _TOOL_PARSER)
-        server = {name: settings.pop(name) for name in names if name in settings}
+        server_arguments = {name: settings.pop(name) for name in names if name in settings}
         if (folder / settings["model"]).exists():
             settings["model"] = str(folder / settings["model"])
         settings.setdefault("served_model_name", model_name)
-        return cls(settings, server, adapters)
+        return cls(settings, server_arguments, adapters)
 
     def for_vllm(self) -> Any:
         """Return the arguments of the engine in vLLM's class.
@@ -142,12 +142,12 @@ class VllmCall:
         make_parser: Creates vLLM's parser of a sample's message; None: texts are not parsed.
     """
 
-    request: Any
+    request: Any  # in the form of vLLM's server
     prompt: Any
-    parameters: Any
-    decode: Callable[[Any], str]
-    options: dict[str, Any] = field(default_factory=dict)
-    text: str = ""
+    parameters: Any  # for sampling
+    decode: Callable[[Any], str]  # text of a token
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of `generate`
+    text: str = ""  # the prompt, if it is echoed
     make_parser: Callable[[], Any] | None = None
 
 
@@ -165,9 +165,8 @@ def parse_message(parser: Any, request: Any, sample: Any, prompt: list[int]) -> 
 
     text, tokens = sample.text, list(sample.token_ids)
     if request.stream:
-        is_finished = sample.finish_reason is not None
-        delta = parser.parse_delta(text, tokens, request, prompt, finished=is_finished)
-        delta = delta or DeltaMessage()
+        ended = sample.finish_reason is not None
+        delta = parser.parse_delta(text, tokens, request, prompt, finished=ended) or DeltaMessage()
         content, reasoning = delta.content, delta.reasoning
         calls = [(call.index, call.id, call.function) for call in delta.tool_calls]
     else:
@@ -183,8 +182,8 @@ def parse_message(parser: Any, request: Any, sample: Any, prompt: list[int]) -> 
         if not index or request.parallel_tool_calls is not False:
             shown_calls.append(call)
     shown_reasoning = reasoning if request.include_reasoning else None
-    parts = {"content": content, "reasoning": shown_reasoning, "tool_calls": shown_calls}
-    return {name: part for name, part in parts.items() if part}
+    message_parts = {"content": content, "reasoning": shown_reasoning, "tool_calls": shown_calls}
+    return {name: part for name, part in message_parts.items() if part}
 
 
 class VllmEngine:
@@ -304,14 +303,11 @@ class VllmEngine:
         prompt_length = len(prompt["prompt_token_ids"])
         cap = self._max_tokens if defaults else None
         limit = get_max_tokens(self._config.max_model_len, limit, prompt_length, defaults, cap)
-        sampling = request.to_sampling_params(limit, defaults)
-        call = VllmCall(request, prompt, sampling, self._tokenizer.decode)
+        sampling_params = request.to_sampling_params(limit, defaults)
+        call = VllmCall(request, prompt, sampling_params, self._tokenizer.decode)
         if echo:
             call.text = source if isinstance(source, str) else self._tokenizer.decode(source)
-        if request.priority:
-            call.options["priority"] = request.priority
-        if adapter is not None:
-            call.options["lora_request"] = self._adapters[adapter]
+        call.options["lora_request"] = self._adapters.get(adapter or "")
         if name == "messages" and self._renderer.parser is not None:
             self._add_parser(call)
         return call

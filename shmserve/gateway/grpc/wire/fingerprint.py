@@ -34,7 +34,7 @@ from shmserve.ipc.tensors.inference import (
     BoundedCache,
 )
 
-_MAX_CACHED = 1024
+_MAX_CACHED_TEMPLATES = 1024
 
 # Tags of the fields of a request.
 ID_TAG, PARAMETER_TAG = 0x1A, 0x22
@@ -42,7 +42,7 @@ RAW_INPUT_TAG = 0x3A  # the tag of field 7, length-delimited
 HEAD_TAGS = frozenset((0x0A, 0x12, ID_TAG, PARAMETER_TAG, 0x2A, 0x32))  # the tags of fields 1 to 6
 MAX_SHIFT = 28  # in bits: a length has at most five bytes of seven bits
 _MAX_MESSAGE_BYTES = INLINE_LIMIT + 4096
-_MAX_HEAD_BYTES = 2048
+_MAX_HEAD_BYTES = 2048  # of a message without its tensors
 
 # A parameter is an entry of a map: field 1 is the key, field 2 a message with the value in a field
 # whose number depends on the type.
@@ -73,8 +73,8 @@ def split_message(message: bytes) -> SplitMessage | None:
     if len(message) > _MAX_MESSAGE_BYTES:
         return None
     contents: list[bytes] = []
-    ids: list[bytes] = []
-    sequence: list[bytes] = []
+    encoded_ids: list[bytes] = []
+    sequence_entries: list[bytes] = []
     kept_head: list[bytes] = []  # the kept parts of the head
     kept_start = position = head_end = 0
     message_size = len(message)
@@ -98,11 +98,11 @@ def split_message(message: bytes) -> SplitMessage | None:
             contents.append(message[position : position + size])
         elif tag in HEAD_TAGS and not contents:
             head_end = position + size
-            cut_parts = ids if tag == ID_TAG else None
+            cut_parts = encoded_ids if tag == ID_TAG else None
             if tag == PARAMETER_TAG and message.startswith(
                 SEQUENCE_KEY_PREFIX, position + KEY_OFFSET
             ):
-                cut_parts = sequence
+                cut_parts = sequence_entries
             if cut_parts is not None:
                 cut_parts.append(message[position:head_end])
                 kept_head.append(message[kept_start:start])
@@ -112,30 +112,30 @@ def split_message(message: bytes) -> SplitMessage | None:
         position += size
     if head_end > _MAX_HEAD_BYTES:
         return None
-    cut_identity = parse_identity(ids, sequence) if kept_head else ANONYMOUS
+    cut_identity = parse_identity(encoded_ids, sequence_entries) if kept_head else ANONYMOUS
     if cut_identity is None:
         return None
     kept_head.append(message[kept_start:head_end])
     return SplitMessage((b"".join(kept_head), tuple(map(len, contents))), contents, cut_identity)
 
 
-def parse_identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
+def parse_identity(ids: Sequence[bytes], entries: Sequence[bytes]) -> RequestIdentity | None:
     """Return the request id and sequence position in serialised fields.
 
     If a field is repeated, its last value is used, as in protobuf.
 
     Args:
         ids: The values of the field `id`.
-        parameters: The entries of the field `parameters`.
+        entries: The entries of the field `parameters`.
 
     Returns:
         None if an entry is not a sequence parameter, or a value is invalid.
     """
     correlation_id: int | str | None = 0
     flags = 0
-    for entry in parameters:
-        if (flag := _FLAG_ENTRIES.get(entry)) is not None:
-            flags = flags & ~flag[0] | flag[1]
+    for entry in entries:
+        if (flag_bits := _FLAG_ENTRIES.get(entry)) is not None:
+            flags = flags & ~flag_bits[0] | flag_bits[1]
         elif entry.startswith(_CORRELATION_ID_ENTRY):
             correlation_id = _decode_correlation_id(entry[len(_CORRELATION_ID_ENTRY) :])
             if correlation_id is None:
@@ -205,9 +205,9 @@ class TemplateCache:
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
-        self._cache: BoundedCache[Key, _CachedTemplate] = BoundedCache(_MAX_CACHED)
+        self._cache: BoundedCache[Key, _CachedTemplate] = BoundedCache(_MAX_CACHED_TEMPLATES)
         # Layouts by the size of the message.
-        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MAX_CACHED)
+        self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MAX_CACHED_TEMPLATES)
         self._layout_template_count = 0  # an upper bound of the number of templates in all layouts
 
     def find_by_layout(self, message: bytes) -> BuiltRequest | None:
@@ -221,8 +221,8 @@ class TemplateCache:
             return None
         parts = layout.struct.unpack(message)
         kept_parts, cut_parts = parts[::2], parts[1::2]
-        cached = layout.templates.get(kept_parts)
-        if cached is None:
+        cached_template = layout.templates.get(kept_parts)
+        if cached_template is None:
             return None
         identity = ANONYMOUS
         if layout.has_id:
@@ -232,27 +232,27 @@ class TemplateCache:
                 return None
             cut_parts = cut_parts[1:]
         built_request = None
-        if cached.revision == self._models.revision:
-            built_request = cached.template.fill(cut_parts)
+        if cached_template.revision == self._models.revision:
+            built_request = cached_template.template.fill(cut_parts)
         if built_request is None:
             # If the template is still valid, `find_by_fingerprint` finds it.
             del layout.templates[kept_parts]
-        elif identity != cached.identity:
+        elif identity != cached_template.identity:
             built_request.identify(identity)
         return built_request
 
-    def find_by_fingerprint(self, message: bytes, parts: SplitMessage) -> BuiltRequest | None:
+    def find_by_fingerprint(self, message: bytes, split: SplitMessage) -> BuiltRequest | None:
         """Return the request in a message with a known fingerprint, or None.
 
         Raises:
             AlreadyExists: The range of an output is in use, and `shm_overlap` is "error".
         """
-        cached = self._cache.find(parts.key)
-        if cached is None:
+        cached_template = self._cache.find(split.key)
+        if cached_template is None:
             return None
-        built_request = self._fill(cached, parts.contents, parts.identity)
+        built_request = self._fill(cached_template, split.contents, split.identity)
         if built_request is not None:
-            self._add_layout(message, parts, cached)
+            self._add_layout(message, split, cached_template)
         return built_request
 
     def _fill(
@@ -271,28 +271,28 @@ class TemplateCache:
 
     def store(
         self,
-        parts: SplitMessage,
+        split: SplitMessage,
         request: InferRequest,
         model: GatewayModel,
         template: RequestTemplate,
     ) -> None:
-        """Store a template if `parts` has the id and the sequence position of the request."""
-        if parts.identity.is_identity_of(request):
+        """Store a template if `split` has the id and the sequence position of the request."""
+        if split.identity.is_identity_of(request):
             cached = _CachedTemplate(
-                *(parts.key, parts.identity, model, request.version),
+                *(split.key, split.identity, model, request.version),
                 *(self._models.revision, template),
             )
-            self._cache.store(parts.key, cached)
+            self._cache.store(split.key, cached)
 
-    def _add_layout(self, message: bytes, parts: SplitMessage, cached: _CachedTemplate) -> None:
-        sizes = _part_sizes(message, parts)
+    def _add_layout(self, message: bytes, split: SplitMessage, cached: _CachedTemplate) -> None:
+        sizes = _part_sizes(message, split)
         if sizes is None:
             return
         struct = Struct("<" + "".join([f"{size}s" for size in sizes]))
-        if self._layout_template_count >= _MAX_CACHED:
+        if self._layout_template_count >= _MAX_CACHED_TEMPLATES:
             self._layouts.clear()
             self._layout_template_count = 0
-        has_id = bool(parts.identity.request_id)
+        has_id = bool(split.identity.request_id)
         layout = self._layouts.find(len(message))
         if layout is None:
             layout = _Layout(struct, has_id, {})
@@ -304,17 +304,17 @@ class TemplateCache:
             self._layout_template_count += 1
 
 
-def _part_sizes(message: bytes, parts: SplitMessage) -> list[int] | None:
+def _part_sizes(message: bytes, split: SplitMessage) -> list[int] | None:
     """Return the sizes of the kept and cut parts of a message, alternately.
 
     Returns:
         None for a message with a position in a sequence, or not in protobuf's usual encoding.
     """
-    request_id, correlation_id, flags = parts.identity
+    request_id, correlation_id, flags = split.identity
     if correlation_id or flags:
         return None
-    tensor_fields = [_encode_field(RAW_INPUT_TAG, content) for content in parts.contents]
-    head, encoded_id = parts.key[0], request_id.encode()
+    tensor_fields = [_encode_field(RAW_INPUT_TAG, content) for content in split.contents]
+    head, encoded_id = split.key[0], request_id.encode()
     if request_id:
         encoded_field = _encode_field(ID_TAG, encoded_id)
         id_position = message.find(encoded_field)
@@ -330,7 +330,7 @@ def _part_sizes(message: bytes, parts: SplitMessage) -> list[int] | None:
         sizes = [len(head)]
     if b"".join((head, *tensor_fields)) != message:
         return None
-    for encoded_field, content in zip(tensor_fields, parts.contents, strict=True):
+    for encoded_field, content in zip(tensor_fields, split.contents, strict=True):
         sizes[-1] += len(encoded_field) - len(content)
         sizes += (len(content), 0)
     return sizes

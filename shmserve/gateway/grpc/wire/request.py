@@ -35,10 +35,10 @@ from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.signature import shape_text
 from shmserve.proto.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest
 
-_EMPTY_FINAL = "triton_enable_empty_final_response"
+_EMPTY_FINAL_PARAMETER = "triton_enable_empty_final_response"
 _RESERVED_KEYS = (
     "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
-    f"starting with 'triton_' are allowed: {_EMPTY_FINAL}"
+    f"starting with 'triton_' are allowed: {_EMPTY_FINAL_PARAMETER}"
 )
 # The fields of InferTensorContents, with the datatype and the narrower datatypes of their values.
 _CONTENT_FIELDS = (
@@ -239,7 +239,7 @@ def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:
             case "deadline_us":
                 _check_kind(key, kind, "int64_param", "uint64_param")
                 request.deadline_us = max(value, 0)
-            case _ if key == _EMPTY_FINAL:
+            case _ if key == _EMPTY_FINAL_PARAMETER:
                 # This parameter concerns decoupled models only, which have several responses.
                 _check_kind(key, kind, "bool_param")
                 request.has_empty_final = value
@@ -263,7 +263,7 @@ def _kind_error(key: str, allowed: tuple[str, ...]) -> InvalidArgument:
     return InvalidArgument(f"invalid value type for '{key}' parameter, expected {kinds_text}.")
 
 
-_MAX_HEAD_BYTES = 64 * 1024
+_MAX_HEAD_BYTES = 64 * 1024  # of a message without its tensors
 _INCOMPLETE, _MALFORMED = -1, -2  # results of `_decode_length` instead of a position
 
 
@@ -313,23 +313,23 @@ class RequestSink:
         Returns:
             The number of surplus bytes at the end.
         """
-        head = self._head
-        while self._position < len(head):
-            tag = head[self._position]
-            size, end = _decode_length(head, self._position + 1)
-            if end < 0:
-                if end == _MALFORMED:
+        collected_head = self._head
+        while self._position < len(collected_head):
+            tag = collected_head[self._position]
+            size, length_end = _decode_length(collected_head, self._position + 1)
+            if length_end < 0:
+                if length_end == _MALFORMED:
                     self._collect_whole()
                 return 0
             if tag == RAW_INPUT_TAG:
-                surplus = len(head) - end
-                del head[end:]
+                surplus_bytes = len(collected_head) - length_end
+                del collected_head[length_end:]
                 self._start_tensor(size)
-                return surplus
-            if tag not in HEAD_TAGS or self._prefixes or end + size > _MAX_HEAD_BYTES:
+                return surplus_bytes
+            if tag not in HEAD_TAGS or self._prefixes or length_end + size > _MAX_HEAD_BYTES:
                 self._collect_whole()
                 return 0
-            self._position = end + size
+            self._position = length_end + size
         return 0
 
     def _start_tensor(self, size: int) -> None:

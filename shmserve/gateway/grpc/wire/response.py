@@ -50,7 +50,7 @@ class GrpcResponseTemplate:
             sizes.append(None if tensor.name in in_regions else size)
         for name, value in response.parameters.items():
             set_parameter(head.parameters[name], value)
-        self._prefix: bytes = head.SerializeToString()
+        self._prefix: bytes = head.SerializeToString()  # the message without id and contents
         self._sizes = sizes
         self._output_count = len(sizes)
         # The encoded outputs if none of them has contents; otherwise b"".
@@ -152,11 +152,11 @@ _NOT_FINAL_FIELD = _encode_parameters({_FINAL_PARAMETER: False})
 _EMPTY_ERROR_TEXT = "<EMPTY MESSAGE>"
 
 
-def encode_streamed(response: bytes, *, final: bool = True) -> bytes:
-    """Return a ModelInferResponse as a message of a stream; `final` marks a request's last one."""
-    final_field = FINAL_FIELD if final else _NOT_FINAL_FIELD
-    size = encode_varint(len(response) + len(final_field))
-    return b"".join((_INFER_RESPONSE_TAG, size, response, final_field))
+def encode_streamed(response: bytes, *, is_final: bool = True) -> bytes:
+    """Return a ModelInferResponse as a stream message; `is_final` marks a request's last one."""
+    final_field = FINAL_FIELD if is_final else _NOT_FINAL_FIELD
+    encoded_size = encode_varint(len(response) + len(final_field))
+    return b"".join((_INFER_RESPONSE_TAG, encoded_size, response, final_field))
 
 
 def encode_stream_end(model_name: str, version: str, request_id: str) -> bytes:
@@ -169,18 +169,18 @@ def encode_stream_end(model_name: str, version: str, request_id: str) -> bytes:
 
 
 def encode_stream_error(
-    message: str, request_id: str, model_name: str = "", *, final: bool = True
+    message: str, request_id: str, model_name: str = "", *, is_final: bool = True
 ) -> bytes:
     """Return the message for a failed request.
 
-    A request that was refused before it reached a scheduler has no `model_name`. `final` marks the
-    last response of any other request.
+    A request that was refused before it reached a scheduler has no `model_name`. `is_final` marks
+    the last response of any other request.
     """
     response = ModelStreamInferResponse(error_message=message or _EMPTY_ERROR_TEXT)
     response.infer_response.id = request_id
     if model_name:
         response.infer_response.model_name = model_name
-        response.infer_response.parameters[_FINAL_PARAMETER].bool_param = final
+        response.infer_response.parameters[_FINAL_PARAMETER].bool_param = is_final
     return bytes(response.SerializeToString())
 
 
@@ -188,12 +188,12 @@ def encode_varint(value: int) -> bytes:
     """Return a `value` >= 0 as a varint: seven bits in a byte, the lowest first."""
     if value < 128:
         return _ONE_BYTE_VARINTS[value]
-    parts = bytearray()
+    varint = bytearray()
     while value >= 128:
-        parts.append(value & 127 | 128)
+        varint.append(value & 127 | 128)
         value >>= 7
-    parts.append(value)
-    return bytes(parts)
+    varint.append(value)
+    return bytes(varint)
 
 
 _ONE_BYTE_VARINTS = tuple(bytes((value,)) for value in range(128))

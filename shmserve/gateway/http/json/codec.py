@@ -117,9 +117,9 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> I
 _warned_names: set[str] = set()
 
 
-def _warn_of_misspelt(holder: dict[str, Any]) -> None:
+def _warn_of_misspelt(json_object: dict[str, Any]) -> None:
     """Log unknown members whose names resemble a known name, once for each known name."""
-    for name, likely_name in find_misspelt(holder):
+    for name, likely_name in find_misspelt(json_object):
         if likely_name not in _warned_names:
             _warned_names.add(likely_name)
             logger.warning(
@@ -193,17 +193,17 @@ def _read_input(member: Any, json_limit: int) -> InferInput:
     else:
         tensor.data = member["data"]
         if count * item_size > json_limit:
-            excess = TOO_LARGE.format(size=count * item_size, limit=json_limit)
-            raise InvalidArgument(f"JSON input '{name}'{excess}")
+            too_large_text = TOO_LARGE.format(size=count * item_size, limit=json_limit)
+            raise InvalidArgument(f"JSON input '{name}'{too_large_text}")
     return tensor
 
 
 def _source_error(is_inline: bool, is_binary: bool, is_in_region: bool) -> InvalidArgument:
     names = ("'data'", "'binary_data_size'", "'shared_memory_region'")
-    sources = zip(names, (is_inline, is_binary, is_in_region), strict=True)
-    source_names = " ".join(name for name, is_set in sources if is_set)
-    found = f"But set {source_names}" if source_names else "But no field is set"
-    return InvalidArgument(_ONE_SOURCE_EXPECTED + found)
+    source_flags = zip(names, (is_inline, is_binary, is_in_region), strict=True)
+    source_names = " ".join(name for name, is_set in source_flags if is_set)
+    found_text = f"But set {source_names}" if source_names else "But no field is set"
+    return InvalidArgument(_ONE_SOURCE_EXPECTED + found_text)
 
 
 def _read_range(parameters: dict[str, Any]) -> RegionRange:
@@ -416,17 +416,17 @@ class JsonResponseTemplate:
         text_values: list[bytes] = []
         binary: list[bytes] = []
         for name, datatype, shape, byte_size, is_binary, position, unpack in self.outputs:
-            content = data[position]
-            if type(content) is not bytes or len(content) != byte_size >= 0:
+            data_bytes = data[position]
+            if type(data_bytes) is not bytes or len(data_bytes) != byte_size >= 0:
                 return None
             if is_binary:
-                binary.append(content)
+                binary.append(data_bytes)
                 if byte_size < 0:
-                    text_values.append(b"%d" % len(content))
+                    text_values.append(b"%d" % len(data_bytes))
                 continue
-            text = _NULL if unpack is None else orjson.dumps(unpack(content))
+            text = _NULL if unpack is None else orjson.dumps(unpack(data_bytes))
             if _NULL in text:
-                text = tensors.encode(content, datatype, shape, name)
+                text = tensors.encode(data_bytes, datatype, shape, name)
             text_values.append(text)
         return self.encode_json(request_id, text_values), binary
 

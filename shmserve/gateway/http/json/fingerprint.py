@@ -158,7 +158,7 @@ def fill_known_template(
     if packers:
         try:
             values = orjson.loads(array_format % tuple(fingerprint.arrays))
-            tensors = [pack(*numbers) for pack, numbers in zip(packers, values, strict=True)]
+            tensors = [pack(*elements) for pack, elements in zip(packers, values, strict=True)]
         except (ValueError, TypeError, struct.error, OverflowError):
             return None
         built_request = template.fill(tensors)
@@ -171,7 +171,7 @@ def fill_known_template(
 
 def is_worth_caching(cache: Cache, fingerprint: Fingerprint) -> bool:
     """Return whether a fingerprint has occurred before, and is short enough for the cache."""
-    return len(fingerprint.key[0]) <= _MAX_KEY_BYTES and cache.is_repeated(fingerprint.key)
+    return len(fingerprint.key[0]) <= _MAX_KEY_BYTES and cache.mark_seen(fingerprint.key)
 
 
 def store_template(
@@ -189,8 +189,8 @@ def store_template(
     packers = [create_packer(tensor.datatype, tensor.count) for tensor in inputs]
     array_format = b"[%b]" % b",".join([b"[%b]"] * array_count)
     cached = CachedTemplate(template, [pack for pack in packers if pack is not None], array_format)
-    is_confirmed = not array_count or _are_input_arrays(fingerprint.key[0], array_count)
-    if len(cached.packers) == len(inputs) == array_count and is_confirmed:
+    are_input_arrays = not array_count or _are_input_arrays(fingerprint.key[0], array_count)
+    if len(cached.packers) == len(inputs) == array_count and are_input_arrays:
         for tensor in inputs:
             tensor.data = None  # cleared, because later requests have other values
         cache.store(fingerprint.key, cached)
@@ -198,14 +198,14 @@ def store_template(
 
 def _are_input_arrays(kept_parts: bytes, array_count: int) -> bool:
     """Return whether the arrays that were cut out are the data of the inputs, in their order."""
-    token = secrets.token_hex(16)  # random, so that no string in the request equals it
-    marks = [f"{token}{number}" for number in range(array_count)]
+    random_text = secrets.token_hex(16)  # random, so that no string in the request equals it
+    placeholders = [f"{random_text}{number}" for number in range(array_count)]
     document = kept_parts
-    for mark in marks:
+    for mark in placeholders:
         document = document.replace(b"\0", b'"data":["%b"]' % mark.encode(), 1)
     try:
         header = orjson.loads(document)
     except orjson.JSONDecodeError:
         return False  # orjson rejects some texts that the parser of requests accepts
     input_arrays = [tensor["data"] for tensor in header["inputs"] if "data" in tensor]
-    return input_arrays == [[mark] for mark in marks]
+    return input_arrays == [[mark] for mark in placeholders]

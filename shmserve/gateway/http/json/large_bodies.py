@@ -69,8 +69,8 @@ class Packed:
         pieces: The bytes.
     """
 
-    kind: str
-    count: int
+    kind: str  # "text", "tokens", "messages" or "json"
+    count: int  # number of elements
     byte_size: int
     fault_index: int | None = None
     pieces: list[bytes] = field(default_factory=list)
@@ -122,16 +122,16 @@ async def parse_large(
         JsonFault: The body is not JSON.
         InvalidArgument: A prompt or another field is too large.
     """
-    call = "main()"
+    main_call = "main()"
     if convert is not None:
-        call = f"import {convert.__module__} as m; main(m.{convert.__name__})"
+        main_call = f"import {convert.__module__} as m; main(m.{convert.__name__})"
     # The process has a low priority, since its imports need more CPU time than most bodies.
-    code = f"import os; os.nice(10); from {__name__} import main; {call}"
-    arguments = (sys.executable, "-P", "-c", code, json.dumps([token_limits, prompt_fields, model]))
+    code = f"import os; os.nice(10); from {__name__} import main; {main_call}"
+    command = (sys.executable, "-P", "-c", code, json.dumps([token_limits, prompt_fields, model]))
     pipe = asyncio.subprocess.PIPE
     async with _parser_slot:
         process = await asyncio.create_subprocess_exec(
-            *arguments, stdin=pipe, stdout=pipe, limit=_PIECE_BYTES
+            *command, stdin=pipe, stdout=pipe, limit=_PIECE_BYTES
         )
         try:
             assert process.stdin is not None and process.stdout is not None
@@ -158,7 +158,7 @@ async def _receive_result(output: asyncio.StreamReader) -> Any:
         raise (JsonFault if header["malformed"] else InvalidArgument)(header["error"])
     for text in header["warnings"]:
         warn_once(logger, "%s", text)
-    packed = {name: Packed(*columns) for name, columns in header["packed"].items()}
+    packed = {name: Packed(*packed_fields) for name, packed_fields in header["packed"].items()}
     for value in packed.values():
         missing_bytes = value.byte_size
         while missing_bytes:
@@ -208,8 +208,8 @@ def prompt_size_error(body: Any, token_limits: Mapping[str, int], model: str) ->
             is_text = isinstance(prompt, str) or (is_conversation and prompt is not None)
             byte_limit = max(token_limit * _MAX_BYTES_PER_TOKEN, LARGE_BYTES)
             limit = byte_limit if is_text else token_limit
-            measured = orjson.dumps(prompt) if is_text else prompt
-            size = len(measured) if isinstance(measured, bytes | list | dict) else 0
+            measured_value = orjson.dumps(prompt) if is_text else prompt
+            size = len(measured_value) if isinstance(measured_value, bytes | list | dict) else 0
             if size > limit:
                 unit = "bytes" if is_text else "tokens"
                 problem = prompt_too_long(token_limit, f"{size} {unit} exceed the limit of {limit}")
@@ -311,8 +311,8 @@ def main(convert: Convert | None = None) -> None:
     """Parse the body on the standard input, and write its header and its large fields."""
     token_limits, prompt_fields, model = json.loads(sys.argv[1])
     packer = _Packer(prompt_fields)
-    records = BufferingHandler(_MAX_WARNINGS)
-    logging.basicConfig(handlers=[records])
+    warning_buffer = BufferingHandler(_MAX_WARNINGS)
+    logging.basicConfig(handlers=[warning_buffer])
     try:
         body = loads(sys.stdin.buffer.read())
         if error := prompt_size_error(body, token_limits, model):
@@ -323,11 +323,11 @@ def main(convert: Convert | None = None) -> None:
             packer.pack_fields(body)
         else:
             body = type(body)()  # errors about the body name only its type
-        warnings = [record.getMessage() for record in records.buffer]
+        warnings = [record.getMessage() for record in warning_buffer.buffer]
         text = _encode_json({"body": body, "packed": packer.packed, "warnings": warnings})
         if len(text) > _MAX_OTHER_BYTES:
-            sizes = f"{len(text)} bytes (maximum: {_MAX_OTHER_BYTES})"
-            raise InvalidArgument(f"the fields besides prompts and messages have {sizes}")
+            sizes_text = f"{len(text)} bytes (maximum: {_MAX_OTHER_BYTES})"
+            raise InvalidArgument(f"the fields besides prompts and messages have {sizes_text}")
     except ShmserveError as fault:
         text = _encode_json({"error": fault.message, "malformed": isinstance(fault, JsonFault)})
         packer.pieces.clear()

@@ -36,7 +36,7 @@ LARGE_BYTES = 1024 * 1024  # the long arrays of texts of at least this size are 
 MAX_OBJECTS = 4096  # number of objects that are parsed and converted in 5 ms
 _MAX_LENIENT_BYTES = 8 * LARGE_BYTES  # larger texts have NaN and infinity only in arrays
 _MIN_CUT_BYTES = 64 * 1024
-_SLICE_BYTES = 128 * 1024
+_SLICE_BYTES = 128 * 1024  # the size of a slice of a long array
 _WHITE_SPACE = b" \t\r\n"
 # Arrays of numbers contain no quote and no brace. The pattern finds the few long arrays by their
 # beginning, since looking at each of millions of short arrays would take seconds.
@@ -45,7 +45,7 @@ _LONG_ARRAY_PATTERN = rb'"data"[ \t\r\n]*+:[ \t\r\n]*+(\[)[^"{}]{%d}'
 _PARSE_ERROR = "failed to parse the request JSON buffer: "
 _TOO_MANY = f"more than {MAX_MEMBERS} objects or members"
 _TOO_DEEP = f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})"
-_DEPTH_STEPS = np.zeros(256, np.int8)
+_DEPTH_STEPS = np.zeros(256, np.int8)  # by byte: the change of the nesting depth
 _DEPTH_STEPS[list(b"[{")] = 1
 _DEPTH_STEPS[list(b"]}")] = -1
 _STRING_OR_INF = re.compile(rb'"(?:[^"\\]|\\.)*+"|\bInf\b', re.DOTALL)
@@ -85,8 +85,8 @@ def loads(json_text: bytes) -> Any:
     except orjson.JSONDecodeError as error:
         return _loads_lenient(json_text, error)
     has_request_members = json_text.count(b":") == _count_request_members(value)
-    objects = _OBJECTS_IN_REQUEST if has_request_members else json_text.count(b"{")
-    if objects + json_text.count(b"[") > MAX_DEPTH and _is_too_deep(json_text):
+    object_count = _OBJECTS_IN_REQUEST if has_request_members else json_text.count(b"{")
+    if object_count + json_text.count(b"[") > MAX_DEPTH and _is_too_deep(json_text):
         raise InvalidArgument(_TOO_DEEP)
     if not has_request_members and (fault := _find_duplicate_key(json_text, value)) is not None:
         raise DuplicateKey(fault)
@@ -102,13 +102,13 @@ def loads_members(json_text: bytes) -> Any:
     if len(json_text) > LARGE_BYTES or not _is_too_deep(json_text):
         return loads(json_text)
     masked_text = _STRING_OR_INF.sub(lambda match: b"_" * len(match[0]), json_text)
-    masked = np.frombuffer(masked_text, np.uint8)
-    steps = _DEPTH_STEPS[masked]
-    depth = np.cumsum(steps, dtype=np.int32)
-    begins = (steps > 0) & (depth == 2)
-    ends = (steps < 0) & (depth == 1)
-    shallow = np.where(begins, np.uint8(ord("0")), np.frombuffer(json_text, np.uint8))
-    return loads(shallow[begins | ((depth < 2) & ~ends)].tobytes())
+    masked_bytes = np.frombuffer(masked_text, np.uint8)
+    depth_steps = _DEPTH_STEPS[masked_bytes]
+    depths = np.cumsum(depth_steps, dtype=np.int32)
+    is_member_start = (depth_steps > 0) & (depths == 2)
+    is_member_end = (depth_steps < 0) & (depths == 1)
+    shallow_text = np.where(is_member_start, np.uint8(ord("0")), np.frombuffer(json_text, np.uint8))
+    return loads(shallow_text[is_member_start | ((depths < 2) & ~is_member_end)].tobytes())
 
 
 def loads_checked(json_text: bytes) -> Any:
@@ -122,12 +122,12 @@ def loads_checked(json_text: bytes) -> Any:
 def _loads_large(json_text: bytes) -> Any:
     # The garbage collector would repeatedly scan millions of new lists, which have no cycles. The
     # scans would take most of the time, during which the event loop handles nothing else.
-    was_enabled = gc.isenabled()
+    was_gc_enabled = gc.isenabled()
     gc.disable()
     try:
         return orjson.loads(json_text)
     finally:
-        if was_enabled:
+        if was_gc_enabled:
             gc.enable()
 
 
@@ -196,53 +196,53 @@ _MEMBERS = ("id", "inputs", "outputs", "parameters", "name", "shape", "datatype"
 _MAX_COMPARED_NAMES = 16  # the number of unknown members of an object that are compared
 
 
-def find_misspelt(holder: Any) -> Iterator[tuple[str, str]]:
+def find_misspelt(json_object: Any) -> Iterator[tuple[str, str]]:
     """Yield each unknown member of an object of a request, with the known name it resembles."""
-    unknown = [] if type(holder) is not dict else [n for n in holder if n not in _MEMBERS]
+    unknown = [] if type(json_object) is not dict else [n for n in json_object if n not in _MEMBERS]
     for name in unknown[:_MAX_COMPARED_NAMES]:
         likely_name = nearest(name, _MEMBERS)
-        if likely_name and likely_name not in holder:
+        if likely_name and likely_name not in json_object:
             yield name, likely_name
 
 
-def missing_error(field: str, holder: Any) -> JsonFault:
-    """Return the error for a missing member, with a hint if `holder` has a misspelt one."""
-    names = (name for name, likely_name in find_misspelt(holder) if likely_name == field)
+def missing_error(field: str, json_object: Any) -> JsonFault:
+    """Return the error for a missing member, with a hint if `json_object` has a misspelt one."""
+    names = (name for name, likely_name in find_misspelt(json_object) if likely_name == field)
     hint = "".join(f"; did you misspell it as '{clip(name)}'?" for name in names)
     return JsonFault(
         f"Unable to parse '{field}': attempt to access non-existing object member '{field}'{hint}"
     )
 
 
-def mistyped_error(field: str, kind: str, tensor: str = "") -> JsonFault:
-    """Return the error for a member that is not of a `kind`, such as "unsigned-integer"."""
+def mistyped_error(field: str, expected: str, tensor: str = "") -> JsonFault:
+    """Return the error for a member that is not `expected`, such as "unsigned-integer"."""
     suffix = f" (input '{tensor}')" if tensor else ""
-    text = f"attempt to access JSON non-{kind} as {kind}{suffix}"
+    text = f"attempt to access JSON non-{expected} as {expected}{suffix}"
     return JsonFault(f"Unable to parse '{field}': {text}")
 
 
-def mistyped_value_error(kind: str) -> JsonFault:
-    """Return the error for a value that is not of a `kind`, without the name of the member."""
-    return JsonFault(f"attempt to access JSON non-{kind} as {kind}")
+def mistyped_value_error(expected: str) -> JsonFault:
+    """Return the error for a value that is not `expected`, without the member name."""
+    return JsonFault(f"attempt to access JSON non-{expected} as {expected}")
 
 
-def member_string(holder: dict[str, Any], field: str) -> str:
+def member_string(members: dict[str, Any], field: str) -> str:
     """Return a required member; raise JsonFault if it is missing or not a string."""
-    value = holder.get(field)
+    value = members.get(field)
     if type(value) is not str:
-        raise mistyped_error(field, "string") if field in holder else missing_error(field, holder)
+        raise mistyped_error(field, "string") if field in members else missing_error(field, members)
     return value
 
 
-def member_array(holder: Any, field: str) -> list[Any]:
-    """Return a required member of `holder`, which may be any JSON value.
+def member_array(json_value: Any, field: str) -> list[Any]:
+    """Return a required member of `json_value`, which may be any JSON value.
 
     Raises:
         JsonFault: The member is missing or not an array.
     """
-    if type(holder) is not dict or field not in holder:
-        raise missing_error(field, holder)
-    value = holder[field]
+    if type(json_value) is not dict or field not in json_value:
+        raise missing_error(field, json_value)
+    value = json_value[field]
     if type(value) is not list:
         raise mistyped_error(field, "array")
     return value
@@ -323,8 +323,8 @@ def _select_outside_strings(json_text: bytes, marks: bytes) -> NDArray[np.uint8]
         json_text = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
     irrelevant = bytes(_ALL_BYTES.difference(marks, b'"'))
     characters = np.frombuffer(json_text.translate(None, irrelevant), np.uint8)
-    quotes = characters == ord('"')
-    outside: NDArray[np.uint8] = characters[~(quotes | np.logical_xor.accumulate(quotes))]
+    is_quote = characters == ord('"')
+    outside: NDArray[np.uint8] = characters[~(is_quote | np.logical_xor.accumulate(is_quote))]
     return outside
 
 
@@ -376,13 +376,13 @@ def loads_large(body: bytes) -> Any:
     token = secrets.token_hex(16)  # A client cannot guess the string that stands for a cut.
     numbers_by_name: dict[str, NumberArray] = {}
     pieces: list[bytes] = []
-    copied_until = 0
+    copied_end = 0
     for start, stop in array_spans:
         name = f"{token}.{len(numbers_by_name)}"
         numbers_by_name[name] = NumberArray(body, start, stop)
-        pieces += (body[copied_until:start], b'"', name.encode(), b'"')
-        copied_until = stop
-    pieces.append(body[copied_until:])
+        pieces += (body[copied_end:start], b'"', name.encode(), b'"')
+        copied_end = stop
+    pieces.append(body[copied_end:])
     header = loads(b"".join(pieces))
     _insert_numbers(header, numbers_by_name)
     return header
@@ -410,8 +410,8 @@ def _find_arrays(body: bytes) -> Iterator[tuple[int, int]]:
         # The array ends before the next quote or brace.
         stop = body.find(b'"', position)
         stop = len(body) if stop < 0 else stop
-        brace = body.find(b"}", position, stop)
-        stop = body.rfind(b"]", start, stop if brace < 0 else brace) + 1
+        object_end = body.find(b"}", position, stop)
+        stop = body.rfind(b"]", start, stop if object_end < 0 else object_end) + 1
         if stop - start >= _MIN_CUT_BYTES:
             yield start, stop
             position = stop

@@ -71,8 +71,8 @@ def create_packer(datatype: str, count: int) -> Callable[..., bytes] | None:
 
     The function raises struct.error or OverflowError for values that only `decode` can handle.
     """
-    code = _STRUCT_CODES.get(datatype)
-    return None if code is None else struct.Struct(f"<{count}{code}").pack
+    struct_code = _STRUCT_CODES.get(datatype)
+    return None if struct_code is None else struct.Struct(f"<{count}{struct_code}").pack
 
 
 def create_unpacker(
@@ -149,9 +149,9 @@ def _pack_values(values: list[Any], value_types: set[type], datatype: str, name:
 
 def _pack_wrapped_integers(values: list[Any], datatype: str, name: str) -> bytes:
     """Return the bytes of integers that exceed the datatype; raise JsonFault for other values."""
-    signed = _STRUCT_CODES[datatype].islower()
+    is_signed = _STRUCT_CODES[datatype].islower()
     wide_dtype, minimum, json_type = (
-        (np.int64, -(2**63), "signed") if signed else (np.uint64, 0, "unsigned")
+        (np.int64, -(2**63), "signed") if is_signed else (np.uint64, 0, "unsigned")
     )
 
     def fits(value: Any) -> bool:
@@ -177,10 +177,10 @@ def _misfit_error(
     values: list[Any], fits: Callable[[Any], bool], json_type: str, expected_text: str, name: str
 ) -> JsonFault:
     """Return the error that names the first value that is not a `json_type`."""
-    description = _describe_value(next(value for value in values if not fits(value)))
+    found_text = _describe_value(next(value for value in values if not fits(value)))
     return JsonFault(
         f"Unable to parse 'data': attempt to access JSON non-{json_type} as {expected_text} "
-        f"(input '{name}' has {description})"
+        f"(input '{name}' has {found_text})"
     )
 
 
@@ -214,13 +214,13 @@ def encode_parts(
     if datatype == "BYTES":
         yield from _string_parts(data, shape, name)
         return
-    size = _VALUES_PER_PART * ITEM_SIZE[datatype]
-    if datatype in _BINARY_ONLY_DATATYPES or len(data) <= size:
+    part_size = _VALUES_PER_PART * ITEM_SIZE[datatype]
+    if datatype in _BINARY_ONLY_DATATYPES or len(data) <= part_size:
         yield encode(data, datatype, shape, name)
         return
     separator = b"["
-    for offset in range(0, len(data), size):
-        yield separator + _encode_numbers(data[offset : offset + size], datatype)[1:-1]
+    for offset in range(0, len(data), part_size):
+        yield separator + _encode_numbers(data[offset : offset + part_size], datatype)[1:-1]
         separator = b","
     yield b"]"
 

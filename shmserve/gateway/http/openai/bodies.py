@@ -1,7 +1,8 @@
 """The parts of a request's JSON body (model, prompts and parameters), and the bodies of errors.
 
 A model has the names of --served-model-name, its own name, and the `aliases` of its engine.yaml.
-As in vLLM, requests may use any of these names, and responses contain the first one.
+As in vLLM, requests may use any of these names, and responses contain the first one. The name of a
+LoRA adapter stands for the model with this adapter, and responses contain it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ async def resolve_alias(gateway: Gateway, name: str) -> str:
 async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
     """Return the aliases of each on-demand model that generates text and is not loaded."""
     models = gateway.models
-    if all(models.versions(name) for name in models.on_demand):
+    if all(models.versions(name) for name in models.on_demand_names):
         return {}
     aliases: dict[str, list[str]] = (await gateway.supervisor.send_request(NameModels))["names"]
     return {name: aliases[name] for name in sorted(aliases) if not models.versions(name)}
@@ -129,6 +130,12 @@ def model_names(gateway: Gateway, model: str, unloaded: Collection[str] = ()) ->
     return list(dict.fromkeys([*names, model]))
 
 
+def find_adapter(gateway: Gateway, model: GatewayModel, name: str) -> str:
+    """Return the LoRA adapter that a name of `model` stands for; "" if it has no such adapter."""
+    is_adapter = name in model.adapters and name not in model_names(gateway, model.name)
+    return name if is_adapter else ""
+
+
 def response_name(gateway: Gateway, model: str) -> str:
     """Return the name that responses contain for `model`, the name of a model's folder."""
     return model_names(gateway, model)[0] if gateway.settings.served_names else model
@@ -148,16 +155,18 @@ class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
     Attributes:
+        name: The name of the model in the response.
         shows_usage: Whether a stream ends with the numbers of tokens.
         detail_outputs: Outputs that only some requests need.
         shows_running_usage: Whether each chunk contains its sample's number of tokens so far.
     """
 
     model: GatewayModel
+    name: str
     prompts: list[InferInput]
     parameters: dict[str, Any]
-    sample_count: int
-    stream: bool
+    sample_count: int  # number of choices for each prompt
+    stream: bool  # whether the response is streamed
     shows_usage: bool
     detail_outputs: tuple[str, ...] = ()
     shows_running_usage: bool = False
@@ -183,15 +192,15 @@ class TextRequest(NamedTuple):
         ]
 
 
-def _select_details(parameters: dict[str, Any], running_usage: bool) -> tuple[str, ...]:
+def _select_details(parameters: dict[str, Any], shows_running_usage: bool) -> tuple[str, ...]:
     """Return the outputs that only some requests need: token ids and log probabilities.
 
-    With `running_usage`, each chunk reports its token usage, which is counted by token ids.
+    With `shows_running_usage`, each chunk reports its token usage, which is counted by token ids.
     """
-    outputs: tuple[str, ...] = ()
-    if running_usage or ("return_token_ids" in parameters and returns_tokens(parameters)):
-        outputs = ("token_ids", "prompt_token_ids")
-    return (*outputs, "logprobs") if "prompt_logprobs" in parameters else outputs
+    detail_outputs: tuple[str, ...] = ()
+    if shows_running_usage or ("return_token_ids" in parameters and returns_tokens(parameters)):
+        detail_outputs = ("token_ids", "prompt_token_ids")
+    return (*detail_outputs, "logprobs") if "prompt_logprobs" in parameters else detail_outputs
 
 
 def returns_tokens(parameters: dict[str, Any]) -> bool:
@@ -296,16 +305,16 @@ async def parse_prompts(
         ShmserveError: As in `parse_large`.
     """
     token_limits = {
-        name: served.max_model_len
-        for served in gateway.models.all_versions()
-        if served.max_model_len
-        for name in (*model_names(gateway, served.name), *served.aliases)
+        name: model_version.max_model_len
+        for model_version in gateway.models.all_versions()
+        if model_version.max_model_len
+        for name in (*model_names(gateway, model_version.name), *model_version.aliases)
     }
     return await parse_large(pieces, token_limits, prompts, model, convert)
 
 
 async def resolve_named_model(
-    gateway: Gateway, body: dict[str, Any], *, default: str = ""
+    gateway: Gateway, body: dict[str, Any], *, default_model: str = ""
 ) -> GatewayModel:
     """Return the model that a body names, or the default.
 
@@ -313,7 +322,7 @@ async def resolve_named_model(
         InvalidArgument: The body names no model.
         NotFound: There is no such model.
     """
-    name = check_member(body, "model", str, default)
+    name = check_member(body, "model", str, default_model)
     if not name:
         raise InvalidArgument("model: the name of a model is required")
     model_name = await resolve_alias(gateway, name)
@@ -337,8 +346,8 @@ def check_member(body: dict[str, Any], name: str, member_type: type[Any], defaul
     is_prompt = type(value) is Packed and not value.is_json
     is_packed = is_prompt and member_type is (str if value.kind == "text" else list)
     if type(value) is not member_type and not is_packed:
-        nouns = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
-        allowed_text = nouns.get(member_type, "an integer")
+        type_names = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
+        allowed_text = type_names.get(member_type, "an integer")
         raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed_text}")
     return value
 
@@ -354,7 +363,7 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
     echo = check_member(fields, "echo", bool, False)
     if "max_completion_tokens" in fields:  # the field of chats
         fields["max_tokens"] = fields.pop("max_completion_tokens")
-    return _text_request(model, prompts, {**fields, "echo": echo})
+    return _text_request(gateway, model, prompts, {**fields, "echo": echo})
 
 
 async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
@@ -363,7 +372,7 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     model = await resolve_generative_model(gateway, fields)
     variables = {name: fields.pop(name) for name in CONVERSATION_FIELDS & fields.keys()}
     prompt = conversation_input(fields, variables)
-    limits = [name for name in _TOKEN_LIMIT_FIELDS if name in fields] or ["max_tokens"]
+    limit_names = [name for name in _TOKEN_LIMIT_FIELDS if name in fields] or ["max_tokens"]
     if not check_member(fields, "logprobs", bool, False):
         if check_member(fields, "top_logprobs", int, 0):
             raise InvalidArgument("top_logprobs: requires logprobs: true")
@@ -371,10 +380,10 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     parameters = {
         "add_special_tokens": False,
         "echo": False,
-        limits[0]: _UNLIMITED_TOKENS,
+        limit_names[0]: _UNLIMITED_TOKENS,
         **fields,
     }
-    for name in limits[1:]:
+    for name in limit_names[1:]:
         check_member(parameters, name, int, 0)
         del parameters[name]
     may_reason = MESSAGE_OUTPUT in model.signature.outputs and model.may_reason
@@ -382,7 +391,7 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
         # As in vLLM, the response has no tokens, because they would show the reasoning.
         for name in ("logprobs", "top_logprobs", "return_token_ids"):
             parameters.pop(name, None)
-    text_request = _text_request(model, [prompt], parameters)
+    text_request = _text_request(gateway, model, [prompt], parameters)
     if may_reason or (MESSAGE_OUTPUT in model.signature.outputs and "tools" in variables):
         return text_request._replace(detail_outputs=(*text_request.detail_outputs, MESSAGE_OUTPUT))
     return text_request
@@ -398,9 +407,9 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
     if not messages:
         raise InvalidArgument("messages: at least one message is required")
     is_packed = type(messages) is Packed
-    index = messages.fault_index if is_packed else find_missing_role(messages)
-    if index is not None:
-        raise InvalidArgument(f"messages[{index}]: expected an object with a 'role'")
+    fault_index = messages.fault_index if is_packed else find_missing_role(messages)
+    if fault_index is not None:
+        raise InvalidArgument(f"messages[{fault_index}]: expected an object with a 'role'")
     if is_packed:
         prefix = b'{"messages":' if variables else b""
         suffix = b"," + orjson.dumps(variables, *_WITH_PACKED)[1:] if variables else b""
@@ -419,30 +428,34 @@ async def resolve_generative_model(
     Raises:
         ShmserveError: As in `resolve_named_model`.
     """
-    model = await resolve_named_model(gateway, body, default=default)
+    model = await resolve_named_model(gateway, body, default_model=default)
     if not generates_text(model):
         raise NotFound(f"model '{model.name}' does not generate text")
     return model
 
 
 def _text_request(
-    model: GatewayModel, prompts: list[InferInput], parameters: dict[str, Any]
+    gateway: Gateway, model: GatewayModel, prompts: list[InferInput], parameters: dict[str, Any]
 ) -> TextRequest:
     stream = check_member(parameters, "stream", bool, False)
     sample_count = check_member(parameters, "n", int, 1)
     excluded_fields = ("model", "prompt", "messages", "stream_options")
     fields = {name: value for name, value in parameters.items() if name not in excluded_fields}
-    usage = running_usage = False
+    adapter = find_adapter(gateway, model, parameters["model"]) if model.adapters else ""
+    if adapter and fields.setdefault("lora_name", adapter) != adapter:
+        found = clip(repr(fields["lora_name"]))
+        raise InvalidArgument(f"lora_name: {found} contradicts the model '{adapter}'")
+    name = adapter or response_name(gateway, model.name)
+    shows_usage = shows_running_usage = False
     if options := check_member(parameters, "stream_options", dict, {}):
         if not stream:
             raise InvalidArgument("stream_options: only allowed if stream is true")
         options = {f"stream_options.{name}": value for name, value in options.items()}
-        usage = check_member(options, "stream_options.include_usage", bool, False)
-        if usage:
-            name = "stream_options.continuous_usage_stats"
-            running_usage = check_member(options, name, bool, False)
-    details = _select_details(fields, running_usage)
-    return TextRequest(model, prompts, fields, sample_count, stream, usage, details, running_usage)
+        shows_usage = check_member(options, "stream_options.include_usage", bool, False)
+        option = "stream_options.continuous_usage_stats"
+        shows_running_usage = shows_usage and check_member(options, option, bool, False)
+    usage_options = (shows_usage, _select_details(fields, shows_running_usage), shows_running_usage)
+    return TextRequest(model, name, prompts, fields, sample_count, stream, *usage_options)
 
 
 async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInput]:
@@ -469,11 +482,11 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
     if engine is None or model.backend != LLM_BACKEND:
         return
     settings = EngineSettings.read(engine["string_value"])
-    instances = sum(group["count"] for group in config["instance_group"])
-    capacity = settings.max_batch_size * instances + settings.max_waiting_requests
-    if count > capacity:
+    instance_count = sum(group["count"] for group in config["instance_group"])
+    max_count = settings.max_batch_size * instance_count + settings.max_waiting_requests
+    if count > max_count:
         raise InvalidArgument(
-            f"prompt: {count} prompts are more than the {capacity} that the model takes at a time "
+            f"prompt: {count} prompts are more than the {max_count} that the model takes at a time "
             f"(max_batch_size {settings.max_batch_size}, "
             f"max_waiting_requests {settings.max_waiting_requests})"
         )
@@ -493,8 +506,8 @@ def prompt_input(value: Any, name: str = "prompt") -> InferInput:
 
 
 def _describe_type(value: Any) -> str:
-    kinds = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return kinds.get(type(value), "a number")
+    type_names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return type_names.get(type(value), "a number")
 
 
 _REQUEST_ID = re.compile(r"\[request id: .*?\] ")
@@ -548,7 +561,7 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
         error: The error.
         names: Maps a field name in error messages to the name that the client knows.
     """
-    invalid = isinstance(error, InvalidArgument)
+    is_invalid = isinstance(error, InvalidArgument)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     # OpenAI's API has the status 429 for a full queue. A stream has sent its status before,
     # but its error event has the type that belongs to 429, too.
@@ -556,18 +569,18 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
     kind, code = _ERROR_TYPES.get(status, (kind, None))
     if isinstance(error, NoRoute):
         code = "unknown_url"
-    elif invalid and PROMPT_TOO_LONG in error.message:
+    elif is_invalid and PROMPT_TOO_LONG in error.message:
         code = "context_length_exceeded"
     message = _REQUEST_ID.sub("", error.message, count=1).encode(errors="replace").decode()
-    if invalid and not isinstance(error, RefusedFields):
+    if is_invalid and not isinstance(error, RefusedFields):
 
-        def rename(prefix: re.Match[str]) -> str:
+        def rename_field(prefix: re.Match[str]) -> str:
             name = names.get(prefix[2], prefix[2])
-            for infix in (".function.", ".custom."):  # "tools[0].function.name"
-                name = name.replace(infix, names.get(infix, infix))
+            for tool_infix in (".function.", ".custom."):  # "tools[0].function.name"
+                name = name.replace(tool_infix, names.get(tool_infix, tool_infix))
             return f"{prefix[1]}{name}: "
 
-        message = _FIELD_PREFIX.sub(rename, message)
-    match = _FIELD_PREFIX.match(message) if invalid else None
+        message = _FIELD_PREFIX.sub(rename_field, message)
+    match = _FIELD_PREFIX.match(message) if is_invalid else None
     param = None if match is None else match[2]
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

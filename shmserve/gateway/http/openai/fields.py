@@ -30,7 +30,7 @@ def _split_names(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-def _refuse(allowed: AllowedValues, *names: str) -> dict[str, AllowedValues]:
+def _permit(allowed: AllowedValues, *names: str) -> dict[str, AllowedValues]:
     """Return the entries of fields with the same permitted values; `names` are space-separated."""
     return dict.fromkeys(" ".join(names).split(), allowed)
 
@@ -46,7 +46,7 @@ _GENERATION_FIELDS = _COMMON_FIELDS | _split_names(
     "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
     "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens truncation_side priority "
     "response_format structured_outputs lora_name guided_json guided_regex guided_choice "
-    "guided_grammar guided_whitespace_pattern json_schema "
+    "guided_grammar guided_whitespace_pattern json_schema thinking_token_budget "
     # Alternative names.
     "regex stop_words max_new_tokens max_completion_tokens"
 )
@@ -63,6 +63,7 @@ _MAX_REPORTED = 16  # number of wrong fields of a body that are reported
 _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
     "safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options prediction "
     "client_metadata "  # OpenAI's agent Codex sends it
+    "image "  # options for images in the input of /v1/responses
     # In vLLM, these fields affect only other kinds of requests.
     "return_token_offsets return_mm_kwargs mm_payload routed_experts_prompt_start"
 )
@@ -91,13 +92,13 @@ _REFUSED_FIELDS: Mapping[str, AllowedValues] = {
     "functions": AllowedValues(([],), "use tools instead"),
     "function_call": AllowedValues(("none",), "use tool_choice instead"),
     "detokenize": AllowedValues((True,), "only true is supported"),
-    **_refuse(_ONLY_FALSE, "watermarking return_prompt_text enable_response_messages"),
+    **_permit(_ONLY_FALSE, "watermarking return_prompt_text enable_response_messages"),
     "echo": _ONLY_FALSE,  # a chat has no echo
     "chat_template": AllowedValues((), "only the model's own template is supported"),
-    **_refuse(_UNSUPPORTED, "audio web_search_options moderation cache_salt prompt_embeds"),
-    **_refuse(_ONLY_EMPTY, *UNSUPPORTED_PARAMETERS, "previous_input_messages context_management"),
-    **_refuse(_ONLY_EMPTY, "access_programs background_options"),
-    "thinking_token_budget": AllowedValues((-1,), "only -1 (unlimited) is supported"),
+    **_permit(_UNSUPPORTED, "audio web_search_options moderation cache_salt prompt_embeds"),
+    "personality": _UNSUPPORTED,
+    **_permit(_ONLY_EMPTY, *UNSUPPORTED_PARAMETERS, "previous_input_messages context_management"),
+    **_permit(_ONLY_EMPTY, "access_programs background_options"),
 }
 
 COMPLETION_FIELDS = _GENERATION_FIELDS | {"prompt"}
@@ -113,7 +114,8 @@ _RESPONSE_ONLY_FIELDS = _split_names(
     "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs "
     "logit_bias include_reasoning skip_special_tokens include_stop_str_in_output ignore_eos "
     "structured_outputs repetition_penalty stop_token_ids min_tokens bad_words allowed_token_ids "
-    "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern"
+    "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern "
+    "thinking_token_budget"
 )
 RESPONSE_FIELDS = _COMMON_FIELDS | _RESPONSE_ONLY_FIELDS
 EMBEDDING_FIELDS = _COMMON_FIELDS | {"input", "encoding_format", "dimensions"}
@@ -137,12 +139,14 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
         "padding": AllowedValues(("do_not_pad",), "only 'do_not_pad' is supported"),
         "embed_dtype": AllowedValues(("float32",), "only 'float32' is supported"),
         "endianness": AllowedValues(("native", "little"), "only 'little' is supported"),
-        **_refuse(_UNSUPPORTED, "additional_data use_activation messages"),
+        **_permit(_UNSUPPORTED, "additional_data use_activation messages chat_template_kwargs"),
+        **_permit(_ONLY_FALSE, "add_generation_prompt continue_final_message"),
+        "priority": AllowedValues((0,), "only 0 is supported"),
     },
     COMPLETION_FIELDS: {
         **_REFUSED_FIELDS,
-        **_refuse(_CHATS_ONLY, "messages tools documents chat_template_kwargs"),
-        **_refuse(_CHATS_ONLY, "continue_final_message reasoning_effort top_logprobs"),
+        **_permit(_CHATS_ONLY, "messages tools documents chat_template_kwargs"),
+        **_permit(_CHATS_ONLY, "continue_final_message reasoning_effort top_logprobs"),
     },
     RESPONSE_FIELDS: {
         **_REFUSED_FIELDS,
@@ -153,13 +157,13 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
         "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
         "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
         "prompt": _UNSUPPORTED,
-        **_refuse(AllowedValues((1,), "only 1 is supported"), "n best_of"),
+        **_permit(AllowedValues((1,), "only 1 is supported"), "n best_of"),
         **{
             name: AllowedValues((False, 0, {"type": "text"}), f"use {new_name} instead of {name}")
             for name, new_name in _NAMES_IN_RESPONSES.items()
         },
-        **_refuse(_CHATS_ONLY, "documents continue_final_message prompt_logprobs"),
-        **_refuse(_CHATS_ONLY, "return_token_ids use_beam_search"),
+        **_permit(_CHATS_ONLY, "documents continue_final_message prompt_logprobs"),
+        **_permit(_CHATS_ONLY, "return_token_ids use_beam_search"),
     },
 }
 
@@ -173,14 +177,14 @@ _OBJECT_FIELDS = frozenset(name.partition(".")[0] for name in _OBJECT_MEMBERS)
 
 
 def select_supported_fields(
-    body: Mapping[str, Any], supported: frozenset[str], refuse_unknown: bool
+    body: Mapping[str, Any], supported: frozenset[str], refuses_unknown: bool
 ) -> dict[str, Any]:
     """Return the supported fields of a body whose values are not null.
 
     Args:
         body: The body.
         supported: The fields to carry out, such as `COMPLETION_FIELDS`.
-        refuse_unknown: Whether fields that are not known are refused; otherwise they are logged
+        refuses_unknown: Whether fields that are not known are refused; otherwise they are logged
             once for each name.
 
     Raises:
@@ -190,14 +194,14 @@ def select_supported_fields(
     refused_fields = _REFUSED_BY_ROUTE[supported] if is_listed else _REFUSED_FIELDS
     fields: dict[str, Any] = {}
     problems: list[str] = []
-    unknown: list[str] = []
-    members = [
+    unknown_names: list[str] = []
+    object_members = [
         (f"{name}.{member}", value)
         for name in _OBJECT_FIELDS & supported
         if type(body.get(name)) is dict
         for member, value in body[name].items()
     ]
-    for name, value in [*body.items(), *members]:
+    for name, value in [*body.items(), *object_members]:
         if value is None or name in _OBJECT_MEMBERS:
             continue
         if type(value) is float and not math.isfinite(value):
@@ -207,12 +211,12 @@ def select_supported_fields(
         elif name in refused_fields:
             problems += _check_refused(name, value, refused_fields[name])
         elif name not in _IGNORED_FIELDS:
-            unknown.append(name)
+            unknown_names.append(name)
         # Values of other types than those of JSON are unparsed parts of a large body.
         elif name in _IGNORED_TYPES and type(value) in _JSON_TYPES - {_IGNORED_TYPES[name][0]}:
             problems.append(f"{name}: {clip(repr(value))} is not {_IGNORED_TYPES[name][1]}")
-    for name in unknown[:_MAX_REPORTED]:
-        if refuse_unknown:
+    for name in unknown_names[:_MAX_REPORTED]:
+        if refuses_unknown:
             known_names = supported | refused_fields.keys() | _IGNORED_FIELDS | _OBJECT_MEMBERS
             problems.append(f"{clip(name)}: unknown field{suggestion(name, known_names)}")
         else:

@@ -32,7 +32,6 @@ from shmserve.gateway.http.openai.bodies import (
     TEXT_OUTPUT,
     TooManyRequests,
     encode_openai_error,
-    response_name,
 )
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
@@ -41,7 +40,7 @@ from shmserve.ipc.tensors.inference import Inferred
 T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 16  # bytes of a model's outputs; their conversion to JSON takes about 2 ms
-_NO_STOP_REASON = (b"", b"null")
+_NO_STOP_REASON = (b"", b"null")  # outputs of a model that mean no stop reason
 _DONE_EVENT = SERVER_SENT_EVENTS.frame(b"[DONE]")
 
 
@@ -58,11 +57,11 @@ class Delta(NamedTuple):
         stop_reason: The stop string or the token that has ended the sample, in its last part.
     """
 
-    sample: int
+    sample: int  # the index of the sample among its prompt's samples
     text: str
     finish_reason: str = ""
     logprobs: dict[str, Any] | None = None
-    usage: dict[str, Any] | None = None
+    usage: dict[str, Any] | None = None  # numbers of tokens
     extra_members: dict[str, Any] = {}  # noqa: RUF012 - never changed
     message: dict[str, Any] | None = None
     stop_reason: str | int | None = None
@@ -103,15 +102,15 @@ class ChoiceFormat(NamedTuple):
             return None
         if self.is_chat:
             return {"content": tokens, "refusal": None}
-        offsets = []
+        text_offsets = []
         for token in tokens:
-            offsets.append(token.get("text_offset", text_offset))
+            text_offsets.append(token.get("text_offset", text_offset))
             text_offset += len(token["token"])
         return {
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
             "top_logprobs": list(map(_likeliest_tokens, tokens)),
-            "text_offset": offsets,
+            "text_offset": text_offsets,
         }
 
 
@@ -124,35 +123,35 @@ def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
     if token["top_logprobs"] is None:
         return None
     logprob_by_token: dict[str, Any] = {}
-    seen_keys = set()
+    seen_tokens = set()
     for candidate in [*token["top_logprobs"], token]:
-        text, key = candidate["token"], candidate.get("token_id", candidate["token"])
+        text, token_key = candidate["token"], candidate.get("token_id", candidate["token"])
         # Different tokens have the same text if they are parts of characters in UTF-8.
-        if text in logprob_by_token and key not in seen_keys:
+        if text in logprob_by_token and token_key not in seen_tokens:
             text = bytes(candidate.get("bytes") or ()).decode(errors="backslashreplace")
-        seen_keys.add(key)
+        seen_tokens.add(token_key)
         logprob_by_token.setdefault(text, candidate["logprob"])
     return logprob_by_token
 
 
-def _format_prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+def _format_prompt_logprobs(logprobs: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
     """Return the log probabilities of a prompt in the format of vLLM."""
-    rows: list[dict[str, Any] | None] = []
-    for token in prompt:
+    formatted_logprobs: list[dict[str, Any] | None] = []
+    for token in logprobs:
         if token is None:
-            rows.append(None)
+            formatted_logprobs.append(None)
             continue
-        top = [{**entry, "rank": rank} for rank, entry in enumerate(token["top_logprobs"], 1)]
+        ranked = [{**entry, "rank": rank} for rank, entry in enumerate(token["top_logprobs"], 1)]
         ranked_logprobs = {
             str(candidate["token_id"]): {
                 "logprob": candidate["logprob"],
                 "rank": candidate["rank"],
                 "decoded_token": candidate["token"],
             }
-            for candidate in (token, *top)
+            for candidate in (token, *ranked)
         }
-        rows.append(ranked_logprobs)
-    return rows
+        formatted_logprobs.append(ranked_logprobs)
+    return formatted_logprobs
 
 
 COMPLETION_FORMAT = ChoiceFormat("cmpl", "text_completion", "text_completion", is_chat=False)
@@ -314,7 +313,7 @@ class Choices:
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
         if self.shows_running_usage:
-            members = self._count_tokens(prompt_index, sample, delta.extra_members)
+            members = self._count_tokens(prompt_index, sample, delta)
             choice |= self._add_members(sample, members)
         elif delta.extra_members:
             choice |= self._add_members(sample, delta.extra_members)
@@ -327,20 +326,21 @@ class Choices:
             self._count_usage(delta.usage)
         return choice
 
-    def _count_tokens(
-        self, prompt_index: int, sample: _Sample, members: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _count_tokens(self, prompt_index: int, sample: _Sample, delta: Delta) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
         `encode_chunk` moves the member `usage` from the choice to the chunk.
         """
+        members = delta.extra_members
         sample.tokens += len(members.get("token_ids", ()))
         if "prompt_token_ids" in members:
             self._prompt_sizes[prompt_index] = len(members["prompt_token_ids"])
         omitted = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
         prompt_tokens, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
-        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
+        usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
         usage["total_tokens"] = prompt_tokens + new_tokens
+        if (count := (delta.message or {}).get("reasoning_tokens")) is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": count}
         return {**{name: members[name] for name in members if name not in omitted}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
@@ -350,8 +350,8 @@ class Choices:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
             self._prompt_members |= {name: members.pop(name) for name in prompt}
         tokens = sample.extra_members.get("token_ids", []) + members.get("token_ids", [])
-        added = {**members, "token_ids": tokens} if "token_ids" in members else members
-        sample.extra_members |= added
+        chunk_members = {**members, "token_ids": tokens} if "token_ids" in members else members
+        sample.extra_members |= chunk_members
         return members
 
     def _count_usage(self, usage: dict[str, Any]) -> None:
@@ -377,9 +377,9 @@ class Choices:
         head = {**self._head(self.format.object_name), **self._prompt_members}
         return {**head, "choices": choices, "usage": self.usage()}
 
-    def encode_frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
+    def encode_frames(self, choice_lists: list[list[dict[str, Any]]]) -> list[bytes]:
         """Return a chunk of a stream for each list of choices."""
-        return [SERVER_SENT_EVENTS.frame(self.encode_chunk(choices)) for choices in results]
+        return [SERVER_SENT_EVENTS.frame(self.encode_chunk(choices)) for choices in choice_lists]
 
     def encode_chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
@@ -403,26 +403,26 @@ class Choices:
 
     def usage(self) -> dict[str, Any]:
         """Return the response's member `usage`: the numbers of tokens, over all prompts."""
-        prompt, generated, cached = self._usage.values()
+        prompt_tokens, completion_tokens, cached_tokens = self._usage.values()
         reasoning_tokens = self._reasoning_tokens
         details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
         return {
             **({"completion_tokens_details": details} if details else {}),
-            "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self.model}
+    def _head(self, name: str) -> dict[str, Any]:
+        return {"id": self._id, "object": name, "created": self._created, "model": self.model}
 
 
 async def create_completion(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/completions: respond with the continuations of prompts."""
     body = await bodies.read_body(gateway, request, ["prompt"])
     text_request = await bodies.parse_completion(gateway, body)
-    choices = _create_choices(gateway, COMPLETION_FORMAT, text_request)
+    choices = _create_choices(COMPLETION_FORMAT, text_request)
     return await respond(gateway, request, text_request, choices)
 
 
@@ -430,22 +430,19 @@ async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/chat/completions: respond with the next message of a chat."""
     body = await bodies.read_body(gateway, request, ["messages"])
     text_request = await bodies.parse_chat(gateway, body)
-    choices = _create_choices(gateway, CHAT_FORMAT, text_request, body.get("tools"))
+    choices = _create_choices(CHAT_FORMAT, text_request, body.get("tools"))
     return await respond(gateway, request, text_request, choices)
 
 
 def _create_choices(
-    gateway: Gateway,
-    choice_format: ChoiceFormat,
-    text_request: bodies.TextRequest,
-    tools: Any = None,
+    choice_format: ChoiceFormat, text_request: bodies.TextRequest, tools: Any = None
 ) -> Choices:
-    name = response_name(gateway, text_request.model.name)
     shows_tokens = not text_request.shows_running_usage or bodies.returns_tokens(
         text_request.parameters
     )
     usage = text_request.shows_usage, text_request.shows_running_usage
-    return Choices(choice_format, name, text_request.sample_count, *usage, shows_tokens, tools)
+    head = choice_format, text_request.name, text_request.sample_count
+    return Choices(*head, *usage, shows_tokens, tools)
 
 
 class Rendering(Protocol):
@@ -525,8 +522,8 @@ class _Generation:
         arrived_ns = time.monotonic_ns()
         for infer_request in self._text_request.infer_requests():
             built_request = await build_in_turns(gateway, model, infer_request)
-            event = self._response_event
-            queue = ResponseQueue(gateway, self._request, built_request, arrived_ns, event)
+            response_event = self._response_event
+            queue = ResponseQueue(gateway, self._request, built_request, arrived_ns, response_event)
             self._queues.append(queue)
             if len(self._text_request.prompts) > 1:
                 await asyncio.sleep(0)  # other requests are handled in between
@@ -602,14 +599,14 @@ class _Generation:
         model = self._text_request.model.name
         values = {t.name: bodies.decode_output(self._gateway, t, model) for t in inferred.outputs}
         texts = values[TEXT_OUTPUT]
-        absent = [b""] * len(texts)
+        empty_column = [b""] * len(texts)
         columns = (
             values.get("index", range(len(texts))),
             texts,
-            values.get("finish_reason", absent),
-            values.get("logprobs", absent),
-            [*values.get("usage", ()), *absent][: len(texts)],
-            values.get("stop_reason", absent),
+            values.get("finish_reason", empty_column),
+            values.get("logprobs", empty_column),
+            [*values.get("usage", ()), *empty_column][: len(texts)],
+            values.get("stop_reason", empty_column),
         )
         deltas = [
             Delta(
@@ -623,8 +620,8 @@ class _Generation:
             for index, text, reason, logprobs, usage, stop_reason in zip(*columns, strict=True)
         ]
         if self._text_request.detail_outputs:
-            lists = {name: array.tolist() for name, array in values.items()}
-            return list(self._with_members(deltas, lists))
+            output_lists = {name: array.tolist() for name, array in values.items()}
+            return list(self._with_members(deltas, output_lists))
         return deltas
 
     def _with_members(self, deltas: list[Delta], values: dict[str, list[Any]]) -> Iterator[Delta]:
@@ -638,8 +635,8 @@ class _Generation:
         for index, delta in enumerate(deltas):
             extra_members: dict[str, Any] = {}
             if tokens is not None:
-                count = sample_tokens[index] if sample_tokens else len(tokens)
-                extra_members["token_ids"], tokens = tokens[:count], tokens[count:]
+                token_count = sample_tokens[index] if sample_tokens else len(tokens)
+                extra_members["token_ids"], tokens = tokens[:token_count], tokens[token_count:]
             if prompt:
                 extra_members["prompt_token_ids"] = prompt
             logprobs = delta.logprobs

@@ -36,6 +36,7 @@ from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
     TEXT_OUTPUT,
     TooManyRequests,
+    find_adapter,
     generates_text,
     model_names,
     only_generative_model,
@@ -98,8 +99,8 @@ async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     try:
         for begin in range(0, len(texts), batch_size):
             batch = texts[begin : begin + batch_size]
-            call = _compute_vectors(gateway, request, model, embedder, batch)
-            tasks.append(asyncio.create_task(call))
+            vectors_of_batch = _compute_vectors(gateway, request, model, embedder, batch)
+            tasks.append(asyncio.create_task(vectors_of_batch))
             await asyncio.sleep(0)  # other requests are handled in between
         vectors = [vector for batch in await asyncio.gather(*tasks) for vector in batch]
     finally:
@@ -163,11 +164,12 @@ async def list_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     unloaded_models = await unloaded_aliases(gateway)
     aliases = {**unloaded_models, **{name: model.aliases for name, model in models.items()}}
     entries = [
-        _model_object(name, root, models.get(root))
+        _model_object(gateway, name, root, models.get(root))
         for root in sorted(aliases)
         for name in [*model_names(gateway, root, unloaded_models), *aliases[root]]
+        if name == root or name not in gateway.models
     ]
-    # If several models have the same name, requests with the name reach the first of them.
+    # If several models have the same alias, requests with it reach the first of them.
     entries_by_id = {entry["id"]: entry for entry in reversed(entries)}
     return json_response({"object": "list", "data": list(reversed(entries_by_id.values()))})
 
@@ -176,11 +178,11 @@ async def show_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpR
     """Handle GET /v1/models/ID: describe one model, without loading a model on demand."""
     model_name = await resolve_alias(gateway, name)
     if needs_load(gateway, model_name, "") and model_name in await unloaded_aliases(gateway):
-        return json_response(_model_object(name, model_name, None))
+        return json_response(_model_object(gateway, name, model_name, None))
     model = await resolve_model(gateway, model_name, "")
     if not _is_listed(model):
         raise NotFound(f"model '{name}' neither generates text nor computes embeddings")
-    return json_response(_model_object(name, model_name, model))
+    return json_response(_model_object(gateway, name, model_name, model))
 
 
 async def _default_model(gateway: Gateway, body: dict[str, Any]) -> str:
@@ -194,14 +196,17 @@ def _is_listed(model: GatewayModel) -> bool:
     return generates_text(model) or find_embedder(model) is not None
 
 
-def _model_object(name: str, root: str, model: GatewayModel | None) -> dict[str, Any]:
+def _model_object(
+    gateway: Gateway, name: str, base_model: str, model: GatewayModel | None
+) -> dict[str, Any]:
+    is_adapter = model is not None and find_adapter(gateway, model, name)
     return {
         "id": name,
         "object": "model",
         "created": _STARTED_AT_S,
         "owned_by": "shmserve",
-        "root": root,
-        "parent": None,
+        "root": base_model,
+        "parent": base_model if is_adapter else None,
         "max_model_len": None if model is None else model.max_model_len,
     }
 
@@ -248,12 +253,12 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         return json_response({"prompt": ""})
     if type(tokens) is not Packed and not are_tokens(tokens):
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
-    ids, limit = bodies.prompt_input(tokens, "tokens"), model.max_model_len
-    if limit and ids.count > limit:
-        text = prompt_too_long(limit, f"{ids.count} tokens exceed this limit")
+    tokens_input, max_tokens = bodies.prompt_input(tokens, "tokens"), model.max_model_len
+    if max_tokens and tokens_input.count > max_tokens:
+        text = prompt_too_long(max_tokens, f"{tokens_input.count} tokens exceed this limit")
         raise InvalidArgument(f"tokens: {text}")
     parameters = {"task": "detokenize"}
-    values = await infer_once(gateway, request, model, ids, (TEXT_OUTPUT,), parameters)
+    values = await infer_once(gateway, request, model, tokens_input, (TEXT_OUTPUT,), parameters)
     return json_response({"prompt": values[TEXT_OUTPUT][0].decode()})
 
 

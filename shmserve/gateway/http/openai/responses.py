@@ -30,7 +30,6 @@ from shmserve.gateway.http.messages import (
     json_response,
 )
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import response_name
 from shmserve.gateway.http.openai.generation import Delta, custom_input, respond
 from shmserve.gateway.http.openai.models import infer_once
 from shmserve.gateway.http.openai.responses_request import (
@@ -77,7 +76,7 @@ response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
 async def create_response(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
     body, text_request = await read_request(gateway, request)
-    shown_body = {**body, "model": response_name(gateway, text_request.model.name)}
+    shown_body = {**body, "model": text_request.name}
     with with_client_positions(body):
         return await respond(gateway, request, text_request, ResponseObject(shown_body))
 
@@ -118,13 +117,13 @@ class ResponseObject:
     def add(self, prompt_index: int, delta: Delta) -> list[dict[str, Any]]:
         """Add a part of the generated text, and return the events of the stream for it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
-        events = [] if self._event_count else self._start_events()
+        new_events = [] if self._event_count else self._start_events()
         self._next_logprobs += (delta.logprobs or {}).get("content", [])
         for part in message.get("parts", [message]):
-            events += self._add_part(part)
+            new_events += self._add_part(part)
         self._finish_reason = delta.finish_reason
         self._usage = delta.usage or self._usage
-        return events
+        return new_events
 
     def _add_part(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Add reasoning, content and calls in this order."""
@@ -143,8 +142,8 @@ class ResponseObject:
         for call in calls:
             head: dict[str, Any] = {}
             if "id" in call:
-                plain_call = "function_call", {"name": call["name"]}
-                call_kind, named_fields = self._items_by_call.get(call["name"], plain_call)
+                default_item = "function_call", {"name": call["name"]}
+                call_kind, named_fields = self._items_by_call.get(call["name"], default_item)
                 head = {"call_id": call["id"], **named_fields}
             else:
                 call_kind = self._items[-1]["type"]
@@ -163,13 +162,13 @@ class ResponseObject:
         if not (tokens and (reasoning or calls or follows_reasoning)):
             return tokens
         pieces = [bytes(token.get("bytes") or ()) for token in tokens]
-        raw, ends = b"".join(pieces), list(itertools.accumulate(map(len, pieces)))
-        content = re.compile(b"\n*" + re.escape(message["content"].encode()))
-        reasoning_end = raw.find(reasoning) + len(reasoning)
-        for index, begin in enumerate([0, *ends[:-1]]):
-            found = content.match(raw, begin) if begin >= reasoning_end else None
-            if found is not None:
-                return tokens[index : bisect.bisect_left(ends, found.end()) + 1 if calls else None]
+        text_bytes, stops = b"".join(pieces), list(itertools.accumulate(map(len, pieces)))
+        content_pattern = re.compile(b"\n*" + re.escape(message["content"].encode()))
+        reasoning_end = text_bytes.find(reasoning) + len(reasoning)
+        for index, start in enumerate([0, *stops[:-1]]):
+            match = content_pattern.match(text_bytes, start) if start >= reasoning_end else None
+            if match is not None:
+                return tokens[index : bisect.bisect_left(stops, match.end()) + 1 if calls else None]
         return tokens
 
     @cached_property
@@ -191,26 +190,26 @@ class ResponseObject:
 
     def _extend_item(
         self,
-        kind: str,
+        item_type: str,
         text: str,
-        head: dict[str, Any],
+        fields: dict[str, Any],
         logprobs: list[dict[str, Any]] | None = None,
     ) -> list[dict[str, Any]]:
-        """Add text to the last item if it is of this kind, or to a new item that has `head`."""
+        """Add text to the last item if it has this type, or to a new item that has `fields`."""
         events: list[dict[str, Any]] = []
-        if head or not self._is_item_open or self._items[-1]["type"] != kind:
-            events += [*self._close_item(), *self._open_item(kind, head)]
+        if fields or not self._is_item_open or self._items[-1]["type"] != item_type:
+            events += [*self._close_item(), *self._open_item(item_type, fields)]
         self._text += text
-        extra = {} if logprobs is None else {"logprobs": logprobs}
+        logprobs_member = {} if logprobs is None else {"logprobs": logprobs}
         self._logprobs += logprobs or []
-        if kind == "custom_tool_call":  # its input is sent when the arguments are complete
+        if item_type == "custom_tool_call":  # its input is sent when the arguments are complete
             return events
-        return [*events, self._item_event(".delta", delta=text, **extra)]
+        return [*events, self._item_event(".delta", delta=text, **logprobs_member)]
 
-    def _open_item(self, kind: str, head: dict[str, Any]) -> list[dict[str, Any]]:
+    def _open_item(self, kind: str, first_members: dict[str, Any]) -> list[dict[str, Any]]:
         id_prefix, _, members = _ITEM_TYPES[kind]
         item: dict[str, Any] = {"id": f"{id_prefix}_{secrets.token_hex(24)}", "type": kind}
-        item |= {"status": "in_progress", **head, **members}
+        item |= {"status": "in_progress", **first_members, **members}
         self._items.append(item)
         self._text, self._logprobs, self._is_item_open = "", [], True
         index = len(self._items) - 1
@@ -220,36 +219,46 @@ class ResponseObject:
             events.append(part)
         return events
 
-    def _content_part(self, kind: str) -> dict[str, Any]:
-        if kind == "reasoning":
+    def _content_part(self, item_type: str) -> dict[str, Any]:
+        if item_type == "reasoning":
             return {"type": "reasoning_text", "text": self._text}
         logprobs = [*self._logprobs]
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": logprobs}
+
+    def _complete_item(self, status: str) -> None:
+        """Add the text and the status to the last item, if it is open."""
+        if not self._is_item_open:
+            return
+        self._is_item_open = False
+        item, text = self._items[-1], self._text
+        item["status"] = status
+        if item["type"] == "custom_tool_call":
+            item["input"] = custom_input(text)
+        elif item["type"] == "function_call":
+            item["arguments"] = text
+        else:
+            if item["type"] == "message":  # the last tokens may have no text, such as an end token
+                self._logprobs += self._next_logprobs
+            elif INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
+                item["encrypted_content"] = PLAIN_PREFIX + text
+            item["content"] = [self._content_part(item["type"])]
 
     def _close_item(self) -> list[dict[str, Any]]:
         """Complete the last item, and return its events."""
         if not self._is_item_open:
             return []
-        self._is_item_open = False
+        self._complete_item("incomplete" if self._finish_reason == "length" else "completed")
         item, text = self._items[-1], self._text
-        kind = item["type"]
-        item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
-        if kind == "custom_tool_call":
-            item["input"] = text = custom_input(text)
+        if item["type"] == "custom_tool_call":
+            text = item["input"]
             events = [self._item_event(".delta", delta=text), self._item_event(".done", input=text)]
-        elif kind == "function_call":
-            item["arguments"] = text
+        elif item["type"] == "function_call":
             events = [self._item_event(".done", arguments=text, name=item["name"])]
         else:
-            if kind == "message":  # the last tokens may have no text, such as an end token
-                self._logprobs += self._next_logprobs
-            part = self._content_part(kind)
-            item["content"] = [part]
-            if kind == "reasoning" and INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
-                item["encrypted_content"] = PLAIN_PREFIX + text
-            extra = {"logprobs": part["logprobs"]} if kind == "message" else {}
+            (part,) = item["content"]
+            logprobs_member = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             events = [
-                self._item_event(".done", text=text, **extra),
+                self._item_event(".done", text=text, **logprobs_member),
                 self._item_event("response.content_part.done", part=part),
             ]
         store_item(item, text)
@@ -268,13 +277,13 @@ class ResponseObject:
             location["content_index"] = 0
         return self._event(kind, **location, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, event_type: str, **fields: Any) -> dict[str, Any]:
         self._event_count += 1
-        return {"type": kind, "sequence_number": self._event_count - 1, **fields}
+        return {"type": event_type, "sequence_number": self._event_count - 1, **fields}
 
     def _start_events(self) -> list[dict[str, Any]]:
-        kinds = ("response.created", "response.in_progress")
-        return [self._event(kind, response=self._object("in_progress")) for kind in kinds]
+        event_types = ("response.created", "response.in_progress")
+        return [self._event(kind, response=self._object("in_progress")) for kind in event_types]
 
     def whole_response(self) -> dict[str, Any]:
         """Return the response to a request that does not stream."""
@@ -294,12 +303,16 @@ class ResponseObject:
         return self.encode_frames([[[*events, last_event]]])
 
     def encode_failure(self, error: ShmserveError) -> list[bytes]:
-        """Return the last events of a stream that fails."""
-        fault = orjson.loads(response_error(error))["error"]
-        code = fault["code"] or "server_error"
-        details = {"code": code, "message": fault["message"], "param": fault["param"]}
-        reason = {"code": code, "message": fault["message"]}
-        failed_object = {**self._object("failed"), "error": reason}
+        """Return the last events of a stream that fails.
+
+        Clients execute a call when its item is done, so the open item has no such event.
+        """
+        self._complete_item("incomplete")
+        error_body = orjson.loads(response_error(error))["error"]
+        code = error_body["code"] or "server_error"
+        details = {"code": code, "message": error_body["message"], "param": error_body["param"]}
+        error_object = {"code": code, "message": error_body["message"]}
+        failed_object = {**self._object("failed"), "error": error_object}
         events = [
             self._event("error", **details),
             self._event("response.failed", response=failed_object),
@@ -325,7 +338,7 @@ class ResponseObject:
             "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens", 0)},
             "total_tokens": prompt_tokens + completion_tokens,
         }
-        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self._id,
             "object": "response",
@@ -333,7 +346,7 @@ class ResponseObject:
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": incomplete,
+            "incomplete_details": incomplete_details,
             "model": body.get("model"),
             "output": [{**item} for item in self._items],
             "previous_response_id": None,

@@ -40,7 +40,7 @@ _HOSTED_TOOLS = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
     *("computer_use_preview", "computer", "mcp", "tool_search"),
 )
-_SUMMARIES = ("auto", "concise", "detailed")
+_SUMMARIES = ("auto", "concise", "detailed")  # allowed values of reasoning.summary
 _ROLES = ("user", "assistant", "system", "developer")
 # The values of `include`. All but the first two are members of items that no response here has.
 INCLUDED_MEMBERS = (
@@ -56,8 +56,8 @@ async def read_request(
 ) -> tuple[dict[str, Any], bodies.TextRequest]:
     """Return the body of a request, and the `TextRequest` that is made from it."""
     body = await bodies.read_body(gateway, request, ["messages"], convert_large)
-    chat: Any = body.get("input")
-    is_converted = type(chat) is dict and type(chat.get("messages")) is Packed
+    converted_input: Any = body.get("input")
+    is_converted = type(converted_input) is dict and type(converted_input.get("messages")) is Packed
     unpack = bodies.as_fragment if is_converted else Packed.value
     body = {name: unpack(value) if type(value) is Packed else value for name, value in body.items()}
     refuses_unknown = gateway.settings.refuse_unknown_fields
@@ -65,8 +65,8 @@ async def read_request(
         fields = select_supported_fields(body, RESPONSE_FIELDS, refuses_unknown)
     except InvalidArgument as error:
         raise bodies.RefusedFields(error.message) from None
-    chat = chat if is_converted else _chat_body(fields)
-    return body, await bodies.parse_chat(gateway, chat)
+    converted_input = converted_input if is_converted else _chat_body(fields)
+    return body, await bodies.parse_chat(gateway, converted_input)
 
 
 @contextlib.contextmanager
@@ -124,12 +124,12 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
         chat["truncate_prompt_tokens"] = -1  # as in vLLM
     elif truncation != "disabled":
         raise InvalidArgument(f"truncation: {clip(repr(truncation))} is not 'auto' or 'disabled'")
-    included = bodies.check_member(body, "include", list, [])
-    for name in included:
+    include = bodies.check_member(body, "include", list, [])
+    for name in include:
         if name not in INCLUDED_MEMBERS:
             allowed_names = ", ".join(INCLUDED_MEMBERS)
             raise InvalidArgument(f"include: {clip(repr(name))} is not one of {allowed_names}")
-    if INCLUDED_MEMBERS[0] in included or body.get("top_logprobs"):
+    if INCLUDED_MEMBERS[0] in include or body.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
 
@@ -148,8 +148,8 @@ def _chat_tools(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if is_object and kind in ("function", "custom"):
             tools[position] = _chat_tool(tool, tool.get("name"), kind)
         elif is_object and kind == "namespace":
-            for inner, (name, function) in enumerate(namespace_functions(tool, position)):
-                tools[f"{position}.tools[{inner}]"] = _chat_tool(function, name)
+            for inner_index, (name, function) in enumerate(namespace_functions(tool, position)):
+                tools[f"{position}.tools[{inner_index}]"] = _chat_tool(function, name)
         else:
             allowed = "'function', 'custom' or 'namespace'"
             problems.append(f"{position}: {clip(repr(kind))} is not {allowed}")
@@ -170,9 +170,9 @@ def unpacked_tools(tools: Any) -> Any:
     return orjson.loads(orjson.dumps(tools)) if type(tools) is orjson.Fragment else tools
 
 
-def _chat_tool(tool: dict[str, Any], name: Any, kind: str = "function") -> dict[str, Any]:
+def _chat_tool(tool: dict[str, Any], name: Any, tool_type: str = "function") -> dict[str, Any]:
     members = {key: value for key, value in tool.items() if key != "type"}
-    return {"type": kind, kind: {**members, "name": name}}
+    return {"type": tool_type, tool_type: {**members, "name": name}}
 
 
 def namespace_functions(tool: dict[str, Any], position: str) -> list[tuple[str, dict[str, Any]]]:
@@ -185,7 +185,7 @@ def namespace_functions(tool: dict[str, Any], position: str) -> list[tuple[str, 
         is_function = type(function) is dict and function.get("type") == "function"
         if not (is_function and type(function.get("name")) is str):
             raise InvalidArgument(f"{position}.tools[{index}]: expected a 'function' with a name")
-    return [(_qualified_name(namespace, each["name"]), each) for each in functions]
+    return [(_qualified_name(namespace, entry["name"]), entry) for entry in functions]
 
 
 def _qualified_name(namespace: Any, name: Any) -> Any:
@@ -203,7 +203,7 @@ def _chat_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> Any:
     if type(choice) is dict and choice.get("type") in ("function", "custom"):
         kind, name = choice["type"], choice.get("name")
         names = [tool[tool["type"]]["name"] for tool in tools]
-        qualified_names = [each for each in names if str(each).endswith(f"__{name}")]
+        qualified_names = [tool_name for tool_name in names if str(tool_name).endswith(f"__{name}")]
         if name not in names and len(qualified_names) == 1:
             name = qualified_names[0]
         return {"type": kind, kind: {"name": name}}
@@ -286,7 +286,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 
 
-_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")  # types
 
 
 def _chat_content(content: Any, position: str) -> Any:

@@ -74,7 +74,7 @@ async def test_a_large_message_is_received_in_place() -> None:
     async with open_scene() as scene:
         data = random.Random(0).randbytes(600_000)
         sink: Any = TensorSink(len(data))
-        scene.sinks = lambda *_: sink
+        scene.make_sink = lambda *_: sink
         framed = message(data)
         scene.send(scene.head(1) + frame(DATA, PADDED_FLAG, 1, b"\7" + framed[:200_000] + bytes(7)))
         scene.send(frame(DATA, 0, 1, framed[200_000:200_100]) + frame(DATA, 0, 1, framed[200_100:]))
@@ -179,7 +179,7 @@ async def test_a_broken_second_message_cancels_the_requests_of_its_call(
 async def test_a_collected_message_counts_in_the_memory_limit() -> None:
     """A large request whose tensors have no place in the arena, for example of an unknown model."""
     async with open_scene() as scene:
-        scene.sinks = lambda *_: RequestSink(lambda head, size: None)
+        scene.make_sink = lambda *_: RequestSink(lambda head, size: None)
         request = ModelInferRequest(model_name="m", raw_input_contents=[bytes(2 << 20)])
         framed = message(request.SerializeToString())
         for stream in (1, 3):
@@ -295,7 +295,7 @@ async def test_an_old_connection_receives_two_goaways_and_loses_no_call() -> Non
             call.finish(b"")
         assert not scene.transport.closed and set(scene.statuses()) == {1, 3}
         await scene.clock.advance(0)
-        assert scene.transport.closed
+        assert scene.transport.ended
 
 
 async def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() -> None:
@@ -310,10 +310,16 @@ async def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() ->
         ((kind, _, _, last_stream),) = scene.transport.frames()
         assert (kind, last_stream[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
         for _, call in scene.calls:
-            assert not scene.transport.closed
+            assert not scene.transport.ended
             call.finish(b"")
         await scene.clock.advance(0)
-        assert set(scene.statuses()) == {1, 3} and scene.transport.closed
+        assert set(scene.statuses()) == {1, 3} and scene.transport.ended
+        # A closed socket would answer these frames with a reset, and the responses would be lost.
+        for _ in range(3):
+            scene.send(frame(8, 0, 0, (1).to_bytes(4, "big")))
+        assert not (scene.transport.frames() or scene.transport.closed)
+        await scene.clock.advance(0.6)
+        assert scene.transport.closed
 
 
 async def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> None:

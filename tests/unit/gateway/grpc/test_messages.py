@@ -116,27 +116,27 @@ def test_a_large_message_requests_a_window_update() -> None:
     for size in (0, 1, WINDOW - PREFIX.size):
         assembly = Assembly(WINDOW, HEAD, None)
         feed(assembly, PREFIX.pack(0, size))
-        assert assembly.beyond_window == 0
+        assert assembly.bytes_beyond_window == 0
     assembly = Assembly(WINDOW, HEAD, None)
     feed(assembly, PREFIX.pack(0, 10 * WINDOW))
-    assert WINDOW + assembly.beyond_window == 10 * WINDOW + PREFIX.size
+    assert WINDOW + assembly.bytes_beyond_window == 10 * WINDOW + PREFIX.size
     assert assembly.received_bytes == PREFIX.size
 
 
 @pytest.mark.parametrize("is_permitted", [False, True])
 def test_a_message_reports_its_window_updates(is_permitted: bool) -> None:
     """A stream's reader subtracts them, since its window would otherwise grow with each message."""
-    beyond_window = WINDOW + PREFIX.size
+    bytes_beyond_window = WINDOW + PREFIX.size
     assembly = Assembly(WINDOW, HEAD, None)
     for _ in range(2):
         data = message(bytes(2 * WINDOW))
         assert feed(assembly, data[:10]) == []
-        assert assembly.beyond_window == beyond_window
+        assert assembly.bytes_beyond_window == bytes_beyond_window
         if is_permitted:
-            assert (assembly.permit_rest(), assembly.permit_rest()) == (beyond_window, 0)
+            assert (assembly.permit_rest(), assembly.permit_rest()) == (bytes_beyond_window, 0)
         (sent_message,) = feed(assembly, data[10:])
-        assert sent_message.beyond_window == (beyond_window if is_permitted else 0)
-        assert assembly.beyond_window == 0
+        assert sent_message.bytes_beyond_window == (bytes_beyond_window if is_permitted else 0)
+        assert assembly.bytes_beyond_window == 0
 
 
 @pytest.mark.parametrize("flag", [2, 3, 128, 255])

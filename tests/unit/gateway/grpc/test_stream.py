@@ -106,7 +106,7 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
     with pytest.raises(Unavailable):
         asyncio.run(start_stream(inferences, DeafCall(requests()), 0.05))
     assert cancelled_ids == ["behind", "further behind"]
-    assert not inferences.active
+    assert not inferences.active_count
 
     async def cancel_twice() -> None:
         call = asyncio.create_task(start_stream(inferences, DeafCall(requests()), 60.0))
@@ -181,7 +181,7 @@ async def test_a_disconnect_before_a_load_begins_releases_the_request() -> None:
     )
     gateway: Any = SimpleNamespace(
         malloc_trim=SimpleNamespace(schedule=lambda _: None),
-        models=SimpleNamespace(on_demand={"m"}, find=lambda *_: None),
+        models=SimpleNamespace(on_demand_names={"m"}, find=lambda *_: None),
         settings=SimpleNamespace(grpc_header_forward_pattern=""),
     )
     call: Any = SimpleNamespace()

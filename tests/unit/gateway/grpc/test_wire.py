@@ -115,7 +115,7 @@ def output(**parameters: object) -> ours.ModelInferRequest:
 
 
 def test_classification() -> None:
-    assert decode_request(output(int64_param=3)).classes == {"y": 3}
+    assert decode_request(output(int64_param=3)).class_counts == {"y": 3}
     with pytest.raises(InvalidArgument, match="expected > 0, got 0"):
         decode_request(output(int64_param=0))
     with pytest.raises(InvalidArgument, match="expected int64_param"):

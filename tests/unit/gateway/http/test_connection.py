@@ -46,6 +46,7 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.ended = self.closed = False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
@@ -57,7 +58,10 @@ class Transport(asyncio.Transport):
         self.written += bytes(data)
 
     def close(self) -> None:
-        pass
+        self.closed = True
+
+    def write_eof(self) -> None:
+        self.ended = True
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -82,7 +86,7 @@ class AnsweringApp(App):
     async def handle(self, request: HttpRequest) -> HttpResponse:
         begun_request, request.begun_request = request.begun_request, None
         if begun_request is None:
-            self.active += 1
+            self.active_count += 1
         reply = await (self.answer(request) if begun_request is None else begun_request.response())
         reply.on_sent = self.decrement
         return reply
@@ -220,7 +224,7 @@ async def collect_answers(
         requests = parse_replies(transport.written)
     connection.connection_lost(None)
     await asyncio.sleep(0)
-    assert connection_app(connection).active == 0
+    assert connection_app(connection).active_count == 0
     return requests
 
 
@@ -508,7 +512,7 @@ async def test_a_disconnect_cancels_the_request_in_flight(*, taken_over: bool) -
         pending_request.take_turns(0)
     connection.connection_lost(None)
     await turn_loop()
-    assert (pending_request.cancelled, connection_app(connection).active) == (True, 0)
+    assert (pending_request.cancelled, connection_app(connection).active_count) == (True, 0)
 
 
 async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
@@ -522,7 +526,7 @@ async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
     assert len(parse_replies(transport.written)) == 4
     connection.connection_lost(None)
     # The first request caches the head, and the second one uses it.
-    assert (len(repeats.begun), connection_app(connection).active) == (2, 0)
+    assert (len(repeats.begun), connection_app(connection).active_count) == (2, 0)
 
 
 async def test_a_closing_connection_receives_no_response() -> None:
@@ -533,7 +537,8 @@ async def test_a_closing_connection_receives_no_response() -> None:
     await turn_loop()
     connection.connection_lost(None)
     assert not pending_request.cancelled
-    assert (len(transport.written) - written_before, connection_app(connection).active) == (0, 0)
+    assert len(transport.written) == written_before
+    assert connection_app(connection).active_count == 0
 
 
 async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> None:
@@ -601,6 +606,29 @@ async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> 
     is_idle = connection.idle_since is not None
     connection.connection_lost(None)
     assert (is_idle, len(parse_replies(transport.written))) == (True, 2)
+
+
+@pytest.mark.parametrize(("pause_s", "open_s"), [(1.5, 30), (3, 2)])
+async def test_a_client_that_still_sends_is_read_for_a_limited_time(
+    pause_s: float, open_s: float
+) -> None:
+    async def refuse(request: HttpRequest) -> HttpResponse:
+        return json_response("refused")
+
+    clock = Clock()
+    connection, transport = connect(refuse)
+    await turn_loop()
+    connection.data_received(pack_request("POST", "/a", (), bytes(10**6), "length")[:300_000])
+    await turn_loop()
+    assert transport.ended
+    start_s = clock.now
+    while not transport.closed:
+        await clock.advance(pause_s)
+        connection.data_received(bytes(1000))
+    connection.connection_lost(None)
+    await turn_loop()
+    assert parse_replies(transport.written.replace(b"Connection: close\r\n", b"")) == ["refused"]
+    assert open_s <= clock.now - start_s <= open_s + pause_s
 
 
 async def turn_loop(count: int = 20) -> None:

@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,15 +54,6 @@ def _is_answered(sock: socket.socket) -> bool:
         sock.sendall(HEALTH_REQUEST)
         return read_reply(sock).status == 200
     return False
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder that every user may enter."""
-    folder_path = Path(tempfile.mkdtemp(prefix="sc-"))
-    folder_path.chmod(0o711)
-    yield folder_path
-    shutil.rmtree(folder_path)
 
 
 @pytest.fixture

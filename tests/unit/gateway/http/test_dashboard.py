@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +23,6 @@ from shmserve.supervisor.events import EventFeed, EventPublisher
 from tests.unit.gateway.test_figures import report
 
 Viewer = AsyncGenerator[Sequence[bytes], None]
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="sd-"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -165,6 +165,15 @@ def test_requests_before_malformed_http_are_answered(
     assert read_statuses(connection) == [b"200", b"200", b"400"]
 
 
+@pytest.mark.parametrize("refused", [head(100 * MIB), b"garbage\r\n\r\n"])
+def test_responses_before_the_last_one_are_not_lost(
+    connection: socket.socket, refused: bytes
+) -> None:
+    """Bytes that the server never reads would reset the connection when it is closed."""
+    connection.sendall(HEALTH_REQUEST + refused + bytes(100 * MIB) + HEALTH_REQUEST * 20_000)
+    assert read_statuses(connection) == [b"200", b"400"]
+
+
 def test_a_malformed_body_in_a_pipeline_is_refused(connection: socket.socket) -> None:
     chunked = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     connection.sendall(HEALTH_REQUEST + chunked + b"zz\r\n")

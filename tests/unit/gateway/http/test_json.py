@@ -304,7 +304,7 @@ def test_classification() -> None:
         header = one_input_request() | {
             "outputs": [{"name": "Y", "parameters": {"classification": value}}]
         }
-        return parse_request(header, 0, "m", LIMIT).classes
+        return parse_request(header, 0, "m", LIMIT).class_counts
 
     assert parse_classes(2) == {"Y": 2}
     assert parse_classes(0) == parse_classes(2**32) == {}

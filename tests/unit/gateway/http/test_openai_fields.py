@@ -51,7 +51,19 @@ NAMES = (
     "safety_identifier prompt_cache_retention prompt_cache_options functions function_call "
     "context_management access_programs background_options conversation best_of "
     "prompt_logprob_token_ids prompt_logprob_start flat_logprobs output_kind skip_clone "
-    "extra_args skip_reading_prefix_cache trace_decode_token_ids detokenize client_metadata"
+    "extra_args skip_reading_prefix_cache trace_decode_token_ids detokenize client_metadata image "
+    "personality"
+)
+# The fields of each route in vLLM and in OpenAI's API. Routes without an entry have `NAMES`.
+EMBEDDING_NAMES = (
+    "add_special_tokens padding encoding_format embed_dtype endianness dimensions use_activation "
+    "input model user truncate_prompt_tokens truncation_side request_id priority cache_salt "
+    "mm_processor_kwargs add_generation_prompt continue_final_message chat_template messages "
+    "chat_template_kwargs media_io_kwargs"
+)
+TOKENIZE_NAMES = (
+    "model prompt add_special_tokens return_token_strs messages add_generation_prompt tools "
+    "continue_final_message chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs"
 )
 
 
@@ -64,6 +76,19 @@ def test_each_field_is_known() -> None:
         | fields._IGNORED_FIELDS
     )
     assert not set(NAMES.split()) - known_fields
+
+
+@pytest.mark.parametrize(
+    ("names", "supported"),
+    [
+        (EMBEDDING_NAMES, EMBEDDING_FIELDS),
+        (TOKENIZE_NAMES, fields.TOKENIZE_FIELDS),
+        ("model tokens", fields.DETOKENIZE_FIELDS),
+    ],
+)
+def test_each_field_of_a_route_is_known(names: str, supported: frozenset[str]) -> None:
+    refused = fields._REFUSED_BY_ROUTE.get(supported, fields._REFUSED_FIELDS)
+    assert not set(names.split()) - supported - refused.keys() - fields._IGNORED_FIELDS
 
 
 def test_each_field_of_chats_and_completions_is_a_known_parameter(
@@ -109,7 +134,6 @@ def test_supported_fields_are_returned(body: dict[str, Any], known_fields: froze
         {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"},
         {"store": False, "suffix": "", "modalities": ["text"], "verbosity": "low"},
         {"logits_processors": [], "mm_processor_kwargs": {}, "detokenize": True},
-        {"thinking_token_budget": -1},
     ],
 )
 def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
@@ -128,8 +152,9 @@ def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
         ({"store": 0}, CHAT_FIELDS, "store: 0 is refused"),
         ({"modalities": ["text", "audio"]}, CHAT_FIELDS, 'only ["text"] is supported'),
         ({"functions": [{}]}, CHAT_FIELDS, "use tools instead"),
-        ({"thinking_token_budget": 5}, CHAT_FIELDS, "5 is refused: only -1 (unlimited) is"),
         ({"echo": True}, CHAT_FIELDS, "echo: True is refused"),
+        ({"priority": 1}, EMBEDDING_FIELDS, "priority: 1 is refused: only 0 is supported"),
+        ({"personality": "friendly"}, RESPONSE_FIELDS, "personality: 'friendly' is refused: not"),
         ({"truncate_prompt_tokens": 3}, EMBEDDING_FIELDS, "3 is refused: only -1 is supported"),
         ({"embed_dtype": "float16"}, EMBEDDING_FIELDS, "only 'float32' is supported"),
         ({"tools": [{}]}, COMPLETION_FIELDS, "tools: [{}] is refused: only supported by chats"),

@@ -83,9 +83,9 @@ TABLE = RouteTable(
 def handle(request: Request, table: RouteTable = TABLE, cors: Cors | None = None) -> HttpResponse:
     app = App(SimpleNamespace(is_draining=False), table, cors)  # type: ignore[arg-type]
     response = asyncio.run(app.handle(request))  # type: ignore[arg-type]
-    assert app.active == 1 and response.on_sent is not None
+    assert app.active_count == 1 and response.on_sent is not None
     response.on_sent()
-    assert app.active == 0
+    assert app.active_count == 0
     return response
 
 

@@ -186,12 +186,12 @@ def test_goaway_names_the_last_stream() -> None:
 def test_a_drain_sends_two_goaways_with_descending_stream_ids() -> None:
     """6.8: the last stream of a GOAWAY is never higher than that of the one before."""
     engine = Engine().take(CLIENT_OPENING + BEGUN)
-    engine.http2.send_goaway(final=False)
+    engine.http2.send_goaway(is_final=False)
     engine.take(frame(HEADERS, END_HEADERS, 3, POST))
     assert 3 in engine.requests
-    engine.http2.send_goaway(final=True)
+    engine.http2.send_goaway(is_final=True)
     engine.take(frame(HEADERS, END_HEADERS, 5, POST))
-    engine.http2.send_goaway(final=True)
+    engine.http2.send_goaway(is_final=True)
     assert 5 not in engine.requests
     engine.take(frame(PING, 0, 0))
     last_ids = [struct.unpack_from(">I", i.payload)[0] for i in engine.sent if i.kind == GO_AWAY]

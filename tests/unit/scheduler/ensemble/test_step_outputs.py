@@ -194,7 +194,7 @@ def test_a_step_is_planned_by_the_shapes_of_its_own_inputs() -> None:
         rig.finish("a", rig.take_submits()["a"])
         rig.finish("b", rig.take_submits()["b"])
     (plan,) = rig.core._plans.values()
-    assert [len(planned_step.kinds) for planned_step in plan.steps.values()] == [5, 1]
+    assert [len(planned_step.templates) for planned_step in plan.steps.values()] == [5, 1]
 
 
 def test_tensors_between_two_steps_are_not_copied() -> None:

@@ -22,7 +22,7 @@ def test_only_the_single_holder_of_a_block_without_a_key_may_write_to_it() -> No
     free, shared = pool.allocate(2)
     pool.share([shared])
     (keyed,) = register_blocks(pool, 1)
-    assert [pool.writable(block) for block in (free, shared, keyed)] == [True, False, False]
+    assert [pool.is_writable(block) for block in (free, shared, keyed)] == [True, False, False]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)

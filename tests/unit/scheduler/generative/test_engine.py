@@ -248,7 +248,9 @@ def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
         rig.engine.cancel(generation)
     rig.drain()
     engine = rig.engine
-    assert not (engine._beams or engine._acceptance or engine._new_sequences or engine._ended)
+    assert not (
+        engine._beams or engine._acceptance or engine._new_sequences or engine._ended_numbers
+    )
 
 
 def test_a_stream_of_short_requests_starves_no_long_one() -> None:

@@ -193,7 +193,7 @@ def test_a_prompt_that_a_draft_model_reads_does_not_end_its_proposals() -> None:
 
 def test_a_step_with_copies_and_drafts_is_divided_into_its_parts() -> None:
     times, expected = StepTimes(), StepTimes()
-    step = RunningStep(1, {}, StepWork(2), copies=10, draft_count=4)
+    step = RunningStep(1, {}, StepWork(2), copied_blocks=10, draft_count=4)
     milliseconds = {"gather_ns": 9, "forward_ns": 20, "sample_ns": 3, "draft_ns": 8}
     spent: Any = {name: value * 1_000_000 for name, value in milliseconds.items()}
     step.observe(Stepped(1, [], **spent), times, GenerationStats())

@@ -57,6 +57,13 @@ def test_one_instance_for_each_count_and_accelerator() -> None:
     ]
 
 
+def test_groups_of_equal_names_have_instances_of_different_names() -> None:
+    """Triton accepts equal names, which configurations with a group for each device have."""
+    groups = [group("m", "KIND_CPU", 2), group("m", "KIND_CPU", 1), group("m", "KIND_GPU", 1, 0)]
+    instances = expand_instances(ModelSpec.of({"instance_group": groups}))
+    assert [instance.name for instance in instances] == ["m_0", "m_1", "m_2", "m_gpu0_0"]
+
+
 def bounded(count: int, *gpus: int, **bounds: str) -> ModelSpec:
     more = {name: {"string_value": text} for name, text in bounds.items()}
     kind = "KIND_GPU" if gpus else "KIND_CPU"

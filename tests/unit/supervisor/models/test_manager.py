@@ -46,7 +46,7 @@ class Repository:
     def scan(self) -> dict[str, ModelFolder]:
         return {"m": ModelFolder("m", Path("/m"))} if self.present else {}
 
-    def count(self, name: str) -> int:
+    def count_repositories(self, name: str) -> int:
         return int(name in self.scan())
 
     def fingerprint(self, name: str) -> str:

@@ -28,10 +28,10 @@ def residents(draw: st.DrawFn) -> list[Resident]:
         Resident(
             name,
             byte_size=draw(st.integers(0, 5)),
-            used_ns=draw(st.integers(0, 9)),
+            last_used_ns=draw(st.integers(0, 9)),
             must_stay=draw(st.booleans()),
             idle_limit_ns=draw(st.sampled_from([0, 0, 4])),
-            users=draw(st.frozensets(st.sampled_from(names[:index]), max_size=1))
+            ensembles=draw(st.frozensets(st.sampled_from(names[:index]), max_size=1))
             if index
             else frozenset(),
         )
@@ -47,7 +47,7 @@ def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound
     by_name = {model.name: model for model in models}
     unloaded_names: set[str] = set()
     for name in select_unloads(models, bound, 10):
-        assert not by_name[name].must_stay and by_name[name].users <= unloaded_names
+        assert not by_name[name].must_stay and by_name[name].ensembles <= unloaded_names
         unloaded_names.add(name)
 
 
@@ -61,15 +61,17 @@ def test_no_more_models_are_unloaded_than_needed(models: list[Resident], bound: 
         return bool(bound) and sum(r.byte_size for r in resident_models.values()) > bound
 
     def is_idle(r: Resident) -> bool:
-        return 0 < r.idle_limit_ns <= 10 - r.used_ns
+        return 0 < r.idle_limit_ns <= 10 - r.last_used_ns
 
     def free_residents() -> list[Resident]:
-        return [r for r in resident_models.values() if not r.must_stay and r.users <= unloaded]
+        return [r for r in resident_models.values() if not r.must_stay and r.ensembles <= unloaded]
 
     for name in names:
         assert is_over_bound() or is_idle(resident_models[name])
         if is_over_bound():
-            assert resident_models[name].used_ns == min(r.used_ns for r in free_residents())
+            assert resident_models[name].last_used_ns == min(
+                r.last_used_ns for r in free_residents()
+            )
         del resident_models[name]
         unloaded.add(name)
     assert not (is_over_bound() and free_residents())
@@ -78,9 +80,9 @@ def test_no_more_models_are_unloaded_than_needed(models: list[Resident], bound: 
 
 def test_an_ensemble_is_unloaded_with_its_steps() -> None:
     models = [
-        Resident("step", 4, used_ns=1, users=frozenset({"ensemble"})),
-        Resident("ensemble", 0, used_ns=2),
-        Resident("other", 4, used_ns=3),
+        Resident("step", 4, last_used_ns=1, ensembles=frozenset({"ensemble"})),
+        Resident("ensemble", 0, last_used_ns=2),
+        Resident("other", 4, last_used_ns=3),
     ]
     assert select_unloads(models, 8, 9) == []
     assert select_unloads(models, 7, 9) == ["ensemble", "step"]

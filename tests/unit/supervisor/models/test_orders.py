@@ -49,7 +49,7 @@ class Repository:
     def scan(self) -> dict[str, ModelFolder]:
         return {name: ModelFolder(name, Path("/") / name) for name in self.models}
 
-    def count(self, name: str) -> int:
+    def count_repositories(self, name: str) -> int:
         return int(name in self.models)
 
     def fingerprint(self, name: str) -> str:

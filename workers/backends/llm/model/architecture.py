@@ -22,6 +22,7 @@ _FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+# Defaults of fields that a config.json may omit, by family.
 _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "max_window_layers": 28}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "eos_token_id": 2},
@@ -56,7 +57,7 @@ _ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-_ORIGINAL = "original_max_position_embeddings"
+_ORIGINAL = "original_max_position_embeddings"  # before the scaling of positions
 _YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
@@ -64,8 +65,8 @@ _YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_al
 class Rope:
     """The rotary position embedding: base `theta`, and the type of scaling with its parameters."""
 
-    theta: float
-    kind: str
+    theta: float  # the base
+    kind: str  # of scaling
     parameters: Mapping[str, float]
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
@@ -149,17 +150,17 @@ class Architecture:
     """
 
     family: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
+    hidden: int  # size of the hidden states
+    intermediate: int  # size of the feed-forward part
+    layers: int  # number
+    heads: int  # number
+    kv_heads: int  # number
     head_dim: int
     vocab_size: int
-    epsilon: float
-    positions: int
-    window: int
-    tied_embeddings: bool
+    epsilon: float  # of the norms
+    positions: int  # maximum length of a sequence
+    window: int  # size of the sliding window; 0: none
+    tied_embeddings: bool  # the head is the embedding
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -199,28 +200,8 @@ class Architecture:
         if len(problems) > problem_count:
             return None
         heads = config["num_attention_heads"]
-        architecture = cls._build(family, config, heads, positions, window, rope)
-        if heads % architecture.kv_heads:
-            problems.append(
-                f"config.json: num_key_value_heads: {architecture.kv_heads} does not divide "
-                f"num_attention_heads, {heads}"
-            )
-        if architecture.head_dim % 2:
-            problems.append(f"config.json: head_dim: {architecture.head_dim} is not an even number")
-        return None if len(problems) > problem_count else architecture
-
-    @classmethod
-    def _build(
-        cls,
-        family: str,
-        config: Mapping[str, Any],
-        heads: int,
-        positions: int,
-        window: int,
-        rope: Rope,
-    ) -> Self:
         has_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))
-        return cls(
+        architecture = cls(
             family,
             config["hidden_size"],
             config["intermediate_size"],
@@ -238,6 +219,14 @@ class Architecture:
             family == "llama" and bool(config.get("mlp_bias", False)),
             rope,
         )
+        if heads % architecture.kv_heads:
+            problems.append(
+                f"config.json: num_key_value_heads: {architecture.kv_heads} does not divide "
+                f"num_attention_heads, {heads}"
+            )
+        if architecture.head_dim % 2:
+            problems.append(f"config.json: head_dim: {architecture.head_dim} is not an even number")
+        return None if len(problems) > problem_count else architecture
 
     @property
     def head_norms(self) -> bool:
@@ -304,16 +293,16 @@ def _find_family(config: Mapping[str, Any], problems: list[str]) -> str:
 
 def _get_window(family: str, config: Mapping[str, Any], positions: int, problems: list[str]) -> int:
     """Return the size of the sliding window if it is smaller than `positions`, otherwise 0."""
-    types = config.get("layer_types") or []
-    unsupported = sorted({str(kind) for kind in types} - {"full_attention"})
+    layer_types = config.get("layer_types") or []
+    unsupported = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if unsupported:
         names = ", ".join(unsupported)
         problems.append(f"config.json: layer_types: {names} is not supported, only full_attention")
     window = config.get("sliding_window")
     has_window = family == "mistral"
-    if family in ("qwen2", "qwen3") and not types:
-        is_used = (config["max_window_layers"] or 0) < config["num_hidden_layers"]
-        has_window = bool(config.get("use_sliding_window")) and is_used
+    if family in ("qwen2", "qwen3") and not layer_types:
+        is_window_used = (config["max_window_layers"] or 0) < config["num_hidden_layers"]
+        has_window = bool(config.get("use_sliding_window")) and is_window_used
     if has_window and window is not None and window < positions:
         return max(int(window), 1)
     return 0
@@ -327,9 +316,9 @@ def _read_rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     """Return the rope in `rope_parameters`, or in `rope_theta` and `rope_scaling`."""
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(field) or {}
-    nested = ", ".join(name for name, value in scaling.items() if isinstance(value, dict))
-    if nested:  # transformers ignores nested fields in these architectures
-        text = f"config.json: {field}: {nested}: parameters of layer types are not supported"
+    nested_names = ", ".join(name for name, value in scaling.items() if isinstance(value, dict))
+    if nested_names:  # transformers ignores nested fields in these architectures
+        text = f"config.json: {field}: {nested_names}: parameters of layer types are not supported"
         problems.append(text)
         return Rope(10_000.0, "default", {})
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")

@@ -58,7 +58,7 @@ class KvCache:
         size = architecture.head_dim
         self.pool = torch.zeros((*heads, self.slot_count, size), device=device)
         self._blocks = self.pool.view(*heads, blocks, block_size, size)
-        self._host = torch.zeros((*heads, host_blocks, block_size, size))
+        self._host_blocks = torch.zeros((*heads, host_blocks, block_size, size))
         self._layers = self.pool.flatten(1, 2).unbind()
         self.keys = [layer[0] for layer in self.pool]
         self.values = [layer[1] for layer in self.pool]
@@ -79,8 +79,8 @@ class KvCache:
         Each list contains a source block and its destination block in turn.
         """
         for source, target, block_pairs in (
-            (self._blocks, self._host, to_host),
-            (self._host, self._blocks, from_host),
+            (self._blocks, self._host_blocks, to_host),
+            (self._host_blocks, self._blocks, from_host),
             (self._blocks, self._blocks, on_device),
         ):
             if block_pairs:
@@ -102,9 +102,9 @@ class RowSpan(NamedTuple):
             have the same bits in a span as in steps of one token (decode).
     """
 
-    first_row: int
-    size: int
-    start: int
+    first_row: int  # index
+    size: int  # number of rows
+    start: int  # position in the sequence
     block_table: list[int]
     is_prompt: bool
 
@@ -141,10 +141,10 @@ class Pass:
 
     block_size: int
     device: str = "cpu"
-    spans: list[RowSpan] = field(default_factory=list)
+    spans: list[RowSpan] = field(default_factory=list)  # rows by sequence
     tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # in the sequence, by row
+    slots: list[int] = field(default_factory=list)  # in the KV cache, by row
 
     def add(
         self, tokens: Sequence[int], start: int, block_table: list[int], is_prompt: bool = False
@@ -204,8 +204,8 @@ class DecodeRow(NamedTuple):
     """
 
     row_index: int
-    length: int
-    width: int
+    length: int  # number of visible keys
+    width: int  # `length` rounded up
     block_table: list[int]
 
 
@@ -217,8 +217,8 @@ def decode_rows(rows: Pass, cache: KvCache) -> list[DecodeRow]:
             continue
         for index in range(span.size):
             length = span.start + index + 1
-            step = max(_MIN_WIDTH_STEP, 1 << length.bit_length() >> 3)
-            width = min(length + -length % step, cache.slot_count)
+            width_step = max(_MIN_WIDTH_STEP, 1 << length.bit_length() >> 3)
+            width = min(length + -length % width_step, cache.slot_count)
             decode.append(DecodeRow(span.first_row + index, length, width, span.block_table))
     return decode
 
@@ -237,10 +237,10 @@ class VisibleKeys(NamedTuple):
     """
 
     row_indices: torch.Tensor
-    mask_matrix: torch.Tensor
-    columns: torch.Tensor
-    offsets: torch.Tensor
-    width_groups: tuple[list[int], list[int]]
+    mask_matrix: torch.Tensor  # sparse
+    columns: torch.Tensor  # of the stored elements
+    offsets: torch.Tensor  # of each head's first element
+    width_groups: tuple[list[int], list[int]]  # (sizes, widths)
 
     @classmethod
     def of(cls, decode: list[DecodeRow], row_count: int, cache: KvCache) -> Self:
@@ -316,7 +316,7 @@ def _visible_slots(rows: list[DecodeRow], width: int, size: int) -> tuple[np.nda
 # [rows, heads of queries, keys and values, head size] and the number of the layer. Keys and values
 # are already in the cache.
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
-CHUNK = 16
+CHUNK = 16  # number of rows
 _MAX_RUN_ROWS = 4 * CHUNK  # maximum rows of a run on CPUs
 
 
@@ -334,9 +334,9 @@ class Run(NamedTuple):
     """
 
     first_row: int
-    size: int
-    length: int
-    first_slot: int
+    size: int  # number of rows
+    length: int  # number of visible keys
+    first_slot: int  # of the keys
     blocks: torch.Tensor | None
     mask: torch.Tensor | None
 
@@ -493,20 +493,20 @@ def _pad(output: torch.Tensor, rows: int) -> torch.Tensor:
 
 def make_attention(cache: KvCache, architecture: Architecture, device: str) -> Attention:
     """Return the fastest attention whose result on a device is close to `Attention`'s."""
-    fastest = PagedAttention if device.startswith("cuda") else SparseAttention
-    trial = KvCache(architecture, cache.block_size, 3, 0, device)
+    fastest_class = PagedAttention if device.startswith("cuda") else SparseAttention
+    trial_cache = KvCache(architecture, cache.block_size, 3, 0, device)
     generator = torch.Generator().manual_seed(0)
-    trial.pool.copy_(torch.randn(trial.pool.shape, generator=generator))
+    trial_cache.pool.copy_(torch.randn(trial_cache.pool.shape, generator=generator))
     rows = Pass(cache.block_size, device)
     rows.add([0], 2 * cache.block_size, [2, 0, 1])
     heads = architecture.heads + 2 * architecture.kv_heads
     queries = torch.randn(1, heads, architecture.head_dim, generator=generator).to(device)
-    pair = fastest(trial), Attention(trial)
+    pair = fastest_class(trial_cache), Attention(trial_cache)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that sparse tensors are in beta state
             output, expected_output = (attention.for_rows(rows)(queries, 0) for attention in pair)
-        works = torch.allclose(output, expected_output, atol=1e-4)
+        is_accurate = torch.allclose(output, expected_output, atol=1e-4)
     except Exception:  # this version of torch or this device has no such kernel
-        works = False
-    return fastest(cache) if works else Attention(cache)
+        is_accurate = False
+    return fastest_class(cache) if is_accurate else Attention(cache)

@@ -103,6 +103,7 @@ _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The special tokens, in the order in which transformers adds them to a tokenizer.
 _SPECIAL_TOKEN_NAMES = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
+# Types that a field of a JSON file may have, and their description for errors.
 _BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
 _INTEGER, _TEXT = ((int,), "an integer"), ((str,), "a string")
 _TOKENS_FIELD = ((list, dict), "a list or an object")
@@ -170,14 +171,14 @@ class Checkpoint:
 
     architecture: Architecture
     tokenizer: Tokenizer
-    stored: dict[str, StoredTensor]
+    stored: dict[str, StoredTensor]  # by name
     quantisation: Quantisation
     end_tokens: tuple[int, ...]
-    eos: int
-    defaults: dict[str, Any] = field(default_factory=dict)
-    defaults_file: str = "generation_config.json"
-    templates: dict[str, str] = field(default_factory=dict)
-    special_tokens: dict[str, str] = field(default_factory=dict)
+    eos: int  # end token; -1: none
+    defaults: dict[str, Any] = field(default_factory=dict)  # of the generation parameters
+    defaults_file: str = "generation_config.json"  # origin of `defaults`
+    templates: dict[str, str] = field(default_factory=dict)  # chat templates by name
+    special_tokens: dict[str, str] = field(default_factory=dict)  # by name
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -289,16 +290,16 @@ def _describe_missing(path: Path) -> str:
     folder, patterns = path.parent, _ALTERNATIVES.get(path.name, ())
     files = {file for pattern in patterns for file in folder.glob(pattern)}
     names = sorted(str(file.relative_to(folder)) for file in files)
-    found = f" (found instead: {_list_names(names)})" if names else ""
-    return f"{path.name} is missing{found}"
+    found_text = f" (found instead: {_list_names(names)})" if names else ""
+    return f"{path.name} is missing{found_text}"
 
 
 def _add_pointers(path: Path, problems: list[str]) -> None:
     """Add a problem for the unreadable files that are Git LFS pointers."""
     files = [file for file in path.iterdir() if any(p.startswith(file.name) for p in problems)]
-    pointers = [file.name for file in files if file.is_file() and _is_pointer(file)]
-    if pointers:
-        names = _list_names(sorted(pointers))
+    pointer_names = [file.name for file in files if file.is_file() and _is_pointer(file)]
+    if pointer_names:
+        names = _list_names(sorted(pointer_names))
         problems.insert(0, f"Git LFS has not downloaded {names}; run git lfs pull")
 
 
@@ -357,17 +358,17 @@ def _merge_special_tokens(settings: dict[str, Any], special_map: dict[str, Any])
         The unnamed special tokens that are also special in added_tokens.json, as in transformers.
     """
     lists = [fields.pop("additional_special_tokens", None) for fields in (settings, special_map)]
-    extra = settings.pop("extra_special_tokens", None) or lists[0]
-    more = special_map.pop("extra_special_tokens", None)
+    special_tokens = settings.pop("extra_special_tokens", None) or lists[0]
+    map_tokens = special_map.pop("extra_special_tokens", None)
     settings |= special_map
     texts: list[Any] = []
-    for tokens in (extra, more):
+    for tokens in (special_tokens, map_tokens):
         if isinstance(tokens, dict):
             settings |= tokens
         else:
             texts += tokens or []
     listed_tokens = texts
-    if not isinstance(extra, list) and not isinstance(more, list):
+    if not isinstance(special_tokens, list) and not isinstance(map_tokens, list):
         texts = lists[1] or lists[0] or []
     settings |= settings.get("model_specific_special_tokens") or {}
     settings["extra_special_tokens"] = texts
@@ -413,7 +414,7 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
     is_spm = kind in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
     model.ignore_merges, model.fuse_unk, model.byte_fallback = False, is_spm, is_spm
     model.continuing_subword_prefix = model.end_of_word_suffix = ""
-    unknown = _content(settings["unk_token"])
+    unknown = _token_content(settings["unk_token"])
     unknown_id = kind in ("CodeLlamaTokenizer", "GemmaTokenizer") and model.token_to_id(unknown)
     model.unk_token = None if unknown_id in (None, False) else unknown
     tokenizer.normalizer = None
@@ -430,7 +431,7 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
         tokenizer.decoder = decoders.ByteLevel()
         return
-    parts = [decoders.Replace(_SPACE_SYMBOL, " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoder_steps = [decoders.Replace(_SPACE_SYMBOL, " "), decoders.ByteFallback(), decoders.Fuse()]
     if kind == "GemmaTokenizer":
         tokenizer.normalizer = normalizers.Replace(" ", _SPACE_SYMBOL)
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -439,14 +440,14 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
         scheme = ("always" if legacy else "first") if add_prefix is not False else "never"
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE_SYMBOL, scheme, split=False)
         if add_prefix is not False or kind == "CodeLlamaTokenizer":
-            parts.append(decoders.Strip(" ", 1))
-        bos = _content(settings["bos_token"])
+            decoder_steps.append(decoders.Strip(" ", 1))
+        bos = _token_content(settings["bos_token"])
         token = tokenizer.token_to_id(bos)
         if token is not None and kind == "CodeLlamaTokenizer":
             tokenizer.post_processor = processors.TemplateProcessing(
                 f"{bos} $A", f"{bos} $A {bos}:1 $B:1", [(bos, token)]
             )
-    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.decoder = decoders.Sequence(decoder_steps)
 
 
 def _fix_mistral_pattern(tokenizer: Tokenizer, version: str) -> None:
@@ -476,27 +477,27 @@ def _add_tokens(
     """Add the tokens of tokenizer_config.json and of added_tokens.json."""
     named_tokens = [settings[name] for name in _special_tokens(settings)]
     extra = settings["extra_special_tokens"]
-    texts = [_content(token) for token in (*named_tokens, *extra)]
+    texts = [_token_content(token) for token in (*named_tokens, *extra)]
     known_tokens = tokenizer.get_added_tokens_decoder()
-    special_texts = {_content(token) for token in (*named_tokens, *listed_tokens)}
-    declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
+    special_texts = {_token_content(token) for token in (*named_tokens, *listed_tokens)}
+    declared_tokens: dict[Any, Any] = settings.get("added_tokens_decoder") or {
         number: {"content": text, "special": text in special_texts}
         for text, number in added_tokens.items()
         if number not in known_tokens
     }
-    tokens = {int(number): _added_token(token) for number, token in declared.items()}
+    tokens = {int(number): _added_token(token) for number, token in declared_tokens.items()}
     tokenizer.add_tokens([tokens[number] for number in sorted(tokens)])
     if kind == "Qwen2Tokenizer":  # the class resets the properties of special tokens
         tokenizer.add_special_tokens([_added_token(text) for text in texts])
         return
     tokens_by_text = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens(
-        [tokens_by_text.get(_content(token)) or _added_token(token) for token in named_tokens]
-        + [_added_token(token) for token in extra if _content(token) not in tokens_by_text]
+        [tokens_by_text.get(_token_content(token)) or _added_token(token) for token in named_tokens]
+        + [_added_token(token) for token in extra if _token_content(token) not in tokens_by_text]
     )
 
 
-def _content(token: Any) -> str:
+def _token_content(token: Any) -> str:
     return str(token.get("content") if isinstance(token, dict) else token)
 
 
@@ -571,16 +572,16 @@ def _check_weights(
         expected_shapes[_HEAD] = expected_shapes[_EMBEDDING]
         stored_tensors.setdefault(_EMBEDDING, stored_tensors[_HEAD])
     missing_names: list[str] = []
-    misfits: list[str] = []
+    misfitting_names: list[str] = []
     for name, shape in expected_shapes.items():
         if "values" not in quantisation.parts(name, stored_tensors):
             missing_names.append(name)
         elif problem := quantisation.problem(name, shape, stored_tensors):
-            misfits.append(problem)
+            misfitting_names.append(problem)
     if missing_names:
         problems.append(f"weights are missing: {_list_names(missing_names)}")
-    if misfits:
-        problems.append(f"weights do not fit config.json: {_list_names(misfits)}")
+    if misfitting_names:
+        problems.append(f"weights do not fit config.json: {_list_names(misfitting_names)}")
 
 
 def _warn_unused_weights(
@@ -655,13 +656,13 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     for name in dict.fromkeys((*_SPECIAL_TOKEN_NAMES.split(), *settings)):
         value = settings.get(name)
         if name.endswith("_token") and isinstance(value, (str, dict)):
-            tokens[name] = _content(value)
+            tokens[name] = _token_content(value)
     return tokens
 
 
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
-_HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-_MAPS = Path("/proc/self/maps")
+_HUGE_PAGE_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_MAPS_FILE = Path("/proc/self/maps")
 _libc = ctypes.CDLL(None)
 
 Range = tuple[int, int]  # the first address, and the address after the last
@@ -696,8 +697,8 @@ def subtract_ranges(ranges: Iterable[Range], excluded: Iterable[Range]) -> Itera
 def _private_memory() -> list[Range]:
     """Return the writable anonymous address ranges of this process."""
     ranges: list[Range] = []
-    if _HUGE_PAGE_SIZE.exists():
-        for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
+    if _HUGE_PAGE_SIZE_FILE.exists():
+        for line in _MAPS_FILE.read_text(encoding="utf-8", errors="replace").splitlines():
             addresses, permissions, _, _, inode, *name = line.split(maxsplit=5)
             if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
                 begin, end = addresses.split("-")
@@ -710,7 +711,7 @@ def _move_range(begin: int, end: int) -> None:
 
     A kernel without support rejects the calls, and the pages are unchanged.
     """
-    size = int(_HUGE_PAGE_SIZE.read_text(encoding="ascii"))
+    size = int(_HUGE_PAGE_SIZE_FILE.read_text(encoding="ascii"))
     begin, end = -(-begin // size) * size, end // size * size
     if begin < end:
         for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):

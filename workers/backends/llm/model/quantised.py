@@ -44,11 +44,12 @@ class Method(NamedTuple):
         settings: The supported values of settings.
     """
 
-    values: Mapping[str, tuple[str, ...]]
-    roles: Mapping[str, tuple[str, ...]]
-    settings: Mapping[str, tuple[Any, ...]] = {}
+    values: Mapping[str, tuple[str, ...]]  # data types of q, by the end of its name
+    roles: Mapping[str, tuple[str, ...]]  # ends of the names of scales and zeros
+    settings: Mapping[str, tuple[Any, ...]] = {}  # supported values
 
 
+# Formats of compressed-tensors, then data types and names of the tensors in GPTQ and AWQ files.
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _PACKED_VALUES = {"qweight": ("I32",)}
 _QUANTISED_ROLES = {"scales": ("scales",), "zeros": ("qzeros",)}
@@ -91,25 +92,25 @@ class Quantisation:
     """
 
     method: str = ""
-    zero_offset: int = 0
-    group_sizes: tuple[tuple[int, int], ...] = ()
-    required_roles: tuple[str, ...] = ("scales",)
-    is_interleaved: bool = True
+    zero_offset: int = 0  # added to stored zero points
+    group_sizes: tuple[tuple[int, int], ...] = ()  # along rows and columns
+    required_roles: tuple[str, ...] = ("scales",)  # of tensors
+    is_interleaved: bool = True  # order of values in AWQ words
 
     @classmethod
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self:
         """Return the quantisation that a quantization_config in config.json describes."""
         is_bitsandbytes = config.get("load_in_8bit") or config.get("load_in_4bit")
         name = config.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "")
-        unsupported: list[tuple[str, Any, tuple[Any, ...]]] = []
+        unsupported: list[tuple[str, Any, tuple[Any, ...]]] = []  # (field, value, allowed)
         if config and name not in _METHODS:
             unsupported.append(("quant_method", name, tuple(_METHODS)))
         else:
             for section in _sections(config):
-                permitted = _METHODS[name].settings if config else {}
+                permitted_settings = _METHODS[name].settings if config else {}
                 unsupported += [
                     (field, section[field], allowed_values)
-                    for field, allowed_values in permitted.items()
+                    for field, allowed_values in permitted_settings.items()
                     if section.get(field) is not None
                     and str(section[field]).lower() not in allowed_values
                 ]
@@ -245,8 +246,8 @@ class Quantisation:
 
     def _group_size(self, axis: int, size: int, count: int) -> int:
         """Return the size of each of `count` groups or blocks along an axis of `size`."""
-        sizes = (sizes_of_axes[axis] for sizes_of_axes in self.group_sizes)
-        matching_sizes = (group for group in sizes if -(-size // group) == count)
+        allowed_sizes = (sizes_of_axes[axis] for sizes_of_axes in self.group_sizes)
+        matching_sizes = (group for group in allowed_sizes if -(-size // group) == count)
         group_size = next(matching_sizes, 0 if size % count else size // count)
         if not group_size:
             raise ValueError
@@ -280,9 +281,9 @@ def _required_roles(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _group_sizes(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    for part in [config, *_weight_settings(config)]:
+    for settings in [config, *_weight_settings(config)]:
         for field in ("weight_block_size", "block_structure", "group_size", "q_group_size"):
-            value = part.get(field)
+            value = settings.get(field)
             rows, columns = value if isinstance(value, list) and len(value) == 2 else (value, value)
             if isinstance(rows, int) and isinstance(columns, int) and min(rows, columns) > 0:
                 yield rows, columns

@@ -80,13 +80,13 @@ def can_pack() -> bool:
 
 def _make_packed(weight: Tensor, bias: Tensor | None) -> Linear:
     operators: Any = torch.ops.mkldnn
-    packed = operators._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+    packed_weight = operators._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
     multiply = operators._linear_pointwise.default
 
     def layer(rows: Tensor) -> Tensor:
         count = rows.shape[0]  # `rows.shape[0]`, because `len` is slower
         if count <= MAX_ROWS:
-            product: Tensor = multiply(rows, packed, bias, "none", [], "")
+            product: Tensor = multiply(rows, packed_weight, bias, "none", [], "")
             return product
         return torch.cat([layer(part) for part in rows.tensor_split(-(-count // MAX_ROWS))])
 
@@ -183,10 +183,10 @@ class Layer:
     input_norm: Tensor | None
     qkv: Linear
     head_norms: Tensor | None
-    output: Linear
+    output: Linear  # projection of the attention
     post_attention_norm: Tensor | None
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear  # both projections as one layer
+    down: Linear  # projection of the feed-forward part
 
 
 class SelectedRows(NamedTuple):
@@ -284,8 +284,8 @@ class Transformer:
         """Add the feed-forward part of a layer to the states, in parts of at most MAX_ROWS rows."""
         count = extended.shape[0]
         if count > MAX_ROWS:
-            for part in extended.tensor_split(-(-count // MAX_ROWS)):
-                self._feed_forward(layer, part)
+            for row_part in extended.tensor_split(-(-count // MAX_ROWS)):
+                self._feed_forward(layer, row_part)
             return
         states = extended[:, : self.architecture.hidden]
         normalised = _normalise(states, extended, layer.post_attention_norm)
@@ -402,7 +402,7 @@ class CapturedGraph(NamedTuple):
     """A captured CUDA graph with its input and output memory."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor
+    inputs: Tensor  # its memory
     logits: Tensor
 
 
@@ -411,7 +411,7 @@ class DecodeGraphs:
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
         self._model, self._cache = model, cache
-        self._captured_graphs: dict[tuple[int, int], CapturedGraph] = {}
+        self._captured_graphs: dict[tuple[int, int], CapturedGraph] = {}  # by (rows, blocks)
 
     @torch.inference_mode()
     def capture(self, max_rows: int, max_length: int) -> None:
@@ -440,13 +440,13 @@ class DecodeGraphs:
         if any(span.size > 1 for span in rows.spans):
             return None
         blocks = max(-(-span.length // rows.block_size) for span in rows.spans)
-        size = _graph_size(len(rows.spans), blocks, rows.block_size)
-        captured = self._captured_graphs.get(size)
-        if captured is None:
+        graph_size = _graph_size(len(rows.spans), blocks, rows.block_size)
+        captured_graph = self._captured_graphs.get(graph_size)
+        if captured_graph is None:
             return None
-        captured.inputs.copy_(torch.from_numpy(decode_inputs(rows, *size)))
-        captured.graph.replay()
-        return captured.logits
+        captured_graph.inputs.copy_(torch.from_numpy(decode_inputs(rows, *graph_size)))
+        captured_graph.graph.replay()
+        return captured_graph.logits
 
 
 def decode_inputs(rows: Pass, row_count: int, block_count: int) -> np.ndarray:

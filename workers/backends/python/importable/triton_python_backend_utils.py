@@ -177,7 +177,7 @@ def deserialize_bytes_tensor(encoded_tensor: bytes) -> np.ndarray[Any, Any]:
     return strings
 
 
-_WHERE = "in auto-complete-config function for model"
+_LOCATION_TEXT = "in auto-complete-config function for model"
 
 
 class ModelConfig:
@@ -196,10 +196,10 @@ class ModelConfig:
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
         """Set the maximum batch size; raise ValueError if a larger one is configured."""
-        configured = self._model_config["max_batch_size"]
-        if configured > max_batch_size:
+        configured_size = self._model_config["max_batch_size"]
+        if configured_size > max_batch_size:
             raise ValueError(
-                f"configuration specified max_batch_size {configured}, but {_WHERE} "
+                f"configuration specified max_batch_size {configured_size}, but {_LOCATION_TEXT} "
                 f"'{self._name}' specified max_batch_size {max_batch_size}"
             )
         self._model_config["max_batch_size"] = max_batch_size
@@ -255,8 +255,8 @@ class ModelConfig:
         self, kind: str, tensor: dict[str, Any], allowed_keys: set[str], allowed_text: str
     ) -> None:
         if "name" not in tensor:
-            raise ValueError(f"{kind} {_WHERE} '{self._name}' is missing 'name' property.")
-        subject = f"{kind} '{tensor['name']}' {_WHERE} '{self._name}'"
+            raise ValueError(f"{kind} {_LOCATION_TEXT} '{self._name}' is missing 'name' property.")
+        subject = f"{kind} '{tensor['name']}' {_LOCATION_TEXT} '{self._name}'"
         if tensor.keys() - allowed_keys:
             raise ValueError(f"{subject} contains property other than {allowed_text}.")
         for key in ("data_type", "dims"):

@@ -34,6 +34,7 @@ from shmserve.workers.backends.llm.token_texts import (
 from shmserve.workers.backends.llm.tool_formats import FAMILIES
 from tests.rigs.llm_rig import Scheduler, llm_rig, work
 from tests.support.hf_folders import END, tokenizer_text
+from tests.support.scripted_llm import CALLED, write_scripted
 from tests.support.waiting import until
 from tests.unit.workers.backends.llm.conftest import generate, reference
 
@@ -87,6 +88,20 @@ def test_a_token_without_a_part_of_the_message_is_sent_if_it_is_shown(
     assert sample.has_unsent == has_unsent
     sample.take()
     assert not sample.has_unsent
+
+
+@pytest.mark.parametrize("counts_reasoning", [False, True])
+def test_a_message_has_the_number_of_reasoning_tokens(counts_reasoning: bool) -> None:
+    prompt = Prompt(1, PROMPT, parse({"stream": True}, {}, 320), ())
+    prompt.message_format = MessageFormat(FAMILIES["hermes"], {}, ("<", ">"))
+    sample = SampleText(prompt, TokenTexts(TOKENIZER), 0, "", parses_message=True)
+    counts = []
+    for token in TOKENIZER.encode("<ab>c").ids:
+        sample.add([token], "", [])
+        message = json.loads(sample.take_message("", counts_reasoning))
+        counts.append(message.get("reasoning_tokens"))
+    assert counts[-1] == (sample.reasoning_tokens if counts_reasoning else None)
+    assert (counts == sorted(counts) and counts[-1] >= 2) if counts_reasoning else not any(counts)
 
 
 @pytest.mark.parametrize(
@@ -444,6 +459,22 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         "<|user|>the fox<|end|><|model|>"
     )
     assert prompt[-1] == TOKENIZER.token_to_id("<|model|>")
+
+
+@pytest.mark.parametrize(("budget", "text"), [(-1, "sohi"), (1, "sohi"), (0, "hi")])
+def test_reasoning_ends_with_its_budget(tmp_path: Path, budget: int, text: str) -> None:
+    script, special = ("<think>", "so", "</think>", "hi"), ("<think>", "</think>")
+    path = write_scripted(tmp_path / "m", {CALLED: script}, special=special)
+    messages = json.dumps([{"role": "user", "content": "a"}])
+    with llm_rig(tmp_path / "rig", path, {"reasoning_parser": "qwen3"}) as scheduler:
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
+        options["thinking_token_budget"] = budget
+        scheduler.add(1, messages=messages, **options)
+        scheduler.run()
+        assert scheduler.responses[1][-1]["text_output"] == [text]
+        if budget >= 0:
+            scheduler.add(2, text_input="a", **options)
+            assert "thinking_token_budget: only supported by chats" in scheduler.errors[2][1]
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,26 @@ def test_any_split_of_a_text_is_parsed_to_the_same(family: str) -> None:
             assert len(results) == 1, text
 
 
+@pytest.mark.parametrize(
+    ("family", "call", "tag"),
+    [
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "x"}}', "\n</tool_call>"),
+        ("qwen3_coder", "<function=now><parameter=a>x</parameter></", "function>"),
+        (
+            *("qwen3_coder", "<tool_call><function=now><parameter=a>x</parameter></"),
+            "function></tool_call>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_is_complete_if_only_its_closing_tag_is_cut_off(
+    family: str, call: str, tag: str, stream: bool
+) -> None:
+    for length in range(len(tag) + 1):
+        message = parse_message(family, split(call + tag[:length], length), stream)
+        assert message == ("", "", [("now", '{"a": "x"}')])
+
+
 def test_parts_of_a_whole_message_are_in_order() -> None:
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     parser = MessageParser(MessageFormat(FAMILIES["hermes"], TOOLS), stream=False)

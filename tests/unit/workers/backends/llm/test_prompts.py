@@ -72,7 +72,7 @@ def test_a_long_conversation_is_rendered_in_a_process(
 ) -> None:
     templates, special_tokens = {"default": _TEMPLATE}, {"bos": "<s>"}
     reader = cast("Any", PromptReader.__new__(PromptReader))
-    reader._chat = ChatTemplate(templates, special_tokens)
+    reader._chat_template = ChatTemplate(templates, special_tokens)
     text = json.dumps({"messages": [{"role": "user", "content": "é\U0001f419"}], **chat})
     long_text = memoryview(text.encode())
     if error:

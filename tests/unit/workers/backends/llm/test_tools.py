@@ -61,7 +61,7 @@ def grammar(
     formats = tools.MessageFormats(family, reasoning, model_tokenizer)
     formatted = formats.make_format(request, prompt)
     assert formatted is not None
-    text = formats.grammar(request, formatted, has_body_grammar=False)
+    text = formats.grammar(request, formatted, has_grammar=False)
     end_tokens = [model_tokenizer.token_to_id(END)]
     wrapped: Any = llguidance.LLTokenizer
     library = wrapped(
@@ -387,7 +387,7 @@ def test_no_reasoning_begins_after_a_prompt_that_has_closed_it(reasoning: str) -
     for prompt, is_open in (("<think>\n\n</think>\n\n", False), ("hi", True)):
         formatted = formats.make_format(request, prompt)
         assert formatted is not None
-        assert ("/think>" in formats.grammar(request, formatted, has_body_grammar=False)) == is_open
+        assert ("/think>" in formats.grammar(request, formatted, has_grammar=False)) == is_open
         assert (formats.make_format(None, prompt) is not None) == is_open
 
 
@@ -402,6 +402,36 @@ def test_a_message_may_be_continued_inside_of_its_reasoning(reasoning: str) -> N
     new_message = formats.make_format(None, history)
     assert new_message is not None
     assert new_message.starts_reasoning == (reasoning == "deepseek_r1")
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_the_closing_tag_follows_the_budget_of_reasoning(is_opened: bool) -> None:
+    model_tokenizer = tokenizer("<tool_call>", "<think>", "</tool_call>", "</think>")
+    formats = tools.MessageFormats("hermes", "qwen3", model_tokenizer)
+    formatted = formats.make_format(None, "<think>" if is_opened else "hi")
+    size = model_tokenizer.get_vocab_size()
+    forbidden_after = formats.limit_reasoning(formatted, 2, size)
+    assert forbidden_after is not None
+    token: Any = model_tokenizer.token_to_id
+    begin, end, call = map(token, ("<think>", "</think>", "<tool_call>"))
+    opening = [] if is_opened else [begin]
+    for tokens in ([], [1], [1, 2, end], [1, 2, end, 3], [call, 1, 2, 3]):
+        assert not forbidden_after(opening + tokens).size
+    assert set(forbidden_after([*opening, 1, 2])) == {*range(size)} - {end}
+    if not is_opened:
+        assert not forbidden_after([1, 2, 3]).size  # the message has no reasoning
+
+
+def test_a_budget_of_reasoning_requires_tags_that_are_tokens() -> None:
+    model_tokenizer = tokenizer("<tool_call>", "<think>", "</tool_call>", "</think>")
+    formats = tools.MessageFormats("hermes", "qwen3", model_tokenizer)
+    assert formats.limit_reasoning(None, 2, 9) is None  # the template has closed the reasoning
+    for wrong in (
+        tools.MessageFormats("hermes", "qwen3", tokenizer()),
+        tools.MessageFormats("hermes", "none", model_tokenizer),
+    ):
+        with pytest.raises(InvalidArgument, match="thinking_token_budget: only supported if"):
+            wrong.limit_reasoning(None, 2, 9)
 
 
 def test_calls_in_no_known_format() -> None:
