@@ -44,6 +44,7 @@ Other files:
     process.py, settings.py         the process of a gateway, and its settings
     region_table.py                 the registered shared memory regions
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
+    inference/classification.py     outputs as their largest values, with labels
     api/                            all operations except inference, for any protocol;
                                     api/metrics.py has the metric families of /metrics
     request_trace.py, tracer.py     traces of requests in the log and in the trace file; otel.py

@@ -32,11 +32,11 @@ from shmserve.gateway.grpc.framing import (
 from shmserve.gateway.grpc.wire.fingerprint import SplitMessage, TemplateCache, split_message
 from shmserve.gateway.grpc.wire.request import RequestSink, decode_request
 from shmserve.gateway.grpc.wire.response import GrpcResponseTemplate
+from shmserve.gateway.inference.classification import classify_outputs
 from shmserve.gateway.inference.inference import (
     StreamedResponse,
     StreamingInference,
     UnaryInference,
-    classify_outputs,
     output_bytes,
     record_failure,
     submit_inference,

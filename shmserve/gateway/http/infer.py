@@ -49,11 +49,11 @@ from shmserve.gateway.http.messages import (
     read_time_limit,
     traceparent_header,
 )
+from shmserve.gateway.inference.classification import classify_outputs
 from shmserve.gateway.inference.inference import (
     StreamedResponse,
     StreamingInference,
     UnaryInference,
-    classify_outputs,
     find_error,
     is_last_response,
     log_failure,

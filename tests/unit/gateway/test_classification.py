@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.inference.inference import classify_outputs, largest_indices
+from shmserve.gateway.inference.classification import classify_outputs, largest_indices
 from shmserve.gateway.inference.request import InferOutput, InferRequest
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
