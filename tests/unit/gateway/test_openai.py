@@ -36,7 +36,7 @@ from shmserve.gateway.http.openai.bodies import (
     UnsupportedMediaType,
     encode_openai_error,
 )
-from shmserve.gateway.http.openai.generation import CHAT_FORMAT, COMPLETION_FORMAT, Choices, Delta
+from shmserve.gateway.http.openai.choices import CHAT_FORMAT, COMPLETION_FORMAT, Choices, Delta
 from shmserve.gateway.http.routing import MethodNotAllowed, NoRoute
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.listener import MisdirectedHost

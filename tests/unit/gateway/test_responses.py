@@ -11,7 +11,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.http.json import large_bodies
 from shmserve.gateway.http.openai import responses, responses_request
 from shmserve.gateway.http.openai.bodies import as_fragment
-from shmserve.gateway.http.openai.generation import Delta
+from shmserve.gateway.http.openai.choices import Delta
 from shmserve.gateway.http.openai.responses import ResponseObject
 from shmserve.gateway.http.routes import ROUTES
 

@@ -4,7 +4,8 @@ POST /tokenize and /detokenize work as in vLLM.
 
     bodies.py               the bodies of requests, the models they name, and the bodies of errors
     fields.py               the fields of requests: carried out, refused, or without effect
-    generation.py           completions and chats
+    generation.py           completions and chats, and the model's responses to a prompt
+    choices.py              the choices in the responses to completions and chats
     responses_request.py    the requests of the Responses API, converted to chats
     responses.py            the responses of the Responses API, and their events
     models.py               the list of models, their embeddings, and their tokenizers
@@ -46,8 +47,8 @@ The way of a token from the worker's step to the client:
 
     11. gateway/http/infer.py:ResponseQueue queues the response
 
-    12. generation.py:_Generation           decodes the response; `Choices`, or `ResponseObject` of
-                                            responses.py, formats the text as an event
+    12. generation.py:_Generation           decodes the response; choices.py (/v1/responses:
+                                            responses.py) formats the text as an event
 
     13. gateway/http/messages.py            writes the event to the client's connection
 """

@@ -30,7 +30,8 @@ from shmserve.gateway.http.messages import (
     json_response,
 )
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.generation import Delta, custom_input, respond
+from shmserve.gateway.http.openai.choices import Delta, custom_input
+from shmserve.gateway.http.openai.generation import respond
 from shmserve.gateway.http.openai.models import infer_once
 from shmserve.gateway.http.openai.responses_request import (
     INCLUDED_MEMBERS,
