@@ -119,7 +119,7 @@ class EngineSettings:
         reasoning_parser: The format of reasoning; "": the chat template's; "none": none.
     """
 
-    profile: str = _choice("", "", *PROFILES)  # a key of `PROFILES`, or ""
+    profile: str = _choice("", "", *PROFILES)  # a preset of the other settings, or ""
     aliases: tuple[str, ...] = ()  # of the model's name
     max_batch_size: int = _number(32, 1, 1024)  # sequences
     max_tokens_per_batch: int = _number(2048, 1, 1 << 20)

@@ -67,8 +67,8 @@ def enter(start: WorkerStart) -> None:
     Raises:
         InvalidArgument: The environment cannot be used; the message has the remedy.
     """
-    environments = endpoints.environments(start.run_dir)
-    python = _check_interpreter(_find_interpreter(_locate_environment(start), environments))
+    environments_dir = endpoints.environments(start.run_dir)
+    python = _check_interpreter(_find_interpreter(_locate_environment(start), environments_dir))
     root = str(python.parent.parent)
     variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     root_variable = "VIRTUAL_ENV" if os.path.exists(f"{root}/pyvenv.cfg") else "CONDA_PREFIX"

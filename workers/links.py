@@ -154,7 +154,7 @@ class SupervisorLink:
                 follower.add(fd)
 
     def on_cancelled(self) -> None:
-        """Notify the follower that a request of this instance was cancelled."""
+        """Notify the `Follower`, if there is one, that a request of this instance was cancelled."""
         if self._follower is not None:
             self._follower.on_cancelled()
 

@@ -95,7 +95,7 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
                 if line.startswith(b"data: "):
                     figures = json.loads(line[6:])
                     if not {"server", "models", "events"} <= set(figures):
-                        raise ValueError("the page lacks the figures of a shmserve server")
+                        raise ValueError("this port is not the metrics port of shmserve")
                     yield figures
     except urllib.error.HTTPError as error:
         body = error.read(1000).decode(errors="replace")

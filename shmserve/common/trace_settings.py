@@ -42,7 +42,7 @@ _EXPORTER_PATTERNS = {
     "url": re.compile(r"(https?://\S+)|[^\s/:=]+(:[0-9]+)?(/\S*)?"),
     "resource": re.compile(r"[^=]+=.+"),
 }
-# Triton's words for a level of --trace-config and of --trace-level, in any case.
+# Triton's words for a level of --trace-config and of --trace-level, in lower or upper case.
 _LEVEL_WORDS = {
     **dict.fromkeys(("off", "false"), OFF),
     **dict.fromkeys(("timestamps", "true", "on", "min", "max"), TIMESTAMPS),

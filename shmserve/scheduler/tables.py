@@ -367,8 +367,8 @@ class GenerationStats(Table):
     """
 
     def __init__(self) -> None:
-        self.generated = 0
-        self.prefilled = 0
+        self.generated = 0  # tokens of texts
+        self.prefilled = 0  # tokens of prompts
         self.decoded = 0
         self.finished = {"stop": 0, "length": 0}
         self.preemptions = {"swap": 0, "recompute": 0}

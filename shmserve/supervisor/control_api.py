@@ -69,7 +69,7 @@ class ControlApi:
             case m.ChangeTracing(model=model, changes=changes):
                 return self._context.tracing.change(model, changes)
             case m.AskReady(name=name, version=version):
-                pids = self._registry.readiness_worker_pids(name, version)
+                pids = self._registry.pids_with_readiness_check(name, version)
                 return {"ready": await self._readiness_check.check(pids)}
             case _:
                 payload = await self._handle_region(pid, request)

@@ -372,7 +372,7 @@ class _UntemplatedRequest:
 
     @property
     def is_templatable(self) -> bool:
-        """Check whether a template can be made: no input has strings, or is in a region."""
+        """Check that no input has strings or is in a region, so that a template can be made."""
         has_strings = any(schema.datatype == "BYTES" for schema in self._schemas)
         return not has_strings and not any(self._memory_ranges)
 

@@ -319,10 +319,10 @@ def _place_and_check(
         input_bytes.append(data)
     resources = Resources(gateway)
     try:
-        locations: Sequence[bytes | Range | None] = input_bytes
+        input_data: Sequence[bytes | Range | None] = input_bytes
         if total_bytes > INLINE_LIMIT:
-            locations = _to_arena(resources, input_bytes)
-        return check_and_pack(model, request, locations, resources), resources, input_bytes
+            input_data = _to_arena(resources, input_bytes)
+        return check_and_pack(model, request, input_data, resources), resources, input_bytes
     except BaseException:
         resources.release()
         raise
@@ -339,7 +339,7 @@ def _to_arena(resources: Resources, input_bytes: Sequence[bytes | None]) -> Sequ
 def check_and_pack(
     model: GatewayModel,
     request: InferRequest,
-    locations: Sequence[bytes | Range | None],
+    input_data: Sequence[bytes | Range | None],
     resources: Resources,
 ) -> BuiltRequest:
     """Check a request against its model and regions; return it packed for `Submit`.
@@ -347,7 +347,7 @@ def check_and_pack(
     Args:
         model: The model.
         request: The parsed request.
-        locations: The bytes or the arena range of each input; None for an input in a region.
+        input_data: The bytes or the arena range of each input; None for an input in a region.
         resources: The resources of the request.
 
     Raises:
@@ -357,7 +357,7 @@ def check_and_pack(
     """
     signature = model.signature
     tensors: list[TensorRef] = []
-    for tensor, location in zip(request.inputs, locations, strict=True):
+    for tensor, location in zip(request.inputs, input_data, strict=True):
         if location is None:
             assert tensor.memory_range is not None
             location = resources.references.reference_range(tensor.memory_range)
@@ -541,8 +541,8 @@ def reserve_tensors(
         sizes = [max(tensor.binary_size, 0) or len(tensor.data or b"") for tensor in inputs]
         ranges = resources.allocate(sizes)
         pairs = zip(inputs, ranges, strict=True)
-        locations = [None if t.memory_range is not None else r for t, r in pairs]
-        built_request = check_and_pack(model, request, locations, resources)
+        input_data = [None if t.memory_range is not None else r for t, r in pairs]
+        built_request = check_and_pack(model, request, input_data, resources)
         views: list[memoryview] = []
         for tensor, memory_range in zip(inputs, ranges, strict=True):
             if tensor.data is not None:

@@ -156,17 +156,17 @@ class SizeTimes:
         if not self._observation_count:
             return
         index = min(_index(rows), self._last_index)
-        duration = max(took_ns, 1.0) / self._level
+        normalized_ns = max(took_ns, 1.0) / self._level
         size = self._sizes.get(index)
         if size is None:
-            self._sizes[index] = _SizeDuration(duration, self._observation_count)
+            self._sizes[index] = _SizeDuration(normalized_ns, self._observation_count)
             insort(self._observed, index)
             self._is_stale = True
             return
         size.record_execution(self._observation_count)
-        duration = self._clamp_outlier(size, duration)
+        normalized_ns = self._clamp_outlier(size, normalized_ns)
         size.weight = min(size.weight + 1, _MAX_MEAN_WEIGHT)
-        change = (duration - size.mean) / size.weight
+        change = (normalized_ns - size.mean) / size.weight
         size.mean += change
         if (
             size.weight < _MAX_TRIALS

@@ -21,10 +21,11 @@ from shmserve.scheduler.tables import GenerationStats
 
 _STEP_DECAY = 0.98  # decay, per step, of the weights in the fit of durations
 _RELATIVE_NOISE = 0.1  # standard deviation, as a share of a step's duration
-# First guesses in ms for a small model on a CPU, and the standard deviation of each.
+# First guesses of the weights of `StepWork.terms`, in ms for a small model on a CPU, and the
+# standard deviation of each.
 _INITIAL_WEIGHTS = (5.0, 1.0, 0.5, 10.0)
 _INITIAL_DEVIATIONS = (20.0, 5.0, 2.0, 100.0)
-_INITIAL_CERTAINTIES = tuple(spread**-2 for spread in _INITIAL_DEVIATIONS)
+_INITIAL_PRECISIONS = tuple(spread**-2 for spread in _INITIAL_DEVIATIONS)
 _PAIRS_UNIT = 1e5  # the unit of (query, key) pairs in the model of durations
 # Prompts are split at multiples of CHUNK, because other splits change the bits of the results.
 CHUNK = 16
@@ -55,8 +56,8 @@ def _fit_weights(products: list[list[float]], right_sides: list[float]) -> list[
     while indices:
         rows = [
             [
-                *(products[row][i] + _INITIAL_CERTAINTIES[row] * (row == i) for i in indices),
-                right_sides[row] + _INITIAL_CERTAINTIES[row] * _INITIAL_WEIGHTS[row],
+                *(products[row][i] + _INITIAL_PRECISIONS[row] * (row == i) for i in indices),
+                right_sides[row] + _INITIAL_PRECISIONS[row] * _INITIAL_WEIGHTS[row],
             ]
             for row in indices
         ]
@@ -108,12 +109,12 @@ class StepTimes:
         """Learn from the duration of a step; a step without work is ignored."""
         if not (work.decoded_tokens or work.prefilled_tokens):
             return
-        certainty = (_RELATIVE_NOISE * max(took_ms, 1.0)) ** -2
+        precision = (_RELATIVE_NOISE * max(took_ms, 1.0)) ** -2
         for row, (sums, term) in enumerate(zip(self._normal_matrix, work.terms, strict=True)):
             right_side = self._right_sides[row]
-            self._right_sides[row] = _STEP_DECAY * right_side + certainty * term * took_ms
+            self._right_sides[row] = _STEP_DECAY * right_side + precision * term * took_ms
             for column, other_term in enumerate(work.terms):
-                sums[column] = _STEP_DECAY * sums[column] + certainty * term * other_term
+                sums[column] = _STEP_DECAY * sums[column] + precision * term * other_term
         self._weights = _fit_weights(self._normal_matrix, self._right_sides)
 
     def observe_copies(self, blocks: int, took_ms: float) -> None:

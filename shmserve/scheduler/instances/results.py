@@ -235,8 +235,8 @@ class Results:
         """Retry or fail the requests of a worker that died.
 
         The requests of its running execution run once more, alone, if they can. The requests of
-        executions that it had not begun return to the front of the queue. A request that was open,
-        or has had a response, does not run again.
+        executions that it had not begun return to the front of the queue. A request fails if it
+        has had a response, or if its execution had returned and only responses were to come.
         """
         lost_work = self._pool.process_exited(pid)
         if lost_work is None:

@@ -259,7 +259,7 @@ class RequestQueue:
         return 0 < policy.max_queue_size <= self.in_order.size(level)
 
     def check(self, submit: Submit, now_ns: int) -> None:
-        """Raise the errors that `enqueue` raises for a request that is answered from the cache."""
+        """Raise the errors of `enqueue`, for a request that is answered from the cache instead."""
         self._limits(submit, now_ns)
 
     def _limits(self, submit: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:

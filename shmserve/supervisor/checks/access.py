@@ -252,7 +252,9 @@ def _judge_peer_shm(different_kinds: set[str]) -> Verdict:
 
 def _judge_peer_user(server: ServerFacts, peer: PeerFacts, different_kinds: set[str]) -> Verdict:
     if "user" in different_kinds:
-        return warning("different user namespace: uids differ", "docker run --userns=host")
+        return warning(
+            "the client has another user namespace, so its uids differ", "docker run --userns=host"
+        )
     if peer.uid == server.process.uid:
         return ok(f"uid {peer.uid}, same as the server's")
     text = f"uid {peer.uid}, and the server has uid {server.process.uid}"

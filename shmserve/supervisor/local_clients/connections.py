@@ -235,7 +235,7 @@ class LocalClientConnections:
         self._own_listeners = []
 
     def close_shared(self) -> bool:
-        """Close the listeners that another server uses, too; return whether there are any."""
+        """Close the listeners shared with another server; return whether there were any."""
         shared_listeners, self._shared_listeners = self._shared_listeners, []
         self._close_listeners(shared_listeners)
         return bool(shared_listeners)

@@ -164,7 +164,7 @@ class Instances:
         serving_instances = [i for i in on_device if i.state in _SERVING_STATES]
         return [i.child.pid for i in serving_instances if i.child is not None]
 
-    def readiness_worker_pids(self) -> list[int]:
+    def pids_with_readiness_check(self) -> list[int]:
         """Return the serving processes whose models implement a readiness check."""
         ready = [i for i in self._instances if i.state is InstanceState.READY and i.checks_ready]
         return [i.child.pid for i in ready if i.child is not None]

@@ -119,12 +119,12 @@ class ModelRegistry:
         by_version = statuses(model).items()
         return published, [number for number, s in by_version if number or lacks_version(s.reason)]
 
-    def readiness_worker_pids(self, name: str, version: str) -> list[int]:
+    def pids_with_readiness_check(self, name: str, version: str) -> list[int]:
         """Return the workers that check the readiness of a version; empty if it is not ready."""
         model_version = self.find_published(name, version)
         if model_version is None or not model_version.ready:
             return []
-        return model_version.instances.readiness_worker_pids()
+        return model_version.instances.pids_with_readiness_check()
 
     def publish_counters(self) -> None:
         """Publish the counters of every serving version as events."""

@@ -91,7 +91,7 @@ class ModelFolder:
 
 
 class ReadConfig(NamedTuple):
-    """A configuration before auto-completion: as it was written, and with defaults filled in."""
+    """A configuration as read from its file, and the same with defaults filled in."""
 
     folder: ModelFolder
     written: ModelConfig

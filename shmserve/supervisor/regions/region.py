@@ -193,7 +193,7 @@ class KeptRegions:
                 region = _reopen(fds, admit)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning(
-                    "a registration of the previous server cannot be restored: %s", error
+                    "a region that the previous server had cannot be registered: %s", error
                 )
                 for fd in fds:
                     os.close(fd)

@@ -158,7 +158,7 @@ def read_ending(name: str, text: str | memoryview, max_characters: int) -> tuple
 
 
 def read_whole(name: str, text: str | memoryview) -> str:
-    """Return a text; see `read_ending`."""
+    """Return a text that may be UTF-8 in the memory of a request; raise as `read_ending` does."""
     return read_ending(name, text, len(text))[0]
 
 

@@ -317,7 +317,7 @@ def _visible_slots(rows: list[DecodeRow], width: int, size: int) -> tuple[np.nda
 # are already in the cache.
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 CHUNK = 16  # number of rows
-_MAX_RUN_ROWS = 4 * CHUNK  # maximum rows of a run on CPUs
+_MAX_RUN_ROWS = 4 * CHUNK  # maximum of successive rows computed together on CPUs
 
 
 class Run(NamedTuple):
