@@ -120,11 +120,11 @@ class EngineSettings:
     """
 
     profile: str = _choice("", "", *PROFILES)  # a preset of the other settings, or ""
-    aliases: tuple[str, ...] = ()  # of the model's name
+    aliases: tuple[str, ...] = ()
     max_batch_size: int = _number(32, 1, 1024)  # sequences
     max_tokens_per_batch: int = _number(2048, 1, 1 << 20)
     max_waiting_requests: int = _number(512, 1, 1 << 20)
-    max_model_len: int = _number(0, 0, MAX_MODEL_LEN)  # tokens
+    max_model_len: int = _number(0, 0, MAX_MODEL_LEN)
     scheduling_policy: str = _choice("fcfs", *SCHEDULING_POLICIES)
     prefill_chunk_size: int = _number(512, 1, 1 << 20)  # tokens
     max_prefill_tokens: int = _number(2048, 1, 1 << 20)
@@ -135,7 +135,7 @@ class EngineSettings:
     swap_blocks: int = _number(0, 0, 1 << 24)
     block_size: int = _number(16, 1, 1024)  # tokens
     kv_cache_blocks: int = _number(0, 0, 1 << 24)
-    target_itl_ms: float = _number(0.0, 0, 1e6)  # of the inter-token latency
+    target_itl_ms: float = _number(0.0, 0, 1e6)
     max_wait_time_ms: float = _number(30_000.0, 0, 1e9)
     weights: str = _choice("fp32", "fp32", "bf16", "int8")
     tool_parser: str = _choice("", "", "none", *TOOL_PARSERS)

@@ -123,8 +123,8 @@ class InflightRequest(ABC):
         response_count: The number of responses received, without failures.
     """
 
-    submit: Submit  # the message of the request
-    endpoint: str = field(init=False, default="")  # of the scheduler
+    submit: Submit
+    endpoint: str = field(init=False, default="")
     response_count: int = field(init=False, default=0)
 
     @abstractmethod

@@ -102,15 +102,15 @@ class Span(NamedTuple):
     model: str
     version: str
     request_id: str
-    arrived_ns: int  # the creation of the request
+    arrived_ns: int
     enqueued_ns: int
     compute_start_ns: int
-    input_end_ns: int  # the inputs are ready
-    output_start_ns: int  # the model has returned
+    input_end_ns: int
+    output_start_ns: int
     compute_end_ns: int
-    responded_ns: int  # the time of the response
+    responded_ns: int
     batch_size: int
-    close_reason: str  # why the batch was closed
+    close_reason: str
 
     def packed(self) -> bytes:
         """Return the encoding for `Finished.spans`, in which spans are concatenated."""

@@ -60,15 +60,15 @@ class ModelContext(WorkerStart):
     number of compute threads) and `backend_config` (the settings of --backend-config as strings).
     """
 
-    control: SupervisorLink  # to the supervisor
+    control: SupervisorLink
     arena: Arena
     output_memory: OutputMemory
-    mappings: Mappings  # of other processes' memory
+    mappings: Mappings
     workspace: Workspace
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     device_memory: DeviceMemory | None = None
     copy_counter: CopyCounter = field(default_factory=CopyCounter)
-    spans: list[bytes] = field(default_factory=list)  # of calls of other models, packed
+    spans: list[bytes] = field(default_factory=list)
 
     @property
     def version_dir(self) -> Path:

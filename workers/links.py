@@ -359,15 +359,15 @@ class InstanceLink:
     _index: int  # of the instance
     _pid: int
     _on_released: Callable[[ReleaseOutputs | ReaderExited], None]
-    commands: deque[Command] = field(default_factory=deque)  # for the loop
-    loop_messages: Collection[type[Any]] = ()  # types of messages that the loop handles
+    commands: deque[Command] = field(default_factory=deque)
+    loop_messages: Collection[type[Any]] = ()
     _dealer: Dealer | None = None  # socket to the scheduler
     _last_flush_ns: int = 0
     _holds_messages: bool = False
     _open_requests: dict[int, WorkerRequest] = field(default_factory=dict)  # by key
     _waiting_by_eventfd: dict[int, WorkerRequest] = field(default_factory=dict)
-    _reader_eventfd: int = 0  # wakes the thread that reads the socket
-    loop_reads: bool = False  # whether the loop, not another thread, reads the socket
+    _reader_eventfd: int = 0
+    loop_reads: bool = False
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()

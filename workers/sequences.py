@@ -74,9 +74,9 @@ class ControlInput(Record):
     """
 
     name: str
-    kind: str  # such as CONTROL_SEQUENCE_START
+    kind: str
     datatype: str
-    values: tuple[bytes, bytes] = (b"", b"")  # for false and for true
+    values: tuple[bytes, bytes] = (b"", b"")
 
     def encode(self, row: SequenceRow) -> bytes:
         """Return the bytes of the control for a row."""
@@ -144,7 +144,7 @@ class StateSpec(Record):
     datatype: str
     shape: tuple[int, ...]
     initial_value: bytes
-    same_buffer: bool  # the model may write to its input state
+    same_buffer: bool
 
 
 class _StateValue(Record):

@@ -52,8 +52,8 @@ class Mapping(Protocol):
         view: The bytes; a slice of it is a view of a part.
     """
 
-    pid: int  # the process that holds the memory
-    view: Any  # the bytes
+    pid: int
+    view: Any
 
     def close(self) -> None:
         """Release the mapping; existing views stay valid."""

@@ -32,8 +32,8 @@ class Resumed(Record):
         sent_tokens: The number of tokens already sent to the client.
     """
 
-    sample: int  # number of the sample
-    tokens: bytes  # int32
+    sample: int
+    tokens: bytes
     sent_characters: int
     finish_reason: str = ""
     is_end_sent: bool = False
@@ -62,9 +62,9 @@ class BeamSearch(Record):
         end_tokens: The tokens that end a hypothesis.
     """
 
-    width: int  # number of hypotheses
+    width: int
     length_penalty: float
-    early_stopping: str  # "true", "false" or "never"
+    early_stopping: str
     end_tokens: list[int]
 
 
@@ -84,15 +84,15 @@ class Prepared(Message):
             log probabilities are requested.
     """
 
-    key: int  # of the request
-    prompt: bytes  # tokens, int32
+    key: int
+    prompt: bytes
     max_tokens: int
-    samples: int = 1  # number of samples
+    samples: int = 1
     priority: int = 0
     needs_whole_prompt: bool = False
-    allows_drafts: bool = True  # whether draft tokens may be proposed
+    allows_drafts: bool = True
     beams: list[BeamSearch] = field(default_factory=list)
-    replays_tokens: bool = False  # whether earlier tokens are computed again
+    replays_tokens: bool = False
 
 
 class NewSequence(Record):
@@ -123,13 +123,13 @@ class Row(Record):
             sequence follows the tokens of the row.
     """
 
-    sequence: int  # number of the sequence
-    start: int  # position of the first token
-    count: int  # number of tokens
-    kept_blocks: int  # number of leading blocks that remain
-    blocks: list[int]  # new blocks after the kept ones
+    sequence: int
+    start: int
+    count: int
+    kept_blocks: int
+    blocks: list[int]
     draft_count: int = 0
-    samples_next: bool = True  # whether the next token is sampled
+    samples_next: bool = True
 
 
 class Step(Message):
@@ -162,12 +162,12 @@ class RowResult(Record):
         scores: The log probabilities of the candidates.
     """
 
-    sequence: int  # number of the sequence
+    sequence: int
     tokens: list[int]
     finish_reason: str = ""
     draft_count: int = 0
-    candidates: list[int] = field(default_factory=list)  # tokens of a beam
-    scores: list[float] = field(default_factory=list)  # of the candidates
+    candidates: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
 
 
 class Stepped(Message):
@@ -184,14 +184,14 @@ class Stepped(Message):
         skipped: Sequences that were not computed, because their requests have ended.
     """
 
-    step: int  # number of the step
-    results: list[RowResult]  # of the sampled rows
-    gather_ns: int  # for block tables and copies
+    step: int
+    results: list[RowResult]
+    gather_ns: int
     forward_ns: int
     sample_ns: int
-    draft_ns: int = 0  # part of the other times
-    text_ns: int = 0  # of text processing in parallel
-    skipped: list[int] = field(default_factory=list)  # sequences that were not computed
+    draft_ns: int = 0
+    text_ns: int = 0
+    skipped: list[int] = field(default_factory=list)
 
 
 class ResponseSent(Message):
@@ -205,8 +205,8 @@ class ResponseSent(Message):
         sent_tokens: The number of its tokens sent so far.
     """
 
-    key: int  # of the request
-    sample: int  # number of the sample
+    key: int
+    sample: int
     sent_characters: int
     is_end_sent: bool = False
     sent_tokens: int = 0
@@ -230,7 +230,7 @@ class Hypothesis(Record):
         score: Its score.
     """
 
-    tokens: bytes  # int32
+    tokens: bytes
     finish_reason: str
     score: float
 

@@ -35,21 +35,21 @@ class Submit(Message):
         callers: The executions that wait for the response, as `Caller` lines; "": none.
     """
 
-    id: int  # number on this link
-    schema: bytes  # describes the tensors
-    data: list[Any]  # of the tensors
+    id: int
+    schema: bytes
+    data: list[Any]
     arrived_ns: int
     deadline_ns: int
-    timeout_us: int  # the request's parameter `timeout`
+    timeout_us: int
     priority: int
     request_id: str = ""
-    flags: int = 0  # start and end of a sequence
+    flags: int = 0
     correlation_id: int = 0
     correlation_text: str = ""
-    source: int = 0  # distinguishes clients of one gateway
+    source: int = 0
     trace: str = ""
-    deadline_origin: str = ""  # for the error of an expired request
-    callers: str = ""  # executions that wait for the response
+    deadline_origin: str = ""
+    callers: str = ""
 
 
 class Caller(NamedTuple):
@@ -61,8 +61,8 @@ class Caller(NamedTuple):
         model: The name of the model.
     """
 
-    pid: int  # of the instance
-    key: int  # of the request that waits
+    pid: int
+    key: int
     model: str
 
     @property
@@ -253,10 +253,10 @@ class Execute(Message):
         rows: For a batch of sequences, the rows, which refer to the requests.
     """
 
-    batch: int  # number of the batch
+    batch: int
     requests: list[Work]
-    in_flight: int = 1  # requests in flight at the scheduler
-    rows: list[SequenceRow] = field(default_factory=list)  # of a batch of sequences
+    in_flight: int = 1
+    rows: list[SequenceRow] = field(default_factory=list)
 
 
 class EndSequences(Message):

@@ -60,9 +60,9 @@ class CudaHandle(Record):
         uuid: The device's UUID (16 bytes), or empty if the exporter sent none.
     """
 
-    raw: bytes  # the `cudaIpcMemHandle_t`
-    device: int  # ordinal
-    uuid: bytes = b""  # of the device
+    raw: bytes
+    device: int
+    uuid: bytes = b""
 
 
 class Memory(Record):
@@ -84,17 +84,17 @@ class Memory(Record):
         object: The inode or the device handle, which is equal for all memories of one object.
     """
 
-    id: int  # number that names the memory in messages
-    pid: int  # process that holds the object open
-    fd: int  # in that process
+    id: int
+    pid: int
+    fd: int
     inode: int
     byte_size: int
-    sealed: bool  # cannot shrink
-    copied: bool = False  # accessed by system calls, never mapped
-    pinned: bool = False  # page-locked by workers with a device
-    cuda: CudaHandle | None = None  # None: host memory
-    packed: bytes = field(init=False, compare=False, repr=False)  # for messages
-    object: int | bytes = field(init=False, compare=False, repr=False)  # identifies it
+    sealed: bool
+    copied: bool = False
+    pinned: bool = False
+    cuda: CudaHandle | None = None
+    packed: bytes = field(init=False, compare=False, repr=False)
+    object: int | bytes = field(init=False, compare=False, repr=False)
 
     @classmethod
     def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle, pid: int = 0) -> Memory:

@@ -65,7 +65,7 @@ class RequestedOutput(Record):
     """
 
     name: str
-    memory_range: Range | None = None  # where it is written
+    memory_range: Range | None = None
     may_reuse_input: bool = False
 
 

@@ -38,12 +38,12 @@ class Pad(Record):
     """
 
     name: str
-    dims: Shape  # as configured
-    value: float  # of padding elements
-    buckets: tuple[Shape, ...]  # padded shapes, ascending
-    lengths_input: str  # input that receives the true lengths
-    mask_input: str  # input that receives the padding mask
-    max_waste: float  # largest share of padding elements
+    dims: Shape
+    value: float
+    buckets: tuple[Shape, ...]
+    lengths_input: str
+    mask_input: str
+    max_waste: float
 
     def padded_shape(self, largest: Shape) -> Shape | None:
         """Return the padded shape for the largest sizes of a batch, or None if no bucket fits."""
@@ -118,8 +118,8 @@ class PaddedBatch:
     _largest_shapes: Sequence[Shape] = ()
     _rows: int = 0  # number of rows
     _pads: tuple[Pad, ...] = field(init=False)
-    _true_elements: list[int] = field(init=False)  # without padding, by input
-    _elements_if_alone: list[int] = field(init=False)  # if each request were padded alone
+    _true_elements: list[int] = field(init=False)
+    _elements_if_alone: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._pads = tuple(self._padding.pads.values())

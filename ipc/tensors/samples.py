@@ -33,7 +33,7 @@ class Sample:
 
     name: str
     batch_size: int
-    count: int  # number of executions
+    count: int
     tensors: list[TensorRef]
 
 

@@ -40,7 +40,7 @@ class BatchProperties(Record):
     """
 
     batch_size: int
-    shape_key: bytes  # equal keys may share a batch
+    shape_key: bytes
 
 
 class _UnknownTensorError(InvalidArgument):

@@ -46,11 +46,11 @@ class Profile(NamedTuple):
     """
 
     seconds: float
-    steps: float  # number of steps
-    tokens: float  # number of generated tokens
-    rows: float  # number of computed sequences, over all steps
+    steps: float
+    tokens: float
+    rows: float
     phases: dict[str, float]
-    throughput: list[float]  # the tokens per second in each second
+    throughput: list[float]
     was_interrupted: bool = False
 
 

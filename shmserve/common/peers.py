@@ -99,14 +99,14 @@ class ShmPolicy:
         overlap: The action for outputs of two requests in the same range: error, warn or ignore.
     """
 
-    allow: bool | None  # None: only listeners that other hosts cannot reach
-    group: int  # a gid, or NO_GROUP
+    allow: bool | None
+    group: int
     max_regions: int
     max_regions_per_uid: int
     max_byte_size: int
     max_byte_size_per_uid: int
-    sparse_byte_size: int  # maximum bytes of pages that the server allocates for clients
-    overlap: str  # for outputs in the same range: "error", "warn" or "ignore"
+    sparse_byte_size: int
+    overlap: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Ownership:
 
     uid: int
     group: int
-    copied: bool  # whether the memory is accessed by system calls and never mapped
+    copied: bool
 
     def admits(self, peer: Peer) -> bool:
         """Check whether `peer` may use the region."""

@@ -64,9 +64,9 @@ class TraceSettings:
     """
 
     trace_level: tuple[str, ...] = (OFF,)
-    trace_rate: int = 1000  # one request in this many is traced
+    trace_rate: int = 1000
     trace_count: int = -1
-    log_frequency: int = 0  # number of traces per file; 0: one file
+    log_frequency: int = 0
     trace_file: str = ""
     trace_mode: str = TRITON
     exporter: tuple[tuple[str, str], ...] = ()
@@ -219,8 +219,8 @@ class Sampler:
     """
 
     settings: TraceSettings
-    remaining_count: int = field(init=False)  # number of requests still to trace
-    pending: list[Any] = field(default_factory=list)  # traces that are not written yet
+    remaining_count: int = field(init=False)
+    pending: list[Any] = field(default_factory=list)
     _request_count: int = 0
     _is_enabled: bool = field(init=False)
 

@@ -51,18 +51,18 @@ class Flag:
 
     name: str
     help: str = ""
-    kind: type = str  # str, int, float or bool
+    kind: type = str
     default: Value | None = None
-    low: float = 0  # the lowest number allowed
-    high: float = 2**63 - 1  # the highest number allowed
+    low: float = 0
+    high: float = 2**63 - 1
     choices: tuple[str, ...] = ()
     is_repeatable: bool = False
     has_effect: bool = True
-    allows_words: bool = False  # whether true and false stand for 1 and 0
-    metavar: str = ""  # the name of the value in help texts
+    allows_words: bool = False
+    metavar: str = ""
     is_exclusive: bool = False
     is_required: bool = False
-    prefix: str = ""  # the text before the value, for an older name of another flag
+    prefix: str = ""
 
     def parse(self, text: str) -> Value:
         """Return the value of `text` as the flag's kind.

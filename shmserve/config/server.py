@@ -119,7 +119,7 @@ class ServerConfig:
     trace: TraceSettings
     visible_devices: str | None
     without_effect: tuple[str, ...]  # flags that are accepted and ignored
-    flags: Mapping[str, Any]  # the value of each flag, given or default
+    flags: Mapping[str, Any]
 
     @property
     def allows_remote(self) -> bool:

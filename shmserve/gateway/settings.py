@@ -159,7 +159,7 @@ class GatewaySettings:
         served_names: Names of models in OpenAI's API, as (model or "", name).
     """
 
-    id: str = "triton"  # the server's name
+    id: str = "triton"
     max_input_size: int = 64 * 1024 * 1024
     request_timeout_us: int = 0
     request_timeout_is_deadline: bool = False
@@ -173,19 +173,19 @@ class GatewaySettings:
     http_restricted: Restrictions = field(default_factory=dict)
     grpc_restricted: Restrictions = field(default_factory=dict)
     allow_client_shm: bool | None = None
-    shm_overlap: str = "warn"  # the policy for overlapping outputs
-    cuda_devices: int = 0  # number of devices
+    shm_overlap: str = "warn"
+    cuda_devices: int = 0
     http_header_forward_pattern: str = ""
     grpc_header_forward_pattern: str = ""
     allow_cpu_metrics: bool = True
-    counter_latencies: bool = True  # whether metrics have counters of latencies
-    histogram_latencies: bool = False  # whether metrics have histograms of latencies
-    summary_latencies: bool = False  # whether metrics have summaries of latencies
+    counter_latencies: bool = True
+    histogram_latencies: bool = False
+    summary_latencies: bool = False
     slow_request_ms: int = 0
     refuse_unknown_fields: bool = False
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    served_names: tuple[tuple[str, str], ...] = ()  # (model or "", name) pairs
+    served_names: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class GatewayStart:
     gateway_name: str
     run_dir: Path
     settings: GatewaySettings
-    http_sockets: int = 0  # number of sockets
+    http_sockets: int = 0
     grpc: GrpcSettings | None = None
     waits_for_accept: bool = False
     log: LogSettings = field(default_factory=LogSettings)

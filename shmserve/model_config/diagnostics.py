@@ -29,7 +29,7 @@ class Problem(NamedTuple):
     key: Key
     text: str
     related_keys: tuple[Key, ...] = ()
-    at: str = ""  # the position, such as "12:7", or ""
+    at: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,10 @@ class ModelInterface:
     """
 
     inputs: Mapping[str, ModelTensor]
-    outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by name
+    outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     supports_batching: bool = False
     decoupled: bool = False
-    steps: tuple[str, ...] = ()  # the models that an ensemble calls
+    steps: tuple[str, ...] = ()
     config_error: str = ""
 
 

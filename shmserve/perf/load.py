@@ -51,11 +51,11 @@ class Records:
     """
 
     scheduled_ns: array[int] = field(default_factory=_column)
-    delays_ns: array[int] = field(default_factory=_column)  # from the scheduled time to the sending
-    first_ns: array[int] = field(default_factory=_column)  # the times of the first responses
+    delays_ns: array[int] = field(default_factory=_column)
+    first_ns: array[int] = field(default_factory=_column)
     ended_ns: array[int] = field(default_factory=_column)
-    responses: array[int] = field(default_factory=_column)  # numbers of responses
-    gaps_ns: array[int] = field(default_factory=_column)  # between consecutive responses
+    responses: array[int] = field(default_factory=_column)
+    gaps_ns: array[int] = field(default_factory=_column)
     errors: Counter[str] = field(default_factory=Counter)
 
     def failed_count(self) -> int:
@@ -75,9 +75,9 @@ class Mark(NamedTuple):
     """
 
     at_ns: int
-    requests: int  # number of successful requests until the mark
+    requests: int
     gaps: int
-    failed: int  # number of failed requests until the mark
+    failed: int
     cpu_s: float
 
 

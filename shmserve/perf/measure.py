@@ -136,25 +136,25 @@ class Point:
         interrupted: Whether the user ended the measurement.
     """
 
-    kind: str  # "concurrency" or "rate"
-    value: float  # the concurrency or the rate
-    requests: int  # number of successful requests
-    errors: int  # number of failed requests
+    kind: str
+    value: float
+    requests: int
+    errors: int
     error: str
     seconds: float
-    per_second: float  # successful requests per second
+    per_second: float
     confidence: float | None
-    settled: bool  # whether the last windows agreed
+    settled: bool
     latency: dict[str, float]
-    late: dict[str, float]  # statistics of the delay from the scheduled time to the sending
-    client_us: float  # CPU time of the load generator per request
-    client_busy: float  # CPU utilisation of the load generator
+    late: dict[str, float]
+    client_us: float
+    client_busy: float
     load_average: float
-    first: dict[str, float] = field(default_factory=dict)  # of the time to the first response
-    gap: dict[str, float] = field(default_factory=dict)  # of the time between responses
+    first: dict[str, float] = field(default_factory=dict)
+    gap: dict[str, float] = field(default_factory=dict)
     per_response: dict[str, float] = field(default_factory=dict)
     responses_per_second: float = 0.0
-    server: dict[str, dict[str, float]] = field(default_factory=dict)  # by model
+    server: dict[str, dict[str, float]] = field(default_factory=dict)
     interrupted: bool = False
 
     @property

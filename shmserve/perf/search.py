@@ -49,12 +49,12 @@ class Candidate:
             1 if a batch waits until it is full, 2 if the next one fills during an execution.
     """
 
-    instances: int  # number of instances
-    batch: int  # maximum batch size; 0: no batching
+    instances: int
+    batch: int
     strategy: str = ""
-    delay_us: int = 0  # the maximum queue delay
-    threads: int = 0  # number of threads per instance
-    depth: int = 2  # number of batches in flight per instance
+    delay_us: int = 0
+    threads: int = 0
+    depth: int = 2
 
     @property
     def in_flight(self) -> int:

@@ -64,7 +64,7 @@ class InputTensor:
     name: str
     datatype: str
     shape: list[int]
-    raw: bytes  # the bytes; empty if they are in a region
+    raw: bytes
     region_part: RegionPart | None = None
 
     @classmethod

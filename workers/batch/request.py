@@ -80,14 +80,14 @@ class Input:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    raw: Any  # the bytes
+    raw: Any
     memory_range: Range | None = None
-    model: str = ""  # its name
+    model: str = ""
     on_device: bool = False
-    is_shared: bool = False  # must not be written
-    is_state: bool = False  # of a sequence
+    is_shared: bool = False
+    is_state: bool = False
     is_writable: bool = False
-    batch: Any = None  # the bytes of the whole batch
+    batch: Any = None
     array: Array | None = None
 
     def detach(self) -> int:
@@ -155,7 +155,7 @@ class Output(NamedTuple):
 
     name: str
     datatype: str
-    data: Any  # array or tensor
+    data: Any
 
     @classmethod
     def of_values(cls, name: str, datatype: str, values: Iterable[Any]) -> Output:
@@ -193,8 +193,8 @@ class Response:
     outputs: list[Output] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     error: ShmserveError | None = None
-    is_rescheduled: bool = False  # the model asks to execute it again
-    states: list[Output] = field(default_factory=list)  # outputs for the sequence's next request
+    is_rescheduled: bool = False
+    states: list[Output] = field(default_factory=list)
 
 
 def never_cancelled() -> bool:
@@ -225,18 +225,18 @@ class Request:
         states: The names of the outputs that the model keeps for the next request of its sequence.
     """
 
-    work: Work  # the scheduler's message
+    work: Work
     schema: RequestSchema
-    batch_size: int  # rows; 0: not batched
+    batch_size: int
     inputs: dict[str, Input]
     requested_outputs: dict[str, OutputSchema]
-    memory_ranges: dict[str, Range] = field(default_factory=dict)  # of outputs
+    memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     response_templates: dict[Any, Any] = field(default_factory=dict)
-    is_aliased: bool = False  # an output overwrites an input
-    byte_size: int = 0  # of the inputs
+    is_aliased: bool = False
+    byte_size: int = 0
     has_shared_inputs: bool = False
-    states: tuple[str, ...] = ()  # names of outputs kept for the sequence
+    states: tuple[str, ...] = ()
 
     def range_of_input(self, array: Array) -> Range | None:
         """Return the memory range of the input whose method `numpy` has returned this array.

@@ -53,7 +53,7 @@ class ReadyOutput(NamedTuple):
     shape: tuple[int, ...]
     data: Any
     byte_size: int
-    returned_range: Range | None = None  # of the input that is this output
+    returned_range: Range | None = None
 
 
 # The destination of an output in responses of one template: None for the message, "" for the range

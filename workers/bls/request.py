@@ -63,17 +63,17 @@ class CallRequest:
     model: str
     version: str
     inputs: Sequence[CallInput]
-    outputs: Sequence[str] = ()  # names; (): all
+    outputs: Sequence[str] = ()
     request_id: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
     correlation_id: int | str = 0
-    flags: int = 0  # start and end of a sequence
-    timeout_us: int = 0  # in the queue of the called model
-    deadline_ns: int = 0  # of the caller; 0: none
+    flags: int = 0
+    timeout_us: int = 0
+    deadline_ns: int = 0
     priority: int = 0
     trace: str = ""
-    origins: Sequence[Request] = ()  # the requests for which the model makes the call
-    callers: str = ""  # executions that wait for the response
+    origins: Sequence[Request] = ()
+    callers: str = ""
 
     @property
     def cancelled(self) -> bool:

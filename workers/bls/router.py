@@ -257,9 +257,9 @@ class _Target:
         decoupled: Whether the model may send any number of responses to a request.
     """
 
-    endpoint: str  # of the scheduler
+    endpoint: str
     signature: Signature
-    decoupled: bool  # may send any number of responses
+    decoupled: bool
 
 
 class CallRouter:

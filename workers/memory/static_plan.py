@@ -49,8 +49,8 @@ class MemoryPlan:
     weight_bytes: int
     input_row_bytes: Mapping[str, int]
     output_row_bytes: Mapping[str, int]
-    buckets: tuple[int, ...]  # batch sizes, ascending
-    workspace: int | None = None  # bytes; None: not measured
+    buckets: tuple[int, ...]
+    workspace: int | None = None
 
     @classmethod
     def of(cls, config: ModelSpec, signature: Signature, weight_bytes: int) -> MemoryPlan | None:

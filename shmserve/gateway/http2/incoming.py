@@ -70,12 +70,12 @@ class Limits:
     header_list_bytes: int = 16 * 1024
     header_block_bytes: int = 64 * 1024
     max_continuations: int = 8
-    resets: int = 1024  # the budget of stream resets
+    resets: int = 1024
     resets_per_s: float = 64.0
-    control_frames: int = 2048  # the budget of control frames
+    control_frames: int = 2048
     control_frames_per_s: float = 256.0
-    frames_per_call: int = 256  # maximum work of one call of `receive`
-    stream_cost_frames: int = 8  # opening a stream costs as much as this many frames
+    frames_per_call: int = 256
+    stream_cost_frames: int = 8
     window_bytes: int = 1024 * 1024
     frame_bytes: int = 1024 * 1024
 

@@ -42,9 +42,9 @@ class InferInput:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    count: int  # number of elements
-    data: Any = None  # the bytes, once decoded
-    binary_size: int = -1  # bytes in the body; -1: the body does not have the tensor
+    count: int
+    data: Any = None
+    binary_size: int = -1
     memory_range: RegionRange | None = None
 
 
@@ -59,7 +59,7 @@ class InferOutput:
     """
 
     name: str
-    binary: bool  # whether the output is sent as binary data
+    binary: bool
     memory_range: RegionRange | None = None
     class_count: int = 0
 
@@ -84,7 +84,7 @@ class InferRequest:
     binary: bool = False
     parameters: dict[str, Any] = field(default_factory=dict)
     correlation_id: int | str = 0
-    flags: int = 0  # bits that mark the start and the end of a sequence
+    flags: int = 0
     timeout_us: int = 0
     priority: int = 0
     version: str = ""

@@ -148,7 +148,7 @@ class ModelProperties:
 
     decoupled: bool
     optional: frozenset[str]  # the inputs that a request may omit
-    device: int | None  # the CUDA device of its tensors; None: host
+    device: int | None
 
 
 class TensorReader:

@@ -112,7 +112,7 @@ class RequestProperties(NamedTuple):
     outputs: tuple[str, ...]
     placed_outputs: tuple[str, ...]  # outputs with ranges of the client's memory
     parameters: dict[str, Any]
-    own_schema: bytes  # the schema if it affects the steps' requests
+    own_schema: bytes
     rows: int
 
 

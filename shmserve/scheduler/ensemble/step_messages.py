@@ -90,7 +90,7 @@ class StepTemplate(NamedTuple):
     schema: bytes
     schema_reusing_input: bytes
     placed_outputs: tuple[tuple[str, str], ...]
-    allocations: dict[str, tuple[int, int | None]]  # size and device of each block, by output
+    allocations: dict[str, tuple[int, int | None]]
     outputs_in_client_memory: frozenset[str]
     response_schemas: Schemas[StepResponse]
 

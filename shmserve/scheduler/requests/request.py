@@ -248,7 +248,7 @@ class ScheduledRequest:
     credited_responses: int = 0
     timing: Timing | None = None  # the phases of the execution, once it has returned
     sequence: Any = None  # a `batchers.sequences.StatefulSequence`
-    flags: int = 0  # the flags of the request in its sequence
+    flags: int = 0
     succeeded_early: bool = False  # whether the request succeeded before its execution returned
     lookup: Lookup | None = None
 

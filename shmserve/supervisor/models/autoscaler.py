@@ -258,10 +258,10 @@ class ScalingPolicy:
             is then always allowed.
     """
 
-    minimum: int  # of instances
-    maximum: int  # of instances
-    target_s: float = 0.0  # the latency target
-    delay_s: float = 0.0  # the allowed mean wait
+    minimum: int
+    maximum: int
+    target_s: float = 0.0
+    delay_s: float = 0.0
     _loads: deque[LoadSample] = field(init=False, default_factory=deque)
     _last_change_s: float = field(init=False, default=-math.inf)
     _last_long_wait_s: float = field(init=False, default=-math.inf)

@@ -53,7 +53,7 @@ class Resident(NamedTuple):
     name: str
     byte_size: int
     last_used_ns: int
-    must_stay: bool = False  # whether requests or orders forbid an unload
+    must_stay: bool = False
     idle_limit_ns: int = 0
     ensembles: frozenset[str] = frozenset()
 

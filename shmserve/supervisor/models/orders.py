@@ -84,7 +84,7 @@ class LoadPlan(NamedTuple):
 
     fingerprint: str
     specs: list[VersionSpec]
-    steps: dict[str, list[str]]  # the steps of the models that steps run
+    steps: dict[str, list[str]]
     error: ShmserveError | None = None
     is_known: bool = True
     is_ambiguous: bool = False
@@ -195,12 +195,12 @@ class Order:
     fingerprint: str = field(init=False, default="")
     specs: list[VersionSpec] = field(init=False, default_factory=list)
     step_models: list[str] = field(init=False, default_factory=list)
-    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)  # instance changes
+    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)
     starting_versions: set[str] = field(init=False, default_factory=set)
     failures: dict[str, BaseException] = field(init=False, default_factory=dict)
     error: ShmserveError | None = field(init=False, default=None)
     is_answered: bool = field(init=False, default=False)
-    is_outdated: bool = field(init=False, default=False)  # whether a step's model has changed
+    is_outdated: bool = field(init=False, default=False)
     awaited_ends: set[ModelVersion | str] = field(init=False, default_factory=set)
 
     @property
@@ -404,7 +404,7 @@ class ModelEntry:
     step_models: list[str] = field(default_factory=list)
     has_steps: bool = False
     is_step_only: bool = False  # whether it was loaded only as a step of ensembles
-    is_expected: bool = False  # whether it is loaded at the start
+    is_expected: bool = False
     on_demand: bool = False
     is_outdated: bool = False
     failure_is_temporary: bool = False

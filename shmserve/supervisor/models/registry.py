@@ -296,8 +296,8 @@ class ModelSummary(NamedTuple):
 
     states: dict[str, Status]
     is_ready: bool
-    problems: dict[str, str]  # why versions do not serve, by number
-    progress: str  # of the load at the server's start
+    problems: dict[str, str]
+    progress: str
 
     @classmethod
     def of(cls, model: ModelEntry) -> Self:

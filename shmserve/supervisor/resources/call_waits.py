@@ -41,7 +41,7 @@ class _Wait:
 
     scheduler: Address
     model: str
-    calls: dict[int, list[Caller]]  # the chain of callers of each call, by its key
+    calls: dict[int, list[Caller]]
     instances: list[tuple[int, set[_Execution]]]
 
     def waiting_executions(self) -> set[_Execution]:

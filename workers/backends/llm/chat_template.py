@@ -178,16 +178,16 @@ class _CompiledTemplate(NamedTuple):
     """
 
     template: Template
-    iterates_parts: bool  # over the parts of a content
-    distinguishes_parts: bool  # a list of parts from a string
+    iterates_parts: bool
+    distinguishes_parts: bool
     has_developer_role: bool
-    names_content: bool  # has the name `content`
-    names_thinking: bool  # has a tag or a variable of reasoning
-    checks_content: bool  # that a message has a content
-    checks_null: bool  # that a content is null
-    takes_argument_text: bool  # arguments of a call as text
-    requires_tool_name: bool  # in messages of the role `tool`
-    variables: frozenset[str]  # names
+    names_content: bool
+    names_thinking: bool
+    checks_content: bool
+    checks_null: bool
+    takes_argument_text: bool
+    requires_tool_name: bool
+    variables: frozenset[str]
 
     @property
     def takes_only_parts(self) -> bool:

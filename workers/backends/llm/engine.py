@@ -68,16 +68,16 @@ class Prompt:
     tokens: list[int]
     parameters: GenerationParameters
     end_tokens: tuple[int, ...]
-    grammar: Any = None  # a matcher, copied for each sequence
+    grammar: Any = None
     resumed_tokens: dict[int, list[int]] = field(default_factory=dict)
     replayed_tokens: dict[int, list[int]] = field(default_factory=dict)
-    top_logprobs: int = -1  # number per token; -1: none
-    offsets: Sequence[int] = ()  # of the tokens in the text
+    top_logprobs: int = -1
+    offsets: Sequence[int] = ()
     logprobs_by_position: dict[int, TokenLogprobs] = field(default_factory=dict)
-    cached_tokens: int = -1  # number in the KV cache; -1: unknown
+    cached_tokens: int = -1
     message_format: MessageFormat | None = None
-    message_grammar: str = ""  # "": none
-    eos: int = -1  # end token without stop reason; -1: none
+    message_grammar: str = ""
+    eos: int = -1
 
     @property
     def needs_compilation(self) -> bool:
@@ -131,13 +131,13 @@ class TokenSequence:
         replayed_tokens: Generated tokens that `append` uses instead of the sampled ones.
     """
 
-    number: int  # at the scheduler
+    number: int
     prompt: Prompt
-    sample: int  # index in the request
+    sample: int
     tokens: list[int]
     block_table: list[int]
-    matcher: Any = None  # of the grammar
-    draft_computed: int = 0  # tokens in the draft model's KV cache
+    matcher: Any = None
+    draft_computed: int = 0
     replayed_tokens: list[int] = field(default_factory=list)
 
     def fork(self, number: int, sample: int, token: int) -> TokenSequence:
@@ -292,8 +292,8 @@ class RowPlan:
     sequence: TokenSequence
     row: Row
     proposal: Proposal
-    masks: list[Tensor]  # allowed tokens as bitmasks
-    logit_row: int = 0  # index of the first row of logits
+    masks: list[Tensor]
+    logit_row: int = 0
 
 
 @dataclass(eq=False)
@@ -308,9 +308,9 @@ class WorkerEngine:
 
     passes: Passes  # runs the model
     propose: Propose | None  # returns draft tokens
-    prompts: Mapping[int, Prompt]  # by key of the request
-    emit: Callable[[list[SequenceOutput]], None]  # receives the outputs
-    fail: Callable[[set[int], Exception], None]  # fails requests by key
+    prompts: Mapping[int, Prompt]
+    emit: Callable[[list[SequenceOutput]], None]
+    fail: Callable[[set[int], Exception], None]
     _sequences: dict[int, TokenSequence] = field(default_factory=dict)  # by number
     _last_step: int = 0  # number of the step
 

@@ -46,12 +46,12 @@ class ToolSyntax(NamedTuple):
         id_length: The length of a call's id; 0: 24 characters after the prefix "call_".
     """
 
-    parse: Callable[[MessageParser], Reading[Any]]  # reads a message
-    call_grammar: Callable[..., Any]  # adds the rules of tools to a grammar
-    markers: tuple[str, ...]  # texts that mark calls
-    template_pattern: str  # matches the family's chat templates
-    separators: str = string.whitespace  # characters between calls
-    id_length: int = 0  # of a call's id; 0: 24 and a prefix
+    parse: Callable[[MessageParser], Reading[Any]]
+    call_grammar: Callable[..., Any]
+    markers: tuple[str, ...]
+    template_pattern: str
+    separators: str = string.whitespace
+    id_length: int = 0
 
     def new_id(self) -> str:
         """Return a random id for a tool call, in the format of this family of models."""
@@ -78,16 +78,16 @@ class MessageFormat:
             beginning of a call that the limit of tokens has cut off, and is discarded.
     """
 
-    family: ToolSyntax  # the syntax of tool calls
+    family: ToolSyntax
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    reasoning: tuple[str, ...] = ()  # opening and closing tags
+    reasoning: tuple[str, ...] = ()
     starts_reasoning: bool = False
     allows_parallel_calls: bool = True
     hides_reasoning: bool = False
-    kept_tokens: frozenset[int] = frozenset()  # special tokens that the parser needs
+    kept_tokens: frozenset[int] = frozenset()
     has_call_grammar: bool = False
-    calls_end_reasoning: bool = True  # without a closing tag
-    has_only_calls: bool = False  # no other content is allowed
+    calls_end_reasoning: bool = True
+    has_only_calls: bool = False
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class MessageParser:
     """
 
     format: MessageFormat
-    stream: bool  # whether partial arguments are passed on
+    stream: bool
     is_reasoning: bool = False
     _buffer: str = ""  # text that was not read yet
     _read_text: str = ""  # text that was read, but not passed on
@@ -428,8 +428,8 @@ class _Call:
     name: str = ""
     arguments: str = ""
     id: str = ""
-    index: int = -1  # in the message; -1: not passed on yet
-    sent_length: int = 0  # characters of the arguments
+    index: int = -1
+    sent_length: int = 0
 
 
 class _JsonScan:

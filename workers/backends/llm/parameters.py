@@ -95,7 +95,7 @@ class GenerationParameters:
     max_tokens: int = _number(16, 0, 1 << 24)
     min_tokens: int = _number(0, 0, 1 << 24)
     n: int = _number(1, 1, 128)  # number of samples to return
-    best_of: int = _number(0, 0, 128)  # number of samples to generate
+    best_of: int = _number(0, 0, 128)
     temperature: float = _number(1.0, 0.0, 100.0)
     top_p: float = _number(1.0, 0.0, 1.0)
     top_k: int = _number(0, -1, 1 << 24)
@@ -105,7 +105,7 @@ class GenerationParameters:
     frequency_penalty: float = _number(0.0, -2.0, 2.0)
     seed: int = _number(0, -(1 << 63), (1 << 63) - 1)
     truncate_prompt_tokens: int = _number(0, -1, 1 << 24)
-    logprobs: int = _number(-1, 0, 20)  # tokens to report; -1: none
+    logprobs: int = _number(-1, 0, 20)
     prompt_logprobs: int = _number(-1, 0, 20)
     priority: int = _number(0, -(1 << 31), (1 << 31) - 1)
     thinking_token_budget: int = _number(-1, -1, 1 << 24)
@@ -120,15 +120,15 @@ class GenerationParameters:
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     early_stopping: str = "false"
-    truncation_side: str = ""  # "left" or "right"
+    truncation_side: str = ""
     stop: tuple[str, ...] = ()  # stop strings
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     forbidden: Callable[[Sequence[int]], NDArray[np.int64]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
-    grammar: tuple[str, str] = _NO_GRAMMAR  # (kind, text)
-    grammar_name: str = "tools"  # the parameter, for errors
+    grammar: tuple[str, str] = _NO_GRAMMAR
+    grammar_name: str = "tools"
 
     @cached_property
     def is_penalised(self) -> bool:

@@ -171,7 +171,7 @@ class PromptText(NamedTuple):
 
     tokens: list[int]
     text: str = ""
-    offsets: Sequence[int] = ()  # of the tokens in the text
+    offsets: Sequence[int] = ()
 
 
 class RenderedChat(NamedTuple):
@@ -185,9 +185,9 @@ class RenderedChat(NamedTuple):
     """
 
     tools: ToolRequest | None
-    hides_reasoning: bool  # in responses
-    continues_message: bool  # the prompt ends inside of a message
-    text: str | memoryview  # the prompt
+    hides_reasoning: bool
+    continues_message: bool
+    text: str | memoryview
 
 
 def _take_options(chat: dict[str, Any]) -> tuple[ToolRequest | None, bool, bool]:

@@ -47,11 +47,11 @@ class SampledRow:
     """
 
     parameters: GenerationParameters
-    sample: int  # index in the request
-    tokens: Sequence[int]  # before the sampled one
+    sample: int
+    tokens: Sequence[int]
     prompt_length: int
     end_tokens: tuple[int, ...]
-    allowed_bits: Tensor | None = None  # of the grammar, int32 words
+    allowed_bits: Tensor | None = None
 
     @property
     def generated_count(self) -> int:
@@ -76,8 +76,8 @@ class TokenLogprobs(NamedTuple):
 
     token: int
     logprob: float
-    top: list[tuple[int, float]]  # (token, log probability), likeliest first
-    rank: int = 1  # 1: the likeliest token
+    top: list[tuple[int, float]]
+    rank: int = 1
 
 
 def _mix(value: int) -> int:
@@ -270,7 +270,7 @@ class Proposal:
     """
 
     tokens: list[int] = field(default_factory=list)
-    probabilities: list[Tensor] = field(default_factory=list)  # the draft model's, by token
+    probabilities: list[Tensor] = field(default_factory=list)
 
 
 class DraftCheck(NamedTuple):

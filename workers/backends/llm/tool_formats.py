@@ -55,10 +55,10 @@ class CallGrammar(NamedTuple):
         end: The expression after the last call.
     """
 
-    first_calls: list[tuple[str, str]]  # (opening text, rest) of each alternative
-    separator: str  # between calls
-    call: str  # each call after the first
-    end: str = ""  # after the last call
+    first_calls: list[tuple[str, str]]
+    separator: str
+    call: str
+    end: str = ""
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class Lark:
         rules: The rules that were added.
     """
 
-    special_tokens: Mapping[str, int]  # by text
+    special_tokens: Mapping[str, int]
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str, is_lazy: bool = False) -> str:

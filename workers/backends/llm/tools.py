@@ -43,7 +43,7 @@ class ToolRequest:
     """
 
     tools: tuple[Tool, ...]
-    required: bool = False  # whether the message must be calls
+    required: bool = False
     allows_parallel_calls: bool = True
 
     @property

@@ -76,9 +76,9 @@ class PredictSignature:
     """
 
     parameters: tuple[Parameter, ...]
-    outputs: dict[str, TensorType]  # by name
-    to_outputs: Callable[[Any], Mapping[str, Any]]  # converts a result
-    yields: bool  # returns an iterator of responses
+    outputs: dict[str, TensorType]
+    to_outputs: Callable[[Any], Mapping[str, Any]]
+    yields: bool
 
 
 def no_position(name: str) -> str:

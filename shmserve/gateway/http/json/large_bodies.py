@@ -69,8 +69,8 @@ class Packed:
         pieces: The bytes.
     """
 
-    kind: str  # "text", "tokens", "messages" or "json"
-    count: int  # number of elements
+    kind: str
+    count: int
     byte_size: int
     fault_index: int | None = None
     pieces: list[bytes] = field(default_factory=list)

@@ -36,11 +36,11 @@ class Delta(NamedTuple):
         stop_reason: The stop string or the token that has ended the sample, in its last part.
     """
 
-    sample: int  # the index of the sample among its prompt's samples
+    sample: int
     text: str
     finish_reason: str = ""
     logprobs: dict[str, Any] | None = None
-    usage: dict[str, Any] | None = None  # numbers of tokens
+    usage: dict[str, Any] | None = None
     extra_members: dict[str, Any] = {}  # noqa: RUF012 - never changed
     message: dict[str, Any] | None = None
     stop_reason: str | int | None = None

@@ -150,17 +150,17 @@ class Architecture:
     """
 
     family: str
-    hidden: int  # size of the hidden states
-    intermediate: int  # size of the feed-forward part
+    hidden: int
+    intermediate: int
     layers: int  # number
     heads: int  # number
-    kv_heads: int  # number
+    kv_heads: int
     head_dim: int
     vocab_size: int
-    epsilon: float  # of the norms
-    positions: int  # maximum length of a sequence
-    window: int  # size of the sliding window; 0: none
-    tied_embeddings: bool  # the head is the embedding
+    epsilon: float
+    positions: int
+    window: int
+    tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool

@@ -102,9 +102,9 @@ class RowSpan(NamedTuple):
             have the same bits in a span as in steps of one token (decode).
     """
 
-    first_row: int  # index
-    size: int  # number of rows
-    start: int  # position in the sequence
+    first_row: int
+    size: int
+    start: int
     block_table: list[int]
     is_prompt: bool
 
@@ -141,10 +141,10 @@ class Pass:
 
     block_size: int
     device: str = "cpu"
-    spans: list[RowSpan] = field(default_factory=list)  # rows by sequence
+    spans: list[RowSpan] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)  # in the sequence, by row
-    slots: list[int] = field(default_factory=list)  # in the KV cache, by row
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
 
     def add(
         self, tokens: Sequence[int], start: int, block_table: list[int], is_prompt: bool = False
@@ -204,8 +204,8 @@ class DecodeRow(NamedTuple):
     """
 
     row_index: int
-    length: int  # number of visible keys
-    width: int  # `length` rounded up
+    length: int
+    width: int
     block_table: list[int]
 
 
@@ -237,10 +237,10 @@ class VisibleKeys(NamedTuple):
     """
 
     row_indices: torch.Tensor
-    mask_matrix: torch.Tensor  # sparse
-    columns: torch.Tensor  # of the stored elements
-    offsets: torch.Tensor  # of each head's first element
-    width_groups: tuple[list[int], list[int]]  # (sizes, widths)
+    mask_matrix: torch.Tensor
+    columns: torch.Tensor
+    offsets: torch.Tensor
+    width_groups: tuple[list[int], list[int]]
 
     @classmethod
     def of(cls, decode: list[DecodeRow], row_count: int, cache: KvCache) -> Self:
@@ -334,9 +334,9 @@ class Run(NamedTuple):
     """
 
     first_row: int
-    size: int  # number of rows
-    length: int  # number of visible keys
-    first_slot: int  # of the keys
+    size: int
+    length: int
+    first_slot: int
     blocks: torch.Tensor | None
     mask: torch.Tensor | None
 

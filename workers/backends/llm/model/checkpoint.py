@@ -171,14 +171,14 @@ class Checkpoint:
 
     architecture: Architecture
     tokenizer: Tokenizer
-    stored: dict[str, StoredTensor]  # by name
+    stored: dict[str, StoredTensor]
     quantisation: Quantisation
     end_tokens: tuple[int, ...]
-    eos: int  # end token; -1: none
-    defaults: dict[str, Any] = field(default_factory=dict)  # of the generation parameters
-    defaults_file: str = "generation_config.json"  # origin of `defaults`
-    templates: dict[str, str] = field(default_factory=dict)  # chat templates by name
-    special_tokens: dict[str, str] = field(default_factory=dict)  # by name
+    eos: int
+    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults_file: str = "generation_config.json"
+    templates: dict[str, str] = field(default_factory=dict)
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> Self:

@@ -44,9 +44,9 @@ class Method(NamedTuple):
         settings: The supported values of settings.
     """
 
-    values: Mapping[str, tuple[str, ...]]  # data types of q, by the end of its name
-    roles: Mapping[str, tuple[str, ...]]  # ends of the names of scales and zeros
-    settings: Mapping[str, tuple[Any, ...]] = {}  # supported values
+    values: Mapping[str, tuple[str, ...]]
+    roles: Mapping[str, tuple[str, ...]]
+    settings: Mapping[str, tuple[Any, ...]] = {}
 
 
 # Formats of compressed-tensors, then data types and names of the tensors in GPTQ and AWQ files.
@@ -92,10 +92,10 @@ class Quantisation:
     """
 
     method: str = ""
-    zero_offset: int = 0  # added to stored zero points
-    group_sizes: tuple[tuple[int, int], ...] = ()  # along rows and columns
-    required_roles: tuple[str, ...] = ("scales",)  # of tensors
-    is_interleaved: bool = True  # order of values in AWQ words
+    zero_offset: int = 0
+    group_sizes: tuple[tuple[int, int], ...] = ()
+    required_roles: tuple[str, ...] = ("scales",)
+    is_interleaved: bool = True
 
     @classmethod
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self:

@@ -185,7 +185,7 @@ class Layer:
     head_norms: Tensor | None
     output: Linear  # projection of the attention
     post_attention_norm: Tensor | None
-    gate_up: Linear  # both projections as one layer
+    gate_up: Linear
     down: Linear  # projection of the feed-forward part
 
 
