@@ -8,7 +8,7 @@ hosting/                host.py         the process: its entry point and its loo
                         local_clients.py
                                         validation of requests of programs outside the server
 front.py                the messages of clients and of the supervisor, for every kind of scheduler
-batching.py             the core of a model that has instances (no clock, no socket)
+batching.py             the core of a model that has instances (no socket)
 settings.py             the scheduling of a model version
 requests/               request.py      the state machine of a request, as a table; its client
                         queue.py        admission, order by priority, deadlines

@@ -4,7 +4,7 @@ A load passes through these modules:
 
     manager.py             receives the request, and executes what the lifecycle decides
     lifecycle.py           the state machine that executes the orders of each model in turn (pure)
-    orders.py              orders, the state of a model, and the steps of a load (pure)
+    orders.py              orders, the state of a model, and the steps of a load
     load_planner.py        reads folder and configuration, and completes the configuration
     repository.py          folders, versions and fingerprints on disk
     model_version.py       a version: a scheduler, and instances or an ensemble's steps

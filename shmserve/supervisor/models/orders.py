@@ -1,6 +1,6 @@
-"""Orders to load, unload and move models, states of models, and the steps of a load (pure).
+"""Orders to load, unload and move models, states of models, and the steps of a load.
 
-No step waits, reads files or starts processes.
+No step waits, reads files or starts processes. Some steps send messages to running versions.
 """
 
 from __future__ import annotations
