@@ -10,7 +10,7 @@ The files that an HTTP request passes through, in order:
     http/connection.py              handles the requests in the order of their arrival
     http/routing.py                 finds the route in routes.py, authorises, calls the handler;
                                     converts errors to responses
-    http/infer.py                   inference, and the queue of responses in many parts
+    http/infer.py                   inference; response_queue.py for responses in many parts
     context.py                      finds the model, or loads it on demand; stores the objects that
                                     all handlers share
     http/body.py                    reads the body and decodes it to a request
@@ -50,7 +50,7 @@ Other files:
     request_trace.py, tracer.py     traces of requests in the log and in the trace file; otel.py
                                     exports them to OpenTelemetry
     http/openai/, http/generate.py  OpenAI's API, and flat JSON requests; both read responses from
-                                    the `ResponseQueue` of http/infer.py
+                                    the `ResponseQueue` of http/response_queue.py
     http/dashboard.py               the page of the dashboard, and its feed of api/figures.py
     http/handlers.py, grpc/admin.py the HTTP and gRPC handlers of the operations in api/
 """

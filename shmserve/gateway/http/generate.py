@@ -21,7 +21,6 @@ import orjson
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway, GatewayModel, resolve_model
 from shmserve.gateway.http.body import read_json
-from shmserve.gateway.http.infer import ResponseQueue, streaming_response
 from shmserve.gateway.http.json.codec import (
     move_sequence_parameters,
     parameter_value,
@@ -40,6 +39,7 @@ from shmserve.gateway.http.messages import (
     encode_error_json,
 )
 from shmserve.gateway.http.openai.bodies import generates_text, packed_tensor, parse_prompts
+from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.inference import find_error, output_bytes, reload_model
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_member_count

@@ -20,7 +20,7 @@ messages between processes:
                                             Each prompt becomes an inference request, and the other
                                             members of the body its input `sampling_parameters`.
 
-    2. gateway/http/infer.py:ResponseQueue  submits the request by gateway/inference/inference.py
+    2. gateway/http/response_queue.py       submits the request by gateway/inference/inference.py
                                             (Submit), and then collects its responses
 
     3. scheduler/batching.py                queues the request
@@ -45,7 +45,7 @@ The way of a token from the worker's step to the client:
     10. scheduler/instances/results.py      relays the response by scheduler/requests/responses.py
                                             (Responded)
 
-    11. gateway/http/infer.py:ResponseQueue queues the response
+    11. gateway/http/response_queue.py      queues the response
 
     12. generation.py:_Generation           decodes the response; choices.py (/v1/responses:
                                             responses.py) formats the text as an event

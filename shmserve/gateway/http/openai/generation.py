@@ -17,7 +17,6 @@ import orjson
 
 from shmserve.errors import QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.messages import (
     SERVER_SENT_EVENTS,
     ChunkedResponse,
@@ -34,6 +33,7 @@ from shmserve.gateway.http.openai.choices import (
     Choices,
     Delta,
 )
+from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.ipc.tensors.inference import Inferred

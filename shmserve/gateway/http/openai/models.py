@@ -24,7 +24,6 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, clip
 from shmserve.gateway.context import Gateway, GatewayModel, needs_load, resolve_model
-from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.json.large_bodies import Packed, are_tokens, check_count
 from shmserve.gateway.http.messages import (
     JSON_HEADER,
@@ -50,6 +49,7 @@ from shmserve.gateway.http.openai.fields import (
     EMBEDDING_FIELDS,
     TOKENIZE_FIELDS,
 )
+from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.inference import find_error
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
