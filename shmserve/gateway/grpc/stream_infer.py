@@ -241,8 +241,8 @@ class _Stream:
         except ShmserveError as error:
             if self._ends_on_error:
                 raise
-            log_args = (infer_request.id, model.name)
-            return encode_stream_error(error.message, *log_args, is_final=is_final), inferred
+            ids = (infer_request.id, model.name)
+            return encode_stream_error(error.message, *ids, is_final=is_final), inferred
         return encode_streamed(response, is_final=is_final), inferred
 
     async def _write_ordered(self, byte_limit: int) -> None:
