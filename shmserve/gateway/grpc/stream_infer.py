@@ -72,7 +72,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall) -> None:
         ShmserveError: A request has failed, and the call ends on the first error.
         Unavailable: The client reads at less than `SLOWEST_RATE` for `body_timeout_s` seconds.
     """
-    stream = _Stream(inferences, call)
+    stream = _InferStream(inferences, call)
     # Until the call ends, it uses memory for an unread response and for incomplete requests.
     call.on_ended = lambda: stream.malloc_trim.schedule(stream.total_bytes)
     reader_task = asyncio.create_task(stream.read_requests())
@@ -89,7 +89,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall) -> None:
 
 
 @dataclass(eq=False)
-class _Stream:
+class _InferStream:
     """The state of one call; `total_bytes` counts the bytes of its requests and responses."""
 
     _inferences: Inferences
