@@ -578,16 +578,16 @@ def _check_weights(
         expected_shapes[_HEAD] = expected_shapes[_EMBEDDING]
         stored_tensors.setdefault(_EMBEDDING, stored_tensors[_HEAD])
     missing_names: list[str] = []
-    misfitting_names: list[str] = []
+    misfit_texts: list[str] = []
     for name, shape in expected_shapes.items():
         if "values" not in quantisation.parts(name, stored_tensors):
             missing_names.append(name)
         elif problem := quantisation.problem(name, shape, stored_tensors):
-            misfitting_names.append(problem)
+            misfit_texts.append(problem)
     if missing_names:
         problems.append(f"weights are missing: {_list_names(missing_names)}")
-    if misfitting_names:
-        problems.append(f"weights do not fit config.json: {_list_names(misfitting_names)}")
+    if misfit_texts:
+        problems.append(f"weights do not fit config.json: {_list_names(misfit_texts)}")
 
 
 def _warn_unused_weights(
