@@ -298,7 +298,7 @@ class Detokenizer:
         self._context_count = texts.count_complete(self._tokens)  # number of tokens
         self._context_text = self._decode(self._tokens[: self._context_count])
         # numbers of characters
-        self._emitted_length = self._held_length = self._replaced_length = 0
+        self._emitted_length = self._held_length = self._replaced_length = self._position = 0
 
     def position_of(self, token: int) -> int:
         """Return the index of the character in which the next token begins.
@@ -308,7 +308,10 @@ class Detokenizer:
         """
         delayed_space_count = bool(self._tokens) and self._ends_word(self._tokens[-1])
         replaced_length = 0 if self._begins_inside_character(token) else self._replaced_length
-        return self._emitted_length + self._held_length + delayed_space_count + replaced_length
+        length = self._emitted_length + self._held_length + delayed_space_count + replaced_length
+        # A token may continue the last of several incomplete characters.
+        self._position = max(self._position, length)
+        return self._position
 
     def add(self, token: int) -> str:
         """Append a token; return the text that is complete with it, or ""."""

@@ -104,7 +104,7 @@ def test_an_incomplete_character_has_a_position_of_its_own(
     tokenizer: Tokenizer, count: int
 ) -> None:
     texts = TokenTexts(tokenizer)
-    comma, (first, *_) = token(tokenizer, ","), tokenize(tokenizer, "😀")
+    comma, (first, second, *_) = token(tokenizer, ","), tokenize(tokenizer, "😀")
     tokens = [comma, first, comma, *[first] * count, comma]
     detokenizer, positions, pieces = Detokenizer(texts, True), [], []
     for token_id in tokens:
@@ -113,6 +113,11 @@ def test_an_incomplete_character_has_a_position_of_its_own(
     text = "".join([*pieces, detokenizer.flush()])
     expected_text = ",\ufffd," + "\ufffd" * count + ","
     assert (text, positions) == (expected_text, [*range(count + 4)])
+    detokenizer, positions = Detokenizer(texts, True), []
+    for token_id in (comma, *[first] * count, second):
+        positions.append(detokenizer.position_of(token_id))
+        detokenizer.add(token_id)
+    assert positions == [*range(count + 1), count]
 
 
 def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
