@@ -179,7 +179,7 @@ def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:
         flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
         paths = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
         results = {check.name: result for check, result in table.run_checks(config(*flags, *paths))}
-    assert not [name for name, result in results.items() if "cannot be inspected" in result.found]
+    assert not [name for name, result in results.items() if "the check failed" in result.found]
     assert results["packages"].state == results["HTTP parser"].state == OK
     assert str(fd_limits.hard_limit()) in results["open files"].found
     assert results["ports"].state == WRONG
@@ -194,7 +194,7 @@ def test_a_failing_check_is_reported() -> None:
 
     check = table.HostCheck("broken", gather, lambda _: ok(""))
     assert [verdict.found for _, verdict in table.run_checks(config(), [check])] == [
-        "cannot be inspected: no such file"
+        "the check failed: no such file"
     ]
 
 
