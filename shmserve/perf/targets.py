@@ -101,7 +101,7 @@ def prefix_errors(transport: AdminTransport) -> Iterator[None]:
     try:
         yield
     except TransportError as error:
-        raise TransportError(f"server {transport.address_text}: {error.message}") from None
+        raise TransportError(f"{transport.address_text}: {error.message}") from None
 
 
 def _metadata_transport(args: Namespace, address: Address | None) -> Any:

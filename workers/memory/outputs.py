@@ -110,8 +110,8 @@ class OutputMemory:
         free = self._arena.memory.byte_size - self._arena.used_bytes
         if lent_bytes + byte_size > free - byte_size:
             raise Unavailable(
-                f"server memory for tensors: {byte_size} bytes are needed, {free} are free; a client "
-                f"must leave at least as many free as it holds, and this one holds {lent_bytes}"
+                f"server memory for tensors: {byte_size} bytes are needed, and {free} are free; "
+                f"this client holds {lent_bytes}, and must leave as many free as it holds"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:
