@@ -122,8 +122,8 @@ def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) 
 def _environment(pid: int) -> bytes:
     """Return the environment of a process; it is empty in execve(2)."""
     for file in Path(f"/proc/{pid}/task").glob("*/environ"):
-        # A thread that has exited, as the first one may, has none.
-        with contextlib.suppress(ProcessLookupError):
+        # A thread that has exited, as the first one may, has no environment, or no folder.
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if environment := file.read_bytes():
                 return environment
     return b""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client import discovery, sync
-from shmserve.client.session import open_session
+from shmserve.client.session import check_number, open_session
 from shmserve.errors import (
     KINDS,
     Disconnected,
@@ -111,6 +111,7 @@ def serve(
             "a model called shmserve.serve() while the server imported its file; call it below "
             "`if __name__ == '__main__':`"
         )
+    check_number("timeout", timeout)
     is_single = isinstance(models, type | str | os.PathLike) or not isinstance(models, Iterable)
     served: list[Any] = [models] if is_single else list(models)  # type: ignore[arg-type]
     sources: Sources = {}
@@ -229,7 +230,8 @@ def _start_error(log: str, status: int | None, timeout: float) -> ShmserveError:
         return kind("\n".join(dict.fromkeys(match[2] for match in matches)))
     if status is None:
         return Unavailable(f"the server is not ready after {timeout} s:\n" + log[-2000:])
-    text = "\n".join(lines) or log.strip() or f"the server exited with status {status}"
+    printed = re.sub(r"(?m)^shmserve: ", "", log.strip())  # by a command that ended before its log
+    text = "\n".join(lines) or printed or f"the server exited with status {status}"
     return InvalidArgument(text)
 
 

@@ -35,7 +35,7 @@ class FreeList:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity - capacity % _ALIGNMENT
         # (offset, size) of each free hole, sorted by offset.
-        self._holes: list[tuple[int, int]] = [(0, self.capacity)]  # free (offset, size)
+        self._holes: list[tuple[int, int]] = [(0, self.capacity)]
         self._block_sizes: dict[int, int] = {}  # by offset
         self.used_bytes = 0
 

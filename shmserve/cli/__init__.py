@@ -165,7 +165,8 @@ def _run_with_server_flags(name: str, arguments: list[str]) -> int:
     _unblock_interrupts()
     add_flags(parser, name)
     args, server_flags = parser.parse_known_args(arguments)
-    return int(module.run(args, command_line.parse(server_flags)))
+    own_flags = [flag.replace("_", "-") for flag in vars(args)]
+    return int(module.run(args, command_line.parse(server_flags, name, own_flags)))
 
 
 def _has_help_flag(arguments: list[str]) -> bool:

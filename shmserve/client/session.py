@@ -138,6 +138,16 @@ def model_path(model: str, version: str = "", *subpath: str) -> str:
     return "/v2/models/" + "/".join(quote(part, safe="") for part in path_segments)
 
 
+def check_number(name: str, value: Any) -> None:
+    """Check that the argument `name` is a number.
+
+    Raises:
+        InvalidArgument: It has another type.
+    """
+    if not isinstance(value, Real):
+        raise InvalidArgument(f"{name} must be a number, got {value!r:.80}")
+
+
 def open_session(
     run_dir: str | os.PathLike[str] | None,
     memory_limit: int,
@@ -151,9 +161,8 @@ def open_session(
         Disconnected: There is no server, also after the timeout.
         Unavailable: The server still loads its models after the timeout.
     """
-    for name, number in (("memory_limit", memory_limit), ("timeout", timeout_s or 0)):
-        if not isinstance(number, Real):
-            raise InvalidArgument(f"{name} must be a number, got {number!r:.80}")
+    check_number("memory_limit", memory_limit)
+    check_number("timeout", timeout_s or 0)
     if timeout_s is None:
         return Session(run_dir, memory_limit, _DEFAULT_CONNECT_TIMEOUT_S, token)
     deadline = time.monotonic() + timeout_s

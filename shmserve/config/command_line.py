@@ -70,8 +70,13 @@ class Parsed(FlagValues):
         return f"{position}: {problem}" if position else problem
 
 
-def parse(arguments: Sequence[str]) -> Parsed:
+def parse(arguments: Sequence[str], verb: str = "serve", verb_flags: Sequence[str] = ()) -> Parsed:
     """Parse `arguments`, and the configuration file that they may name.
+
+    Args:
+        arguments: The words after the verb, without the verb's own flags.
+        verb: The verb that errors refer to.
+        verb_flags: The names of the verb's own flags, which errors may suggest.
 
     Raises:
         Problems: Each line names the flag, the value found and the values allowed.
@@ -97,7 +102,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
         name, equals, text = word.removeprefix("--").partition("=")
         flags = find_flags(name) if word.startswith("--") and name else []
         if len(flags) != 1:
-            collector.problems.append(_unknown_flag_error(word.partition("=")[0], flags))
+            problem = _unknown_flag_error(word.partition("=")[0], flags, verb, verb_flags)
+            collector.problems.append(problem)
             continue
         flag = flags[0]
         count_before = len(remaining_words)
@@ -132,11 +138,11 @@ def _check_text(word: str) -> None:
         raise InvalidArgument(f"{word.partition('=')[0]}: '{word}' is not UTF-8 text") from None
 
 
-def _unknown_flag_error(word: str, flags: list[Flag]) -> str:
+def _unknown_flag_error(word: str, flags: list[Flag], verb: str, verb_flags: Sequence[str]) -> str:
     if flags:
         return f"{word[:80]} is ambiguous: --{', --'.join(flag.name for flag in flags)}"
-    similar = nearest(word.lstrip("-"), FLAGS)
-    hint = f", did you mean --{similar}?" if similar else "; see shmserve serve --help"
+    similar = nearest(word.lstrip("-"), [*FLAGS, *verb_flags])
+    hint = f", did you mean --{similar}?" if similar else f"; see shmserve {verb} --help"
     return f"unknown flag {word[:80]}{hint}"
 
 

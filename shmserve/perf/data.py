@@ -141,10 +141,10 @@ class _TensorMaker:
     def shape(self, name: str, row_shape: Sequence[int] | None = None) -> tuple[int, ...]:
         """Return the shape of an input with its batch; `row_shape` overrides the model's."""
         tensor = self.tensor(name)
-        model_row = tensor.shape[1:] if self.model.supports_batching else tensor.shape
-        model_row = self.shapes.get(name, model_row) if row_shape is None else tuple(row_shape)
-        if -1 in model_row:
-            dims = ",".join(map(str, model_row))
+        row_dims = tensor.shape[1:] if self.model.supports_batching else tensor.shape
+        row_dims = self.shapes.get(name, row_dims) if row_shape is None else tuple(row_shape)
+        if -1 in row_dims:
+            dims = ",".join(map(str, row_dims))
             reason = self.model.config_error
             hint = (
                 f". The server sent no configuration of the model ({reason}): if the model has a "
@@ -155,7 +155,7 @@ class _TensorMaker:
                 f"Choose them with --shape {name}:{dims.replace('-1', 'N')}"
                 f"{hint if reason else ''}"
             )
-        shape = (self.options.batch, *model_row) if self.model.supports_batching else model_row
+        shape = (self.options.batch, *row_dims) if self.model.supports_batching else row_dims
         if element_count(shape) > _MAX_ELEMENTS:
             raise InvalidArgument(f"input '{name}': the shape {list(shape)} is too large")
         return shape

@@ -121,7 +121,7 @@ class PermanentProcesses(ABC):
 class Gateways(PermanentProcesses):
     """The gateways: "0", "1", ... for HTTP, "grpc", "grpc1", ... for gRPC.
 
-    `snapshot()` yields the messages that a new gateway receives.
+    `read_snapshot()` yields the messages that a new gateway receives.
     """
 
     role = "gateway"

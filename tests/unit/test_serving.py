@@ -237,6 +237,18 @@ def test_another_model_than_a_class_or_a_path_is_refused(models: object, message
         raise AssertionError("entered")
 
 
+@pytest.mark.parametrize("timeout", ["3", None])
+def test_the_timeout_must_be_a_number(timeout: Any, tmp_path: Path) -> None:
+    error = pytest.raises(InvalidArgument, match="timeout must be a number, got")
+    with error, shmserve.serve(tmp_path, timeout=timeout):
+        pass
+
+
+def test_the_error_of_a_flag_does_not_name_the_command() -> None:
+    error = serving._start_error("shmserve: --http-port: 'x'\nshmserve: --id: 'y'\n", 2, 1.0)
+    assert str(error) == "--http-port: 'x'\n--id: 'y'"
+
+
 def test_folders_of_the_same_name_are_refused(tmp_path: Path) -> None:
     folders = [tmp_path / name / "m" for name in ("a", "b")]
     for folder in folders:

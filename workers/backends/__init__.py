@@ -72,7 +72,7 @@ class Backend(ABC):
     """
 
     strict_outputs = True  # outputs must match the configuration
-    strict_shapes = True  # so must the shapes of outputs
+    strict_shapes = True  # the shapes of outputs must match, too
     device_inputs = False  # inputs in device memory are passed without a copy to the host
     checks_ready = False  # the model has a readiness check
     read_only_inputs = True  # arrays over shared memory are read-only

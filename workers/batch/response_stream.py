@@ -184,7 +184,7 @@ class OutputStream:
         self.request = request
         self._writer = writer
         self._open_request = open_request
-        self._has_sent = False  # whether a response was sent
+        self._has_sent = False
         self._is_closed = False
         self._traced_tensors = b""  # packed tensors of a traced request
         self._timed_out = False  # whether the client has read no response for too long

@@ -182,8 +182,8 @@ class BatchOutput(NamedTuple):
 
     name: str
     datatype: str
-    host_batch: Any  # in host memory
-    device_batch: torch.Tensor | None  # on the device
+    host_batch: Any
+    device_batch: torch.Tensor | None
 
     @property
     def shape(self) -> Shape:

@@ -101,9 +101,9 @@ class Scatterer:
 
     _signature: Signature
     _context: ModelContext
-    _must_match_config: bool  # outputs must match it
-    _strict_shapes: bool  # shapes must match, too
-    _expects_all: bool  # requested outputs must not be missing
+    _must_match_config: bool
+    _strict_shapes: bool
+    _expects_all: bool
 
     def __post_init__(self) -> None:
         self._supports_batching = self._signature.max_batch_size > 0

@@ -133,8 +133,8 @@ def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str 
         purpose = f"the {name} listener of shmserve@NAME, if it is enabled; a drop-in adds ports"
         listen = _listen_lines("", f"%i-{name}.sock", is_user)
         yield installation.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
-    slice_comment = "the resource limits of all servers together"
-    yield installation.units / UNITS[-1], slice_comment, _render("slice.conf")
+    slice_purpose = "the resource limits of all servers together"
+    yield installation.units / UNITS[-1], slice_purpose, _render("slice.conf")
     for service in SERVICES:
         folder = installation.units / f"{service}.d"
         for device in DEVICES:

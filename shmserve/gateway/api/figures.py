@@ -188,8 +188,8 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
 
 def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     """Return the mean time of each phase of a request in ms."""
-    executions = increases["success"] - increases["cache_hit"]  # number of requests
-    counts = {phase: increases["success"] if phase == "queue" else executions for phase in _PHASES}
+    executed = increases["success"] - increases["cache_hit"]  # number of requests
+    counts = {phase: increases["success"] if phase == "queue" else executed for phase in _PHASES}
     return {
         phase.removeprefix("compute_"): _four_digits(increases[f"{phase}_ns"] / count / 1e6)
         for phase, count in counts.items()

@@ -158,6 +158,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 self._tls.close()
                 transport.write(self._tls.outgoing())
                 self._tls = None
+            transport.resume_reading()  # unread bytes would reset the connection when it is closed
             transport.write_eof()
             self.loop.call_later(_LINGER_S, self.force_close)
 

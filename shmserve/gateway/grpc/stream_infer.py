@@ -72,7 +72,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall) -> None:
         ShmserveError: A request has failed, and the call ends on the first error.
         Unavailable: The client reads at less than `SLOWEST_RATE` for `body_timeout_s` seconds.
     """
-    stream = _Stream(inferences, call)
+    stream = _InferStream(inferences, call)
     # Until the call ends, it uses memory for an unread response and for incomplete requests.
     call.on_ended = lambda: stream.malloc_trim.schedule(stream.total_bytes)
     reader_task = asyncio.create_task(stream.read_requests())
@@ -89,7 +89,7 @@ async def stream_infer(inferences: Inferences, call: StreamingCall) -> None:
 
 
 @dataclass(eq=False)
-class _Stream:
+class _InferStream:
     """The state of one call; `total_bytes` counts the bytes of its requests and responses."""
 
     _inferences: Inferences
@@ -241,8 +241,8 @@ class _Stream:
         except ShmserveError as error:
             if self._ends_on_error:
                 raise
-            log_args = (infer_request.id, model.name)
-            return encode_stream_error(error.message, *log_args, is_final=is_final), inferred
+            ids = (infer_request.id, model.name)
+            return encode_stream_error(error.message, *ids, is_final=is_final), inferred
         return encode_streamed(response, is_final=is_final), inferred
 
     async def _write_ordered(self, byte_limit: int) -> None:

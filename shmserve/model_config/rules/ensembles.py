@@ -157,10 +157,10 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _unused_problems(
-    config: ModelConfig, noun: str, tensors: Sequence[ModelInput | ModelOutput], used_set: set[str]
+    config: ModelConfig, noun: str, specs: Sequence[ModelInput | ModelOutput], used_names: set[str]
 ) -> Iterator[Problem]:
-    for index, io in enumerate(tensors):
-        if io.name and io.name not in used_set:
+    for index, io in enumerate(specs):
+        if io.name and io.name not in used_names:
             text = f"ensemble {noun} '{io.name}' for ensemble {config.name}' is not used"
             yield Problem((noun, index, "name"), text, (_STEP_KEY,))
 

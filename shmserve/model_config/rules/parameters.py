@@ -173,9 +173,9 @@ def _group_problems(config: ModelConfig, maximum: int) -> Iterator[Problem]:
         yield Problem(("instance_group", 1), text, (_key(MAX_INSTANCES),))
         return
     for group in groups:
-        number = group.count * (len(group.gpus) if group.kind == ModelInstanceGroup.KIND_GPU else 1)
-        if number > maximum:
-            text = f"at most {maximum} instances are allowed {suffix}, found {number}"
+        count = group.count * (len(group.gpus) if group.kind == ModelInstanceGroup.KIND_GPU else 1)
+        if count > maximum:
+            text = f"at most {maximum} instances are allowed {suffix}, found {count}"
             yield Problem(("instance_group", 0, "count"), text, (_key(MAX_INSTANCES),))
 
 

@@ -209,7 +209,7 @@ class Generation(Generic[T]):
     arrived_ns: int
     prompt: array[int]
     max_tokens: int
-    samples: int = 1  # the number of samples
+    samples: int = 1
     priority: int = 0
     ignores_prefix_cache: bool = False
     allows_drafts: bool = True

@@ -29,7 +29,7 @@ _INITIAL_PRECISIONS = tuple(spread**-2 for spread in _INITIAL_DEVIATIONS)
 _PAIRS_UNIT = 1e5  # the unit of (query, key) pairs in the model of durations
 # Prompts are split at multiples of CHUNK, because other splits change the bits of the results.
 CHUNK = 16
-_AVERAGE_GAIN = 0.1  # gain of moving averages
+_AVERAGE_GAIN = 0.1
 _MAX_DURATION_RATIO = 4  # observed durations are capped at this multiple of the expected duration
 PROBE_STEPS = 50  # steps between two probes of a request's draft tokens
 _INITIAL_TOKENS = 2  # weight of the first guess of the acceptance, in observed tokens

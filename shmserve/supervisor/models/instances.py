@@ -154,7 +154,7 @@ class Instance:
     child: Child | None = None
     stacks_fd: int = -1
     inbox: asyncio.Queue[Any] = field(default_factory=create_inbox)
-    ready_at: float = 0.0  # the time at which it became ready
+    ready_at: float = 0.0  # on the monotonic clock
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
     crashes: int = 0  # crashes since the instance last executed a request
     failed_loads: int = 0  # consecutive failed loads

@@ -374,7 +374,7 @@ class ModelManager:
         self._context, self._planner = executor.context, executor.planner
         self._registry, self._lifecycle = executor.registry, executor.lifecycle
         self._wait_for, self.on_demand = executor.wait_for, executor.on_demand
-        self._scan_lock = asyncio.Lock()
+        self._scan_lock, self._alias_lock = asyncio.Lock(), asyncio.Lock()
 
     async def start(self) -> bool:
         """Load the models that the control mode selects, and publish the on-demand models.
@@ -481,7 +481,7 @@ class ModelManager:
         models = self._registry.models.values()
         unloaded = [model.name for model in models if model.on_demand and not model.serving]
         find = self._planner.aliases
-        async with self._scan_lock:
+        async with self._alias_lock:  # requests, which look up aliases, do not wait for a scan
             aliases_by_name = await asyncio.to_thread(lambda: {n: find(n) for n in unloaded})
         return {name: aliases for name, aliases in aliases_by_name.items() if aliases is not None}
 

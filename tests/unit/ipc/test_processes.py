@@ -12,6 +12,7 @@ import pytest
 
 from shmserve.ipc.processes import (
     LARGE_COPY,
+    _environment,
     kill_marked_descendants,
     kill_tree,
     with_mark,
@@ -119,3 +120,11 @@ ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
     until("the main thread has exited", lambda: ") Z " in stat.read_text())
     kill_marked_descendants(os.getpid(), tmp_path)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_the_environment_is_read_although_a_thread_exits_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = [Path("/proc/self/task/0/environ"), Path("/proc/self/environ")]
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(files))
+    assert _environment(os.getpid()) == files[1].read_bytes()

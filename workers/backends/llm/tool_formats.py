@@ -624,7 +624,8 @@ def _python_arguments(lark: Lark, tool: Tool) -> str:
     """Return a grammar expression for keyword arguments in Python, of which some are optional.
 
     The loop visits the parameters from the last to the first. `first_member` matches arguments for
-    the visited parameters at the beginning of the list, `further` after an earlier argument.
+    the visited parameters at the beginning of the list, and `further_members` after an earlier
+    argument.
     """
     first_member, further_members = '""', '""'
     for name, schema, required in reversed(_separate_parameters(tool, NAME.pattern)):

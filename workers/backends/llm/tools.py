@@ -353,7 +353,8 @@ class MessageFormats:
             )
         if output_format is None or not output_format.reasoning:
             return None
-        ends = {end, *(self._added_tokens.get(tag, end) for tag in output_format.family.markers)}
+        markers = output_format.family.markers if output_format.calls_end_reasoning else ()
+        ends = {end, *(self._added_tokens.get(tag, end) for tag in markers)}
         none, others = np.empty(0, np.int64), np.delete(np.arange(vocab_size), end)
 
         def forbidden_after(tokens: Sequence[int]) -> NDArray[np.int64]:

@@ -311,8 +311,8 @@ Respond = Callable[[Request, Any], Response]
 class GeneratorStreams:
     """The running iterators, each returned by `predict` for one request.
 
-    `respond(request, yielded)` returns the response for a yielded value, and `event_loop()` the
-    loop of asynchronous iterators.
+    `respond(request, yielded)` returns the response for a yielded value, and
+    `get_event_loop()` the loop of asynchronous iterators.
     """
 
     def __init__(

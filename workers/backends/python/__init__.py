@@ -84,10 +84,10 @@ class PythonBackend(Backend):
         Raises:
             Internal: The method did not return a `ModelConfig`.
         """
-        model_class = self._find_class(ModelSpec.of(config))
+        class_ = self._find_class(ModelSpec.of(config))
         completed = ModelConfig(json.dumps(config))
-        if hasattr(model_class, "auto_complete_config"):
-            completed = model_class.auto_complete_config(completed)
+        if hasattr(class_, "auto_complete_config"):
+            completed = class_.auto_complete_config(completed)
         if not isinstance(completed, ModelConfig):
             raise Internal(
                 f"auto_complete_config function in model '{self.context.model_name}' must return "

@@ -35,8 +35,9 @@ messages between processes:
 
 The way of a token from the worker's step to the client:
 
-    7. workers/backends/llm/engine.py       runs the step: model/ computes the logits, and
-                                            sampler.py selects the token (Stepped)
+    7. workers/backends/llm/engine.py       runs the step, which __init__.py of the same folder has
+                                            received: model/ computes the logits, and sampler.py
+                                            selects the token (Stepped: the scheduler's next plan)
 
     8. workers/backends/llm/texts.py        converts the token to text by token_texts.py
 

@@ -421,14 +421,14 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
 
 
 async def resolve_generative_model(
-    gateway: Gateway, body: dict[str, Any], *, default: str = ""
+    gateway: Gateway, body: dict[str, Any], *, default_model: str = ""
 ) -> GatewayModel:
     """Return the text-generating model that a body names, or the default.
 
     Raises:
         ShmserveError: As in `resolve_named_model`.
     """
-    model = await resolve_named_model(gateway, body, default_model=default)
+    model = await resolve_named_model(gateway, body, default_model=default_model)
     if not generates_text(model):
         raise NotFound(f"model '{model.name}' does not generate text")
     return model

@@ -215,7 +215,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /tokenize: respond with the tokens of a prompt or of a chat."""
     fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, ["prompt", "messages"])
     default = await _default_model(gateway, fields)
-    model = await bodies.resolve_generative_model(gateway, fields, default=default)
+    model = await bodies.resolve_generative_model(gateway, fields, default_model=default)
     is_chat = "messages" in fields
     with_texts = bodies.check_member(fields, "return_token_strs", bool, False)
     add_special_tokens = bodies.check_member(fields, "add_special_tokens", bool, not is_chat)
@@ -247,7 +247,7 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /detokenize: respond with the text of tokens."""
     fields = await bodies.read_fields(gateway, request, DETOKENIZE_FIELDS, ["tokens"])
     default = await _default_model(gateway, fields)
-    model = await bodies.resolve_generative_model(gateway, fields, default=default)
+    model = await bodies.resolve_generative_model(gateway, fields, default_model=default)
     tokens = bodies.check_member(fields, "tokens", list, None)
     if tokens == []:
         return json_response({"prompt": ""})

@@ -286,7 +286,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 
 
-_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")  # types
+_TEXT_PART_TYPES = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
 def _chat_content(content: Any, position: str) -> Any:
@@ -296,7 +296,7 @@ def _chat_content(content: Any, position: str) -> Any:
     texts: list[str] = []
     for part in content:
         part_type = part.get("type") if type(part) is dict else part
-        if part_type != "refusal" and part_type not in _TEXT_PARTS:
+        if part_type != "refusal" and part_type not in _TEXT_PART_TYPES:
             text = f"{position}: content of type {clip(repr(part_type))} is not a string"
             raise InvalidArgument(text)
         text = part.get("refusal" if part_type == "refusal" else "text")

@@ -322,6 +322,19 @@ async def test_a_drain_announces_the_end_at_once_and_calls_in_flight_finish() ->
         assert scene.transport.closed
 
 
+async def test_a_connection_that_ends_during_a_pause_is_read_on() -> None:
+    async with open_scene() as scene:
+        scene.call(1)
+        scene.connection.shut_down()
+        _, (_, _, _, payload) = scene.transport.frames()
+        scene.send(frame(PING, ACK, 0, payload))
+        scene.calls[0][1].finish(b"")
+        scene.send(frame(WINDOW, 0, 0, (1).to_bytes(4, "big")) * 100)
+        assert not (scene.transport.reading or scene.transport.ended)
+        await scene.clock.advance(0)
+        assert scene.transport.ended and scene.transport.reading
+
+
 async def test_a_drain_without_a_successor_refuses_calls_that_cross_its_goaway() -> None:
     async with open_scene() as scene:
         scene.call(1)

@@ -274,10 +274,18 @@ def test_the_doctor_command() -> None:
     assert names == [check.name for check in table.CHECKS]
 
 
-def test_wrong_flags_are_reported() -> None:
-    completed = run_command("doctor", "--http-prot=0")
+@pytest.mark.parametrize(
+    ("verb", "flag", "message"),
+    [
+        ("doctor", "--http-prot=0", "unknown flag --http-prot, did you mean --http-port?"),
+        ("check", "--inptu=x=1", "unknown flag --inptu, did you mean --input?"),
+        ("check", "--zzz", "unknown flag --zzz; see shmserve check --help"),
+    ],
+)
+def test_wrong_flags_are_reported(verb: str, flag: str, message: str) -> None:
+    completed = run_command(verb, flag)
     assert completed.returncode == 2
-    assert completed.stderr == "shmserve: unknown flag --http-prot, did you mean --http-port?\n"
+    assert completed.stderr == f"shmserve: {message}\n"
 
 
 def test_a_program_holds_a_port() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +139,39 @@ async def test_hanging_loads_are_left(monkeypatch: pytest.MonkeyPatch, is_report
     with pytest.raises(InvalidArgument, match="failed to load 'm', no version is available"):
         await load
     assert not any(child.alive for child in processes.children)
+    await processes.end()
+
+
+class HangingRepository(Repository):
+    """A repository whose scans hang until `released` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scan_count = 0
+        self.released = threading.Event()
+
+    def scan(self) -> dict[str, ModelFolder]:
+        self.scan_count += 1
+        self.released.wait(60)
+        return super().scan()
+
+    def aliases(self, name: str) -> list[str]:
+        return [f"alias of {name}"]
+
+
+async def test_a_scan_that_hangs_blocks_one_thread_and_no_request_by_an_alias() -> None:
+    processes, repository = Processes(), HangingRepository()
+    manager = models(processes, repository)
+    manager.offer_on_demand("m")
+    listings = [asyncio.ensure_future(manager.index(ready_only=False)) for _ in range(3)]
+    try:
+        await until_async(lambda: repository.scan_count)
+        async with asyncio.timeout(10):
+            assert await manager.list_generative_aliases() == {"m": ["alias of m"]}
+        assert repository.scan_count == 1
+    finally:
+        repository.released.set()
+    assert [len(rows) for rows in await asyncio.gather(*listings)] == [1, 1, 1]
     await processes.end()
 
 

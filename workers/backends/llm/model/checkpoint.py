@@ -337,6 +337,10 @@ def _read_tokenizer(
         elif kind == "LlamaTokenizer" and _is_byte_level(tokenizer):
             pass  # transformers uses such a tokenizer.json unchanged
         elif kind in _SPECIAL_TOKENS:
+            if settings.get("added_tokens_decoder"):  # replaces the tokens of tokenizer.json, too
+                post_processor = tokenizer.post_processor
+                tokenizer = Tokenizer(tokenizer.model)
+                tokenizer.post_processor = post_processor
             _replace_parts(tokenizer, settings, kind)
         _add_tokens(tokenizer, settings, added_tokens, listed_tokens, kind)
         if settings.get("fix_mistral_regex") and config.get("model_type") == "mistral":
@@ -428,6 +432,8 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
             splits = [pre_tokenizers.Digits(individual_digits=True)]
         if kind != "GPT2Tokenizer":
             tokenizer.normalizer = normalizers.NFC()
+        if kind == "GPTNeoXTokenizer":
+            tokenizer.post_processor = processors.TemplateProcessing("$A", "$A $B:1", [])
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
         tokenizer.decoder = decoders.ByteLevel()
         return
@@ -572,16 +578,16 @@ def _check_weights(
         expected_shapes[_HEAD] = expected_shapes[_EMBEDDING]
         stored_tensors.setdefault(_EMBEDDING, stored_tensors[_HEAD])
     missing_names: list[str] = []
-    misfitting_names: list[str] = []
+    misfit_texts: list[str] = []
     for name, shape in expected_shapes.items():
         if "values" not in quantisation.parts(name, stored_tensors):
             missing_names.append(name)
         elif problem := quantisation.problem(name, shape, stored_tensors):
-            misfitting_names.append(problem)
+            misfit_texts.append(problem)
     if missing_names:
         problems.append(f"weights are missing: {_list_names(missing_names)}")
-    if misfitting_names:
-        problems.append(f"weights do not fit config.json: {_list_names(misfitting_names)}")
+    if misfit_texts:
+        problems.append(f"weights do not fit config.json: {_list_names(misfit_texts)}")
 
 
 def _warn_unused_weights(

@@ -408,7 +408,9 @@ def test_a_message_may_be_continued_inside_of_its_reasoning(reasoning: str) -> N
 def test_the_closing_tag_follows_the_budget_of_reasoning(is_opened: bool) -> None:
     model_tokenizer = tokenizer("<tool_call>", "<think>", "</tool_call>", "</think>")
     formats = tools.MessageFormats("hermes", "qwen3", model_tokenizer)
-    formatted = formats.make_format(None, "<think>" if is_opened else "hi")
+    prompt = "<think>" if is_opened else "hi"
+    request = tools.take_tools({"tools": GIVEN_TOOLS})
+    formatted = formats.make_format(request, prompt)
     size = model_tokenizer.get_vocab_size()
     forbidden_after = formats.limit_reasoning(formatted, 2, size)
     assert forbidden_after is not None
@@ -420,6 +422,10 @@ def test_the_closing_tag_follows_the_budget_of_reasoning(is_opened: bool) -> Non
     assert set(forbidden_after([*opening, 1, 2])) == {*range(size)} - {end}
     if not is_opened:
         assert not forbidden_after([1, 2, 3]).size  # the message has no reasoning
+    # Without tools, the opening tag of a call is a part of the reasoning.
+    forbidden_after = formats.limit_reasoning(formats.make_format(None, prompt), 2, size)
+    assert forbidden_after is not None
+    assert forbidden_after([*opening, call, 2, 3]).size == size - 1
 
 
 def test_a_budget_of_reasoning_requires_tags_that_are_tokens() -> None:
