@@ -263,6 +263,13 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
 
 
+def test_a_completion_has_the_limit_of_chats_by_its_own_name() -> None:
+    body = {"model": "m", "prompt": "x", "max_tokens": 7, "max_completion_tokens": 5}
+    parameters = asyncio.run(bodies.parse_completion(text_gateway(), body)).parameters
+    assert parameters["max_completion_tokens"] == 5
+    assert "max_tokens" not in parameters
+
+
 def test_the_name_of_an_adapter_stands_for_its_model_with_the_adapter() -> None:
     for parse, prompt in ((bodies.parse_completion, {"prompt": "x"}), (bodies.parse_chat, CHAT)):
         parsed = asyncio.run(parse(text_gateway(), {"model": "french", **prompt}))

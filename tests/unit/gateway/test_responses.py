@@ -52,6 +52,7 @@ def test_a_text_is_a_message_of_the_user() -> None:
         "messages": [{"role": "system", "content": "x"}, user_message],
         "max_completion_tokens": 5,
     }
+    assert convert_chat(input="")["messages"] == [{"role": "user", "content": ""}]
 
 
 @pytest.mark.parametrize("instructions", [None, "x"])

@@ -362,7 +362,7 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
     prompts = [prompt_input(value)] if is_single else await _prompt_inputs(model, value)
     echo = check_member(fields, "echo", bool, False)
     if "max_completion_tokens" in fields:  # the field of chats
-        fields["max_tokens"] = fields.pop("max_completion_tokens")
+        fields.pop("max_tokens", None)
     return _text_request(gateway, model, prompts, {**fields, "echo": echo})
 
 

@@ -111,7 +111,7 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
             raise InvalidArgument(f"reasoning.{name}: {text}")
     chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
     chat["messages"] = _chat_messages(body)
-    if _is_unfinished(body["input"][-1]):
+    if _is_unfinished(body["input"] and body["input"][-1]):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     tools = list(_chat_tools(body).values())
     chat["tools"] = tools or None

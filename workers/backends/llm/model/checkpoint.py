@@ -45,6 +45,9 @@ _IGNORED_DEFAULTS = (
     "min_length min_new_tokens no_repeat_ngram_size num_beams num_return_sequences penalty_alpha "
     "sequence_bias stop_strings suppress_tokens token_healing top_h typical_p watermarking_config"
 )
+_NEUTRAL_AT_ONE = (
+    "encoder_repetition_penalty guidance_scale num_beams num_return_sequences top_h typical_p"
+)
 _GPT2_TOKENS = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
 _SENTENCEPIECE_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 # The supported classes of transformers that replace parts of tokenizer.json, with their special
@@ -616,7 +619,8 @@ def _list_names(names: list[str]) -> str:
 def _warn_ineffective(defaults: dict[str, Any], file: str) -> None:
     """Warn of defaults of requests that only transformers supports."""
     for name in _IGNORED_DEFAULTS.split():
-        if defaults.get(name) not in (None, 0, 1, [], {}, False):
+        neutral_number = 1 if name in _NEUTRAL_AT_ONE.split() else -1 if name.endswith("_id") else 0
+        if defaults.get(name) not in (None, neutral_number, [], {}):
             logger.warning("%s: %s has no effect, as in vLLM", file, name)
 
 

@@ -288,14 +288,16 @@ def test_settings_of_no_effect_are_logged(tmp_path: Path, caplog: pytest.LogCapt
     path = write_folder(tmp_path / "m")
     (path / "adapter_config.json").write_text("{}")
     ignored = {
+        "forced_bos_token_id": 0,
         "max_length": 20,
-        "min_new_tokens": 2,
-        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 1,
+        "no_repeat_ngram_size": 1,
         "num_return_sequences": 2,
         "stop_strings": ["sea"],
         "suppress_tokens": [7],
+        "token_healing": True,
     }
-    edit(path, "generation_config.json", num_beams=1, top_k=5, **ignored)
+    edit(path, "generation_config.json", num_beams=1, min_length=0, top_k=5, **ignored)
     edit(path, "config.json", rope_parameters={"rope_type": "default", "attn_factor": 1.2})
     unused = {"model.layers.0.mlp.up_proj.bias": torch.ones(1), "score.weight": torch.ones(1)}
     save_weights(path, weights(config()) | unused)
