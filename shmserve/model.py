@@ -96,7 +96,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """The metadata of a tensor annotation, which `FP32[Tensor, 1, 8, 8]` and the like create.
+    """The datatype and shape of a tensor annotation such as `FP32[Tensor, 1, 8, 8]`.
 
     Attributes:
         datatype: The datatype of the protocol: "FP32", "BYTES" and so on.
@@ -206,21 +206,21 @@ class Context:
     lease: Callable[[int], Lease] = field(default=_no_workspace, repr=False, compare=False)
 
     def workspace(self, byte_size: int) -> Lease:
-        """Lease memory of the device's shared workspace in `predict`, as a torch tensor of uint8.
+        """Lease memory in `predict`, from a pool that the models on a device share.
 
             with self.context.workspace(1 << 30) as buffer:
                 ...
 
-        The block waits until the pool has enough free memory. The buffer is not initialised, and
-        must not be used after the block. Lease all memory of an execution at once, and call no
-        other model meanwhile. In a coroutine use `async with`: other requests of the model continue
-        while it waits.
+        The block waits until the pool (`--workspace-byte-size`) has enough free memory. The buffer
+        is not initialised, and must not be used after the block. Lease all memory of an execution
+        at once, and call no other model meanwhile. In a coroutine use `async with`: other requests
+        of the model continue while it waits.
 
         Args:
             byte_size: The size in bytes.
 
         Returns:
-            A context manager that gives the buffer, a tensor of shape [byte_size].
+            A context manager that gives the buffer, a torch tensor of uint8, [byte_size].
 
         Raises:
             RuntimeError: No server runs the model.

@@ -65,7 +65,7 @@ class LocalServer(sync.Server):
         url: The URL of the server's HTTP listener.
         run_dir: The server's run directory, for `shmserve.client.connect` in other processes.
         log: The path of the server's log.
-        sources: The user's file for each generated file that the server reads.
+        sources: The original file of each file that `serve` has generated from it, by path.
     """
 
     url: str
@@ -103,7 +103,7 @@ def serve(
     Raises:
         InvalidArgument: An argument is invalid, or the source of a class cannot be found.
         ShmserveError: The error of a model that could not be loaded.
-        Internal: The block raises this error of a model. Its note has the model's traceback.
+        Internal: The block did not handle this error of a model; its note has the traceback.
         Unavailable: The server did not become ready in time.
     """
     if os.environ.get(_IN_SERVER_VARIABLE):

@@ -480,7 +480,7 @@ class InstanceLink:
             case ReleaseOutputs() | ReaderExited():
                 self._on_released(message)
             case _:
-                logger.warning("unexpected %s from the scheduler", type(message).__name__)
+                logger.warning("unexpected %s message from the scheduler", type(message).__name__)
 
     def _disconnect(self) -> None:
         """Cancel all requests of a scheduler that has disconnected."""

@@ -159,7 +159,7 @@ class _Worker:
                     case Attach() | MemoryDropped() | ProcessExited():
                         pass  # nothing is attached or mapped yet
                     case message:
-                        logger.warning("unexpected %s from the supervisor", type(message).__name__)
+                        logger.warning("unexpected message before load: %s", type(message).__name__)
 
     def _complete_config(self, config: ModelSpec) -> ConfigCompleted:
         return ConfigCompleted(self._make_backend(config).complete_config(config.source))
@@ -373,7 +373,7 @@ class WorkerInstance:
             case BaseException():
                 raise message  # a thread of the model has detected the loss of the device
             case _:
-                logger.warning("unexpected %s from the supervisor", type(message).__name__)
+                logger.warning("unexpected %s message from the supervisor", type(message).__name__)
 
     def _handle_released(self, message: ReleaseOutputs | ReaderExited) -> None:
         match message:

@@ -46,7 +46,7 @@ class FreeList:
             InvalidArgument: The size is negative.
         """
         if byte_size < 0:
-            raise InvalidArgument(f"byte_size: a block cannot have {byte_size} bytes (at least 0)")
+            raise InvalidArgument(f"byte_size of a block: must be at least 0, got {byte_size}")
         size = (byte_size + _ALIGNMENT - 1) & -_ALIGNMENT or _ALIGNMENT
         if size > self.capacity - self.used_bytes:
             return None

@@ -206,7 +206,7 @@ class Driver(Cuda, CudaExporter):
         """
         status, *values = getattr(self._driver, name)(*arguments)
         if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise CudaError(f"{name} failed with {status!r}")
+            raise CudaError(f"CUDA call {name} failed with {status!r}")
         return values[0] if len(values) == 1 else values
 
 

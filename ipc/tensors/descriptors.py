@@ -196,7 +196,7 @@ def unpack_memory(packed: bytes) -> Memory:
     except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
         raise MalformedMessage(f"malformed memory descriptor: {error}") from error
     if any(type(number) is not int for number in numbers):
-        raise MalformedMessage(f"a memory descriptor has numbers that are not integers: {numbers}")
+        raise MalformedMessage(f"memory descriptor: its numbers must be integers, got {numbers}")
     return memory
 
 

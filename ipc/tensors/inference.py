@@ -153,7 +153,7 @@ class RequestSchema:
         except MalformedMessage:
             raise
         except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
-            raise MalformedMessage(f"not a request's schema: {error}") from error
+            raise MalformedMessage(f"invalid schema of a request: {error}") from error
         self.data_count = len(self.inputs) + sum(output.has_range for output in self.outputs)
 
     def inference(self, data: Sequence[Any]) -> Inference:

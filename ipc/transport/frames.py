@@ -363,7 +363,7 @@ def unpack(frame: bytes, max_array_len: int = -1) -> list[Any]:
     try:
         items = msgpack.unpackb(frame, max_array_len=max_array_len)
     except Exception as error:  # msgpack raises many exception types
-        raise MalformedMessage(f"not MessagePack: {error}") from error
+        raise MalformedMessage(f"a frame is not MessagePack: {error}") from error
     finally:
         if pauses_gc:
             gc.enable()

@@ -223,7 +223,7 @@ class Router:
             except MalformedMessage as error:
                 connection.malformed_messages += 1
                 if self._count_malformed():
-                    logger.warning("%s: dropped a malformed frame: %s", self.endpoint, error)
+                    logger.warning("dropped a malformed frame at %s: %s", self.endpoint, error)
         if decoder.dropped_messages:
             connection.malformed_messages += decoder.dropped_messages
             self.malformed_messages += decoder.dropped_messages

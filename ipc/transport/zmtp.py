@@ -364,7 +364,7 @@ class Dealer:
                 messages += unpack(frame)
             except MalformedMessage as error:
                 self.malformed_messages += 1
-                logger.warning("%s: dropped a malformed frame: %s", self.endpoint, error)
+                logger.warning("dropped a malformed frame from %s: %s", self.endpoint, error)
         if frames is None or connection.decoder.violation:
             self._disconnect(connection)
         elif connection.decoder.dropped_messages:

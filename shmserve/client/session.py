@@ -449,7 +449,7 @@ class Session:
             self._connection.call(lambda _: close())
         except Disconnected:
             close()
-        warnings.warn("a client was not closed", ResourceWarning, stacklevel=3)
+        warnings.warn("a client was not closed; call its close()", ResourceWarning, stacklevel=3)
 
     @property
     def is_inherited(self) -> bool:

@@ -75,7 +75,7 @@ def _decode_value(kind: str, row: list[Any]) -> Series:
     _, state, buckets = row
     size = {"COUNTER": 1, "GAUGE": 3, "HISTOGRAM": len(buckets) + 2}[kind]
     if len(state) != size or not all(type(n) in (int, float) for n in (*state, *buckets)):
-        raise ValueError(f"a {kind} has {size} numbers, and buckets of numbers; found {row!r:.200}")
+        raise ValueError(f"a {kind} must have {size} values and numeric bounds, got {row!r:.200}")
     return Series(tuple(state), tuple(buckets))
 
 

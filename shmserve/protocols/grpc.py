@@ -90,8 +90,8 @@ class GrpcTransport:
             raise TransportError(NOT_READY)
         fields = {"name": model, "version": version}
         if model and not self._call("ModelReady", QUERY_TIMEOUT_S, **fields).ready:
-            subject = f"model '{model}' version {version}" if version else f"model '{model}'"
-            raise TransportError(f"{subject} is not ready")
+            version_text = f" version {version}" if version else ""
+            raise TransportError(f"model '{model}'{version_text} is not ready")
 
     def models(self) -> list[dict[str, Any]]:
         """Call RepositoryIndex."""

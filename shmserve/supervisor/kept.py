@@ -100,7 +100,7 @@ class PermanentProcesses(ABC):
             # asyncio would warn of an exception that nothing reads.
             process.connected.exception()
         else:
-            logger.error("%s ended (%s); restarting it", child.title, child.reason)
+            logger.error("process %s ended (%s); the server restarts it", child.title, child.reason)
             self._context.background(self._restart(process))
 
     async def _restart(self, process: PermanentProcess) -> None:
@@ -110,7 +110,7 @@ class PermanentProcesses(ABC):
         try:
             await self._start(process)
         except (ShmserveError, OSError) as error:  # an OSError if no descriptor or memory is free
-            logger.error("%s %s could not be started: %s", self.role, process.name, error)
+            logger.error("process %s %s could not be started: %s", self.role, process.name, error)
             self._context.background(self._restart(process))
 
     def retire(self) -> None:

@@ -84,9 +84,9 @@ class RepositoryPoller:
         except LoggedFailure:
             pass
         except ShmserveError as error:
-            logger.error("model %s: %s", name, error.message)
+            logger.error("model %s could not be updated: %s", name, error.message)
         except Exception:
-            logger.exception("model %s: loading failed", name)
+            logger.exception("model %s could not be updated", name)
         finally:
             self._in_progress.discard((name, is_present))
 
@@ -170,7 +170,7 @@ class Reload:
             config = await asyncio.to_thread(self._read_config)
         except ShmserveError as error:
             for problem in getattr(error, "problems", [error.message]):
-                logger.error("nothing is reloaded: %s", problem)
+                logger.error("configuration not reloaded: %s", problem)
             return
         self._adopt(config)
         if config.model_control_mode == "explicit":

@@ -219,13 +219,13 @@ class Supervisor:
         if metrics.startswith("http"):
             logger.info("dashboard: %s/", metrics)
         if http.startswith("http"):
-            logger.info("API: %s/docs", http)
+            logger.info("API documentation: %s/docs", http)
         ready_models = [
             version.config for version in self.registry.live_versions if version.has_loaded
         ]
         needs_token = bool(self.context.config.tokens)
         if http and (command := example_command(ready_models, http, needs_token=needs_token)):
-            logger.info("try: %s", command)
+            logger.info("example request: %s", command)
 
     async def _load(self) -> bool:
         # The holders start first, because models may lease workspaces in their warm-up.

@@ -114,7 +114,7 @@ def test_a_model_that_crashes_every_time_becomes_unavailable(tmp_path: Path, mod
             assert rows["bad"]["state"] == "UNAVAILABLE"
             reason = "its process ended 10 times in a row (signal 6), and it executed no request"
             assert reason in rows["bad"]["reason"]
-            assert f"instance 'bad_0_0' is not restarted: {reason}" in server.log()
+            assert f"instance 'bad_0_0' is not restarted any more: {reason}" in server.log()
             assert http.get("/v2/models/bad/ready").status == 400
             code.write_text(good_code)
             if mode == "explicit":

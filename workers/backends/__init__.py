@@ -190,7 +190,7 @@ class Backend(ABC):
         return True
 
     def unload(self) -> None:  # noqa: B027 - most have nothing to do
-        """Release the model's resources at the end of the instance."""
+        """Release the model's resources, before the instance's process exits."""
 
 
 # The texts of boolean parameters that Triton accepts.
@@ -198,7 +198,7 @@ _BOOLEANS = {"0": False, "1": True, "false": False, "true": True, "off": False, 
 
 
 def parse_boolean(parameters: Mapping[str, str], key: str, default: bool) -> bool:
-    """Return a boolean parameter of a configuration; raise InvalidArgument for another text."""
+    """Return a boolean parameter of a configuration; raise InvalidArgument if it is none."""
     value = parameters.get(key)
     if value is None:
         return default

@@ -245,7 +245,7 @@ class OfflineModel:
 
     def _check(self, call: str, error: int) -> None:
         if error:
-            raise AclError(f"{call} failed with error {error}")
+            raise AclError(f"pyACL call {call} failed with error {error}")
 
     def _defer_release(
         self, stack: contextlib.ExitStack, call: str, release: Callable[..., int], *args: Any
@@ -253,7 +253,7 @@ class OfflineModel:
         def release_and_log() -> None:
             error = release(*args)
             if error:  # continue despite the error, to release the remaining resources
-                logger.warning("%s failed with error %d", call, error)
+                logger.warning("pyACL call %s failed with error %d", call, error)
 
         stack.callback(release_and_log)
 

@@ -254,7 +254,7 @@ class Executor:
             is_too_large = len(requests) > 1 and is_out_of_memory(error)
             if is_too_large:
                 logger.warning(
-                    "model '%s': a batch of %d requests exceeds the memory (%r); it is divided",
+                    "model '%s': a batch of %d requests exceeds the memory (%r) and is split",
                     self._context.model_name,
                     len(requests),
                     error,

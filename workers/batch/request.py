@@ -318,7 +318,7 @@ class Unpacker:
         properties, data = self._properties_by_schema[work.schema], work.data
         if len(data) != properties.schema.data_count:
             raise MalformedMessage(
-                f"the schema needs {properties.schema.data_count} data, got {len(data)}"
+                f"expected {properties.schema.data_count} data entries, got {len(data)}"
             )
         inputs: dict[str, Input] = {}
         model = self._signature.name

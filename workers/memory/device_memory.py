@@ -241,7 +241,7 @@ class DeviceMemory:
                 self._cuda = self._create_driver()
             self._cuda.pin(address, view.nbytes, device)
         except (CudaError, Unavailable) as error:
-            logger.warning("a region of %d bytes is used unpinned: %s", view.nbytes, error)
+            logger.warning("a region of %d bytes could not be pinned: %s", view.nbytes, error)
             return _no_unpin
         return partial(self._unpin, self._cuda, address, device)
 

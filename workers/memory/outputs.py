@@ -111,7 +111,7 @@ class OutputMemory:
         if lent_bytes + byte_size > free - byte_size:
             raise Unavailable(
                 f"server memory for tensors: {byte_size} bytes are needed, and {free} are free; "
-                f"this client holds {lent_bytes} bytes, and may hold no more than remain free"
+                f"this client holds {lent_bytes}, and must leave as many free as it holds"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:

@@ -76,7 +76,7 @@ class MemoryPlan:
         for bucket in self.buckets:
             if rows <= bucket:
                 return bucket
-        raise ValueError(f"{rows} rows are more than the {self.rows} of the largest bucket")
+        raise ValueError(f"a batch of {rows} rows exceeds the largest bucket, {self.rows} rows")
 
     def byte_size(self, rows: int) -> tuple[int, int]:
         """Return the bytes of the inputs and of the outputs of a batch of `rows` rows."""

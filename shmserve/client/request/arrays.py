@@ -139,7 +139,7 @@ def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
         converted = np.asarray(exact_values, dtype_of(expected_datatype))
     if converted.dtype.kind != "f" and not np.array_equal(converted, array):
         wrong = array[np.asarray(converted != array)].flat[0]
-        raise ValueError(f"{wrong} cannot be represented in {expected_datatype}")
+        raise ValueError(f"the element {wrong} cannot be represented in {expected_datatype}")
     return converted, ""
 
 

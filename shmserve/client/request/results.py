@@ -48,7 +48,7 @@ class Result(Mapping[str, Any]):
         try:
             return self._outputs[name]
         except KeyError:
-            raise KeyError(f"no output {name!r} in {[*self._outputs]}") from None
+            raise KeyError(f"the result has no output {name!r}, only {[*self._outputs]}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._outputs)

@@ -247,7 +247,7 @@ def answer_reflection(request: ServerReflectionRequest) -> ServerReflectionRespo
                 response.all_extension_numbers_response.base_type_name = symbol
             case "file_containing_extension":
                 number = request.file_containing_extension.extension_number
-                raise KeyError(f"extension {number} does not exist")
+                raise KeyError(f"no protobuf extension has the number {number}")
             case _:
                 _set_error(response, StatusCode.INVALID_ARGUMENT, "message_request is not set")
     except KeyError as error:

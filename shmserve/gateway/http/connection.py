@@ -200,7 +200,7 @@ class HttpConnection(Incoming):
             self._is_handling = True
             return message
         if isinstance(message, HttpProcessingError):
-            logger.debug("malformed request: %s", message)
+            logger.debug("malformed HTTP request: %s", message)
             problem = InvalidArgument(f"malformed HTTP request: {_describe_error(message)}")
             self._refuse(problem, self._head or b"")
             return None

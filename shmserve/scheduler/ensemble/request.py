@@ -166,7 +166,7 @@ class EnsembleRequest:
         try:
             self.state = TRANSITIONS[previous_state][event]
         except KeyError:
-            raise IllegalEvent(f"{event.name} in state {previous_state.name}") from None
+            raise IllegalEvent(f"event {event.name} in state {previous_state.name}") from None
         return previous_state
 
 

@@ -434,7 +434,7 @@ class Engine(Generic[T]):
         results_by_number = {result.sequence: result for result in message.results}
         sampled = {number for number, (_, row) in running_step.rows.items() if row.samples_next}
         if results_by_number.keys() != sampled - {*message.skipped}:
-            raise ValueError("the results are for other sequences than the rows of the step")
+            raise ValueError("the sequences of the results differ from those of the step")
         self.running_step = None
         running_step.observe(message, self.times, self.counts)
         for number in running_step.rows.keys() & message.skipped:
@@ -463,7 +463,7 @@ class Engine(Generic[T]):
     def _add_tokens(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
         tokens = result.tokens
         if not 1 <= len(tokens) <= row.draft_count + 1:
-            raise ValueError(f"expected 1 to {row.draft_count + 1} tokens, got {len(tokens)}")
+            raise ValueError(f"a row has 1 to {row.draft_count + 1} new tokens, got {len(tokens)}")
         sequence.tokens.extend(tokens)
         sequence.computed_tokens += len(tokens) - 1
         self._register_blocks(sequence)

@@ -126,7 +126,7 @@ class Slot:
         try:
             self.state = TRANSITIONS[self.state][event]
         except KeyError:
-            raise IllegalEvent(f"{event} in state {self.state}") from None
+            raise IllegalEvent(f"event {event} in state {self.state}") from None
 
 
 class LostWork(NamedTuple):

@@ -260,4 +260,4 @@ class ScheduledRequest:
         try:
             self.state = TRANSITIONS[self.state][event]
         except KeyError:
-            raise IllegalEvent(f"{event.name} in state {self.state.name}") from None
+            raise IllegalEvent(f"event {event.name} in state {self.state.name}") from None

@@ -75,7 +75,7 @@ def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
         return ok(f"{facts.path}, in use by a server (pid {facts.server_pid})")
     if facts.free_bytes < _MIN_FREE_BYTES:
         finding = f"{facts.path}: only {megabytes(facts.free_bytes)} are free"
-        return warning(finding, "free space there, or choose another --run-dir")
+        return warning(finding, "free space on this disk, or choose another --run-dir")
     return ok(str(facts.path))
 
 
@@ -148,10 +148,10 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
     """
     for path, folders, is_world_writable in sorted(repositories, key=itemgetter(1)):
         if folders < 0:
-            return wrong(f"{path} cannot be read", f"chmod -R u=rX {shlex.quote(path)}")
+            return wrong(f"{path} cannot be read", f"run chmod -R u=rX {shlex.quote(path)}")
         if is_world_writable:
             text = f"every user can write to {path}, and the code of its models runs as this user"
-            return warning(text, f"chmod o-w {shlex.quote(path)}")
+            return warning(text, f"run chmod o-w {shlex.quote(path)}")
         if not folders:
             return warning(f"{path} contains no model", "add a folder for each model")
     summary = ", ".join(f"{path}: {folders} folders" for path, folders, _ in repositories)
@@ -253,7 +253,8 @@ def _judge_peer_shm(different_kinds: set[str]) -> Verdict:
 def _judge_peer_user(server: ServerFacts, peer: PeerFacts, different_kinds: set[str]) -> Verdict:
     if "user" in different_kinds:
         return warning(
-            "the client has another user namespace, so its uids differ", "docker run --userns=host"
+            "the client's user namespace differs from the server's, so the server sees other uids",
+            "use docker run --userns=host",
         )
     if peer.uid == server.process.uid:
         return ok(f"uid {peer.uid}, same as the server's")
@@ -280,8 +281,8 @@ def _judge_peer_network(different_kinds: set[str]) -> Verdict:
         return ok("same as the server's: 127.0.0.1 reaches it")
     fix = "use docker run --network=host, or --http-unix-socket and --grpc-unix-socket"
     return warning(
-        "different network namespace: 127.0.0.1 does not reach the server, and other "
-        "addresses do not accept shared memory",
+        "the client's network namespace differs from the server's: 127.0.0.1 does not reach the "
+        "server, and other addresses do not accept shared memory",
         fix,
     )
 
@@ -291,7 +292,8 @@ def _judge_peer_devices(server: ServerFacts, peer: PeerFacts, different_kinds: s
         return ok("the server has no CUDA device")
     if namespaces := " and ".join(sorted(different_kinds & {"ipc", "pid"})):
         fix = "run both with docker run --ipc=host --pid=host"
-        return warning(f"different {namespaces} namespace, so CUDA handles cannot be opened", fix)
+        text = f"the client's {namespaces} namespace differs: CUDA handles cannot be opened"
+        return warning(text, fix)
     if peer.visible_devices != server.process.visible_devices:
         devices = server.process.visible_devices
         finding = f"its CUDA_VISIBLE_DEVICES is {peer.visible_devices}, the server's {devices}"

@@ -232,7 +232,7 @@ def judge_clock(facts: tuple[float, float, str]) -> Verdict:
     clock_time, installed_at, source = facts
     if clock_time < installed_at - _DAY_S:
         text = "the time is before the installation of shmserve: certificates may not be valid yet"
-        return warning(text, "timedatectl set-ntp true")
+        return warning(text, "run timedatectl set-ntp true")
     if source not in _FAST_CLOCKS and not source.startswith("hyperv"):
         text = f"{source}, which takes microseconds for each reading"
         fix = "set clocksource=tsc on the kernel's command line if that clock is stable"

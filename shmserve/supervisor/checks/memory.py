@@ -84,14 +84,14 @@ def judge_shm(shm: ShmFolder) -> Verdict:
         finding = f"is on {shm.filesystem}, not on tmpfs" if shm.filesystem else "does not exist"
         return wrong(finding, _MOUNT_COMMAND)
     if not shm.is_writable:
-        fix = f"chmod 1777 /dev/shm, or {_MOUNT_COMMAND}"
+        fix = f"run chmod 1777 /dev/shm, or {_MOUNT_COMMAND}"
         return wrong("this user cannot create an object in it", fix)
     finding = f"{megabytes(shm.total_bytes)}, {megabytes(shm.free_bytes)} free"
     if shm.mode != 0o1777:
-        return warning(f"has mode {shm.mode:04o}; {finding}", "chmod 1777 /dev/shm")
+        return warning(f"/dev/shm has mode {shm.mode:04o}; {finding}", "run chmod 1777 /dev/shm")
     least_free_bytes = max(_TOO_SMALL_BYTES, shm.total_bytes // 20)
     if shm.total_bytes <= _TOO_SMALL_BYTES or shm.free_bytes < least_free_bytes:
-        return warning(f"{finding}, which is too little for clients' regions", _ENLARGE_COMMANDS)
+        return warning(f"/dev/shm is too small for clients' regions: {finding}", _ENLARGE_COMMANDS)
     return ok(f"{finding}{', noexec' if 'noexec' in shm.options.split(',') else ''}")
 
 
@@ -138,11 +138,14 @@ def judge_objects(objects: list[ShmObject]) -> Verdict:
     unused = [shm_object for shm_object in objects if not shm_object.in_use]
     total = megabytes(sum(shm_object.byte_size for shm_object in unused or objects))
     if unused:
-        examples = (f"{shm.name} ({megabytes(shm.byte_size)}, uid {shm.uid})" for shm in unused[:3])
+        names = (f"{shm.name} ({megabytes(shm.byte_size)}, uid {shm.uid})" for shm in unused[:3])
+        examples = ", ".join(names)
         ellipsis = ", ..." if unused[3:] else ""
-        finding = f"{len(unused)} objects ({total}) that no visible process uses: "
         fix = f"if no container uses it: rm /dev/shm/{unused[0].name}{ellipsis}"
-        return warning(f"{finding}{', '.join(examples)}{ellipsis}", fix)
+        count = len(unused)
+        return warning(
+            f"{count} objects ({total}) that no visible process uses: {examples}{ellipsis}", fix
+        )
     return ok(f"{len(objects)} objects of 1 MB or more, {total}, all in use" if objects else "none")
 
 
@@ -189,7 +192,7 @@ def judge_locked(facts: tuple[int, bool]) -> Verdict:
             "set LimitMEMLOCK=infinity in the unit, or run ulimit -l unlimited, or docker run "
             "--ulimit memlock=-1"
         )
-        return warning(f"{finding}: larger regions cannot be pinned for the device", fix)
+        return warning(f"{finding}: larger memory regions cannot be pinned for the device", fix)
     return ok(finding)
 
 
@@ -295,7 +298,7 @@ def judge_sharing(sharing: DeviceSharing) -> Verdict:
         return ok("not used: there is no CUDA device")
     if not sharing.has_bindings:
         fix = "pip install 'shmserve[cuda]'"
-        return warning("not available: cuda-bindings is not installed", fix)
+        return warning("CUDA shared memory is not available: cuda-bindings is not installed", fix)
     if sharing.failure:
         fix = "use docker run --ipc=host --pid=host; WSL and Jetson do not support CUDA IPC"
         text = f"a test could not share memory between two processes: {sharing.failure}"

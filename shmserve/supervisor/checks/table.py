@@ -58,7 +58,7 @@ def run_checks(
         try:
             yield check, check.judge(check.gather(config))
         except Exception as error:
-            yield check, warning(f"cannot be inspected: {error}", "inspect it manually")
+            yield check, warning(f"the check failed: {error}", "inspect the host manually")
 
 
 def check_at_start(config: ServerConfig) -> None:

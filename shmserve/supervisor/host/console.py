@@ -96,7 +96,7 @@ class StartupReport:
         started_at = self._started_at.setdefault(model, time.monotonic())
         self._write("")
         if state == "loading":
-            logger.info("model %s: %s", model, state)
+            logger.info("model %s: loading", model)
         else:
             level = logging.ERROR if state.startswith("failed") else logging.INFO
             logger.log(level, "model %s: %s (%.2f s)", model, state, time.monotonic() - started_at)

@@ -105,7 +105,7 @@ class RunDirectory:
             except (InvalidArgument, OSError):
                 fallback = cls(None, group)
             reason = str(error).removeprefix("--run-dir: ").removesuffix(_REMEDY)
-            logger.warning("%s; clients must connect with connect('%s')", reason, fallback.path)
+            logger.warning("run directory: %s; clients need connect('%s')", reason, fallback.path)
             return fallback
 
     def _lock(self, timeout_s: float) -> int:

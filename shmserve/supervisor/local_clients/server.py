@@ -344,7 +344,7 @@ class LocalClientServer:
             case WithdrawMemory(memory_id=memory_id) if client.has_sent_hello and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
-                raise MalformedMessage(f"an unexpected {type(message).__name__}")
+                raise MalformedMessage(f"unexpected message {type(message).__name__}")
 
     def _respond(self, client: LocalClient, request_number: int, work: Awaitable[Any]) -> None:
         """Respond with the result or the error of a coroutine."""

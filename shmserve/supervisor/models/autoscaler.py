@@ -148,7 +148,7 @@ class Autoscaler:
         if missing_text:
             state.next_change_s = now_s + _RETRY_S
             logger.warning(
-                "model '%s' keeps %d instances although %s: %s",
+                "model '%s' keeps %d instances, although a change is due (%s): %s",
                 version.spec.name,
                 old_count,
                 change.reason,

@@ -481,7 +481,7 @@ class Instances:
         if previous_state not in _SERVING_STATES:
             return  # the coroutine that starts or ends the process waits for the exit
         instance.child = None
-        logger.error("%s ended (%s)", child.title, child.reason)
+        logger.error("process %s ended (%s)", child.title, child.reason)
         if instance.state is not InstanceState.STOPPED:
             self._on_change()
             self._context.background(self._restart(instance, child))
@@ -522,7 +522,7 @@ class Instances:
                 was_killed = child is not None and child.was_killed
                 instance.failed_loads += not was_killed
                 text = "\n".join((error.message, *getattr(error, "__notes__", ())))
-                logger.error("instance '%s' did not restart: %s", instance.name, text)
+                logger.error("instance '%s' could not be restarted: %s", instance.name, text)
                 if instance.failed_loads < _MAX_FAILED_LOADS:
                     pause_s = self._pause_s(instance, child, 0)
                     continue
@@ -557,7 +557,7 @@ class Instances:
 
     def _abandon(self, instance: Instance, reason: str) -> None:
         instance.transition("abandon")
-        logger.error("instance '%s' is not restarted: %s", instance.name, reason)
+        logger.error("instance '%s' is not restarted any more: %s", instance.name, reason)
         self._send_instance_gone(instance)
         self._abandon_reason = reason
         self._store_failure()

@@ -177,7 +177,7 @@ class Instance:
         try:
             self.state = TRANSITIONS[self.state][event]
         except KeyError:
-            raise IllegalEvent(f"{event} in state {self.state}") from None
+            raise IllegalEvent(f"event {event} in state {self.state}") from None
 
     def mark_loaded(self, checks_ready: bool, device_byte_size: int) -> None:
         """Set the state to ready, and store the properties that the worker has reported."""

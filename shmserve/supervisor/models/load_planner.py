@@ -138,14 +138,14 @@ class LoadPlanner:
             raise _poll_error(name, error) from None
         hint = repository.layout_hint(folder)
         if hint:
-            logger.warning("model %s: %s", name, hint)
+            logger.warning("folder of model %s: %s", name, hint)
         for ignored, reason in repository.ignored_folders(folder).items():
             logger.warning(
                 "model %s: ignore version directory '%s' which %s", name, ignored, reason
             )
         versions = repository.versions_to_load(config, folder.versions)
         for text in repository.incomplete_files(folder.path, versions):
-            logger.warning("model %s: %s", name, text)
+            logger.warning("files of model %s: %s", name, text)
         for version in repository.missing_versions(config, folder.versions):
             logger.error(
                 "version %d is specified for model '%s', but the version directory is not present",
@@ -250,7 +250,7 @@ class LoadPlanner:
         final = model_config.normalise(final, folder.name, count, self._config.model_defaults)
         self._validate(final, folder, source, is_complete=True)
         for text in model_config.warnings_of(written_config, final):
-            logger.warning("model %s: %s", folder.name, text)
+            logger.warning("configuration of model %s: %s", folder.name, text)
         ignored = model_config.ignored_fields(final)
         if ignored:
             logger.info(

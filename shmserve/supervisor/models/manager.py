@@ -441,7 +441,7 @@ class ModelManager:
             await self.load(name, LoadSource(config, files or {}))
         except ShmserveError as error:
             if not isinstance(error, LoggedFailure):
-                logger.error("model %s: %s", name, error.message.rstrip("; \n"))
+                logger.error("request to load model %s: %s", name, error.message.rstrip("; \n"))
             raise
 
     async def unload_on_request(self, name: str, with_dependents: bool) -> None:

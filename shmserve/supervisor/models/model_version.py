@@ -286,7 +286,7 @@ class ModelVersion:
             await wait_any(scheduler.close_future, child.exited)
             if not self._lifetime.is_retiring:
                 reason = "closed" if child.alive else child.reason
-                logger.error("%s ended (%s); a replacement takes over", child.title, reason)
+                logger.error("process %s ended (%s); a replacement takes over", child.title, reason)
                 self.report_change()
                 await self._replace_scheduler(self._backoff.pause_s(time.monotonic() - started_at))
 
@@ -299,7 +299,7 @@ class ModelVersion:
             try:
                 await self._start_scheduler()
             except ShmserveError as error:
-                logger.error("model '%s' has no scheduler: %s", self.spec.name, error.message)
+                logger.error("no scheduler for model '%s': %s", self.spec.name, error.message)
                 pause_s = self._backoff.pause_s(0)
                 self._failed_starts += 1
                 self.report_change()

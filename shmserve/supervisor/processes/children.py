@@ -191,7 +191,7 @@ class ProcessTable:
             return
         self._cancel_stop_timer(child)
         self._reserved_pids.append(pid)
-        logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
+        logger.debug("process %s (pid %d) ended: %s", child.title, pid, reason)
         child.exited.set_result(reason)  # calls its waiters in the loop's next turn
         try:
             self.on_exit(child)
@@ -200,7 +200,7 @@ class ProcessTable:
 
     def _on_stopped(self, child: Child) -> None:
         logger.warning(
-            "%s was stopped by a signal; it is replaced unless it continues within %g s",
+            "process %s was stopped by a signal; it is replaced unless it continues within %g s",
             child.title,
             STOPPED_LIMIT_S,
         )
@@ -436,7 +436,7 @@ class Zygote:
         self._serving_zygote.link.close()
         if self._is_stopping:
             return
-        logger.error("%s ended (%s)", self._title, exited.result())
+        logger.error("process %s ended (%s)", self._title, exited.result())
         spare, self._spare = self._spare, None
         if spare is not None:
             self._take_over(spare)
@@ -476,7 +476,7 @@ class Zygote:
                 own_end, child_end = map(stack.enter_context, _create_link())
                 child = await self.spawn(f"spare {self._title}", SPARE, b"", [child_end.fileno()])
             except (OSError, Unavailable) as error:
-                logger.warning("a spare %s could not be started: %s", self._title, error)
+                logger.warning("a spare process %s could not be started: %s", self._title, error)
                 self._loop.call_later(_RETRY_PAUSE_S, self._fork_spare)
                 return
             child_end.close()
@@ -489,7 +489,7 @@ class Zygote:
             self._spare = None
             spare.link.close()
             if not self._is_stopping:
-                logger.error("%s ended (%s)", spare.child.title, exited.result())
+                logger.error("process %s ended (%s)", spare.child.title, exited.result())
                 pause_s = self._backoff.pause_s(time.monotonic() - spare.started_at)
                 self._loop.call_later(pause_s, self._fork_spare)
 
@@ -501,7 +501,7 @@ class Zygote:
         try:
             self.start()
         except Unavailable as error:
-            logger.error("%s could not be restarted: %s", self._title, error.message)
+            logger.error("process %s could not be restarted: %s", self._title, error.message)
             self._loop.call_later(_RETRY_PAUSE_S, self._restart)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:

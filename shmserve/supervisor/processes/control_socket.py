@@ -228,7 +228,7 @@ class ControlSocket:
         self._identities[address] = identity
         try:
             if type(message) not in _MAY_SEND[peer.role]:
-                logger.warning("unexpected message of a %s: %s", peer.role, type(message).__name__)
+                logger.warning("unexpected message from %s: %s", peer.role, type(message).__name__)
             elif isinstance(message, Acknowledged):
                 self.acknowledgements.record_acknowledged(address, message.number)
             elif (handler := self._handlers_by_type.get(type(message))) is not None:
@@ -306,7 +306,7 @@ class LogControl:
         """Change settings in every process; return all settings by name."""
         settings = replace(self.settings, **changes)
         if settings != self.settings:
-            logger.info("log settings: %s", changes)
+            logger.info("changed log settings: %s", changes)
             self.settings = settings
             logs.apply(settings)
             self._control.broadcast(SetLogging(asdict(settings)), "gateway", "host", "worker")
@@ -350,7 +350,7 @@ class TraceControl:
             if problem := self._settings_of(model).problem:
                 self._changes[model] = previous_changes or {}
                 raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")
-            logger.info("trace settings of %s: %s", model or "all models", changes)
+            logger.info("changed trace settings of %s: %s", model or "all models", changes)
             self._control.broadcast(self._tracing_message(), "gateway", "scheduler", "ensemble")
         return self._settings_of(model).as_string_lists()
 

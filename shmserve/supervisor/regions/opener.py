@@ -198,7 +198,7 @@ class HandleCheck:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 response = await future
         except TimeoutError:
-            logger.info("a CUDA handle is checked by its first request: no worker is free now")
+            logger.info("no worker is free to check a CUDA handle: its first use will check it")
             return
         finally:
             del self._open_checks[number]

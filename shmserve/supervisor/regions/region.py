@@ -193,7 +193,7 @@ class KeptRegions:
                 region = _reopen(fds, admit)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning(
-                    "a region that the previous server had cannot be registered: %s", error
+                    "a region of the previous server could not be registered again: %s", error
                 )
                 for fd in fds:
                     os.close(fd)
@@ -219,7 +219,7 @@ def _reopen(fds: list[int], admit: Admission) -> OpenRegion:
     are_sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
     if sorted(are_sealed) != [False, True]:
         found = f"got {len(fds)}, {sum(are_sealed)} of them sealed"
-        raise ValueError(f"expected 2 descriptors, one of them sealed; {found}")
+        raise ValueError(f"a region needs 2 descriptors, one of them sealed; {found}")
     description_fd = fds[are_sealed.index(True)]
     shared = posix_shm.describe_object(fds[are_sealed.index(False)])
     fields = json.loads(os.pread(description_fd, _MAX_DESCRIPTION_BYTES, 0))

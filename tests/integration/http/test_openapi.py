@@ -107,7 +107,7 @@ def test_the_root_page_and_the_log_link_the_other_pages(server: Server) -> None:
     assert links == ["docs", "openapi.json", "v2", host, f"{host}metrics"]
     log = server.log()
     end = log[log.index("the server is ready after") :]
-    assert f"dashboard: {host}\n" in end and f"API: http://{server.url}/docs\n" in end
-    (command,) = re.findall("try: shmserve (.*)", end)
+    assert f"dashboard: {host}\n" in end and f"API documentation: http://{server.url}/docs\n" in end
+    (command,) = re.findall("example request: shmserve (.*)", end)
     result = run_python("-m", "shmserve", *shlex.split(command), check=True)
     assert json.loads(result.stdout)["model_name"] in ("simple", "identity")

@@ -107,11 +107,11 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
         with server.http() as client:
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
             file.write_text(f"auth-token-file: {tokens}\ngateways: x\nlog-verbos: 0\n")
-            reload(f"nothing is reloaded: --config: '{file}' line 3: log-verbos: there is no such")
+            reload(f"configuration not reloaded: --config: '{file}' line 3: log-verbos: there")
             assert f"'{file}' line 2: gateways: 'x' is not an integer" in server.log()
             tokens.write_text("short\n")
             file.write_text(f"auth-token-file: {tokens}\n")
-            reload(f"nothing is reloaded: --config: '{file}' line 1: --auth-token-file: ")
+            reload(f"configuration not reloaded: --config: '{file}' line 1: --auth-token-file: ")
             file.write_text("")
             reload(
                 "--auth-token-file has changed, and takes effect after a restart: 0 tokens, was 1"

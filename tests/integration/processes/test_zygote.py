@@ -278,7 +278,7 @@ def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> 
 
 def output(script: str, *arguments: str) -> str:
     run = run_python("-c", script, *arguments)
-    assert re.compile(r"(spare )?zygote ended \(signal 9\)\n").sub("", run.stderr) == ""
+    assert re.compile(r"process (spare )?zygote ended \(signal 9\)\n").sub("", run.stderr) == ""
     return run.stdout
 
 

@@ -46,7 +46,7 @@ def test_a_second_or_forged_release_is_ignored() -> None:
 @pytest.mark.parametrize("byte_size", [-1, -64, -(1 << 40)])
 def test_a_negative_size_is_refused(byte_size: int) -> None:
     free_list = FreeList(1024)
-    with pytest.raises(InvalidArgument, match=f"byte_size: .* {byte_size} bytes"):
+    with pytest.raises(InvalidArgument, match=f"byte_size.* {byte_size}$"):
         free_list.allocate(byte_size)
     check_integrity(free_list)
 

@@ -305,7 +305,7 @@ def test_messages_are_neither_headless_nor_personified() -> None:
 # Values in the log lines that the pages quote, and the names of processes.
 VALUES = re.compile(
     r"\.\.\.|'[^']*'|\b(?:NAME|PID|ID|N)\b|\d+(?:\.\d+)?|signal"
-    r"|^(?:worker|scheduler|gateway).* (?=ended)"
+    r"|(?<=^process )(?:worker|workspace|scheduler|gateway).* (?=ended)"
 )
 
 

@@ -136,7 +136,7 @@ def test_a_second_server_names_the_run_directory_of_the_first(
     first_dir, second_dir = RunDirectory.default(), RunDirectory.default()
     (message,) = caplog.messages
     assert message == (
-        f"'{first_dir.path}' is in use by another server; clients must connect with "
+        f"run directory: '{first_dir.path}' is in use by another server; clients need "
         f"connect('{second_dir.path}')"
     )
     for directory in (first_dir, second_dir):

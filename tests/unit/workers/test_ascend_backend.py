@@ -81,7 +81,7 @@ def test_the_file_completes_inputs_and_outputs(acl: FakeAcl, worker: Rig) -> Non
 @pytest.mark.parametrize("call", sorted(set(OPENING_CALLS) - UNCHECKED_CALLS))
 def test_a_failed_load_leaks_nothing(acl: FakeAcl, worker: Rig, call: str) -> None:
     acl.failing = call
-    with pytest.raises(AclError, match=f"^acl.{call}.* failed with error 507$"):
+    with pytest.raises(AclError, match=f"^pyACL call acl.{call}.* failed with error 507$"):
         OfflineModel(worker.context.version_dir / "model.om", 0)
     assert not acl.alive and acl.calls[-1] == ("finalize" if call != "init" else "init")
 

@@ -199,7 +199,7 @@ def parse(
             try:
                 values |= parser(name, value)
             except ValueError as error:
-                problems.append(f"{name}: {clip(repr(value))} is {error}")
+                problems.append(f"{name}: {clip(repr(value))} is not {error}")
         elif name in _IGNORED_NAMES:
             continue
         elif name in _CONVERSATION_MEMBERS:
@@ -303,11 +303,7 @@ def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
 
 def _check(is_valid: bool, allowed_text: str) -> None:
     if not is_valid:
-        raise _invalid(allowed_text)
-
-
-def _invalid(allowed_text: str) -> ValueError:
-    return ValueError(f"not {allowed_text}")
+        raise ValueError(allowed_text)
 
 
 def _parse_number(name: str, value: Any) -> dict[str, Any]:
@@ -320,7 +316,7 @@ def _parse_number(name: str, value: Any) -> dict[str, Any]:
         if is_exact and minimum <= exact_number <= maximum and not isinstance(value, bool):
             return {name: exact_number}
     kind = "an integer" if is_integer else "a number"
-    raise _invalid(f"{kind} from {minimum} to {maximum}")
+    raise ValueError(f"{kind} from {minimum} to {maximum}")
 
 
 def as_flag(value: Any) -> Any:
@@ -354,7 +350,7 @@ def _decode_json(value: Any, allowed_text: str) -> Any:
     try:
         return parse_json(value)
     except ValueError:
-        raise _invalid(allowed_text) from None
+        raise ValueError(allowed_text) from None
 
 
 def _parse_stop(name: str, value: Any) -> dict[str, Any]:
@@ -398,7 +394,7 @@ def _parse_bias(name: str, value: Any) -> dict[str, Any]:
         biases = {int(token): float(bias) for token, bias in with_pauses(decoded.items())}
         if all(-100 <= bias <= 100 for bias in with_pauses(biases.values())):
             return {name: biases}
-    raise _invalid(allowed_text)
+    raise ValueError(allowed_text)
 
 
 def _parse_early_stopping(name: str, value: Any) -> dict[str, Any]:
@@ -436,7 +432,7 @@ def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
             return _parse_regex(name, spec.get("regex", spec.get("pattern", spec.get("value"))))
         case "grammar":
             return _parse_grammar(name, spec.get("grammar"))
-    raise _invalid(allowed_text)
+    raise ValueError(allowed_text)
 
 
 def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:

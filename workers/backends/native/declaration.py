@@ -404,7 +404,7 @@ def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
             similar = nearest(name, _KNOWN_ATTRIBUTES, 0.85 if callable(members[name]) else 0.75)
             if similar:
                 logger.warning(
-                    "%s'%s.%s' is unknown; did you mean '%s'?",
+                    "%sthe attribute '%s.%s' is unknown; did you mean '%s'?",
                     prefix_of(name),
                     model.__name__,
                     name,

@@ -173,7 +173,7 @@ class VllmBackend(Backend):
 
     def _end_process(self, error: BaseException) -> None:
         """End the process by raising an error in the main loop."""
-        logger.error("model '%s': %s", self.context.model_name, error, exc_info=error)
+        logger.error("model '%s': vLLM failed: %s", self.context.model_name, error, exc_info=error)
         self.context.control.inbox.append(Internal(str(error)))
         self.context.control.wake(includes_loop_thread=True)
 

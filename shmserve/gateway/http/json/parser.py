@@ -395,7 +395,7 @@ def _insert_numbers(header: Any, numbers_by_name: dict[str, NumberArray]) -> Non
         if type(data) is str and data in numbers_by_name:
             tensor["data"] = numbers_by_name.pop(data)
     if numbers_by_name:
-        raise JsonFault("a large 'data' array is not the 'data' of an element of 'inputs'")
+        raise JsonFault("a large 'data' array is only allowed in an element of 'inputs'")
 
 
 def _find_arrays(body: bytes) -> Iterator[tuple[int, int]]:

@@ -79,7 +79,7 @@ VERDICT_CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (memory.judge_shm, SHM._replace(filesystem="ext4"), WRONG, "ext4, not on tmpfs"),
     (memory.judge_shm, SHM._replace(is_writable=False), WRONG, "cannot create an object"),
     (memory.judge_shm, SHM._replace(mode=0o755), WARNING, "mode 0755"),
-    (memory.judge_shm, SHM._replace(total_bytes=2**26, free_bytes=2**26), WARNING, "too little"),
+    (memory.judge_shm, SHM._replace(total_bytes=2**26, free_bytes=2**26), WARNING, "too small"),
     (memory.judge_shm, SHM._replace(free_bytes=GB // 10), WARNING, "100 MB free"),
     (memory.judge_objects, [], OK, "none"),
     (memory.judge_objects, [UNUSED_OBJECT._replace(in_use=True)], OK,
@@ -179,7 +179,7 @@ def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:
         flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
         paths = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
         results = {check.name: result for check, result in table.run_checks(config(*flags, *paths))}
-    assert not [name for name, result in results.items() if "cannot be inspected" in result.found]
+    assert not [name for name, result in results.items() if "the check failed" in result.found]
     assert results["packages"].state == results["HTTP parser"].state == OK
     assert str(fd_limits.hard_limit()) in results["open files"].found
     assert results["ports"].state == WRONG
@@ -194,7 +194,7 @@ def test_a_failing_check_is_reported() -> None:
 
     check = table.HostCheck("broken", gather, lambda _: ok(""))
     assert [verdict.found for _, verdict in table.run_checks(config(), [check])] == [
-        "cannot be inspected: no such file"
+        "the check failed: no such file"
     ]
 
 

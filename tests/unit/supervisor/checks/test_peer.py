@@ -44,7 +44,7 @@ def simulate_other_files(*names: str) -> access.PeerFacts:
         ({"is_running": False}, PEER, "run dir", OK, "no server is running"),
         ({}, simulate_other_files("net"), "network", WARNING, "127.0.0.1 does not reach"),
         ({}, simulate_other_files("ipc", "pid"), "devices", WARNING,
-         "different ipc and pid namespace"),
+         "the client's ipc and pid namespace differs"),
         ({}, PEER._replace(visible_devices="1"), "devices", WARNING, "is 1, the server's None"),
         ({"device_count": 0}, simulate_other_files("ipc"), "devices", OK, "no CUDA device"),
     ],

@@ -162,7 +162,7 @@ async def test_no_instance_is_added_without_capacity_of_the_host(
             HostCapacity, "missing_resources", lambda capacity, count: f"room for {count}"
         )
         assert [await rig.sample_once() for _ in range(3)] == [1, 1, 1]
-        text = "model 'm' keeps 1 instances although it is wanted: room for 2"
+        text = "model 'm' keeps 1 instances, although a change is due (it is wanted): room for 2"
         assert caplog.text.count(text) == 1
         rig.target_count = 1
         assert not rig.events

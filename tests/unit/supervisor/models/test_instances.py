@@ -244,7 +244,7 @@ async def test_a_hanging_restart_is_retried_and_abandoned(
         await until_async(lambda: model.instances.failure)
         assert model.instances.failure == LIMIT_ERROR
         assert len(stack_requests) == 2 and not model.ready
-    assert caplog.text.count(f"did not restart: {LIMIT_ERROR}") == 2
+    assert caplog.text.count(f"could not be restarted: {LIMIT_ERROR}") == 2
 
 
 async def test_without_a_limit_a_load_may_take_any_time(stack_requests: list[str]) -> None:

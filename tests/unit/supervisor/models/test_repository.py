@@ -24,6 +24,7 @@ from shmserve.supervisor.models.repository import (
     missing_versions,
     read_config,
     scan,
+    version_fingerprint,
     versions_to_load,
 )
 from tests.support.users import ALICE, as_user, needs_users
@@ -363,6 +364,25 @@ def test_the_fingerprint_follows_links(tmp_path: Path) -> None:
     fingerprint_before = fingerprint(folder)
     weights.write_bytes(b"22")
     assert fingerprint(folder) != fingerprint_before
+
+
+def test_the_fingerprint_of_a_class_covers_the_packages_beside_it(tmp_path: Path) -> None:
+    package = tmp_path / "code" / "configs" / "nested"  # `configs` is a folder of Triton's models
+    package.mkdir(parents=True)
+    (tmp_path / "code" / "data").mkdir()
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+        (folder / "loop").symlink_to("..")
+    (tmp_path / "code" / "model.py").write_text("class Model: ...\n")
+    model = inline_model(f"{tmp_path}/code/model.py:Model", tmp_path / "run", {})
+    digests = [(fingerprint(model), version_fingerprint(model, 1))]
+    for file in ("model.py", "helper.py", "configs/__init__.py", "configs/nested/module.py"):
+        (tmp_path / "code" / file).write_text("x = 22\n")
+        digests.append((fingerprint(model), version_fingerprint(model, 1)))
+    assert all(len(set(column)) == len(digests) for column in zip(*digests, strict=True))
+    (tmp_path / "code" / "data" / "script.py").touch()
+    (tmp_path / "code" / "result.txt").touch()
+    assert fingerprint(model) == digests[-1][0]
 
 
 # --- folders of our own ------------------------------------------------------------------------
