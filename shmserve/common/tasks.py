@@ -46,7 +46,7 @@ async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(outcome, Exception):
-            logger.error("a task failed before or while it was cancelled", exc_info=outcome)
+            logger.error("a cancelled task has failed: %s", outcome, exc_info=outcome)
 
 
 def resolve_future(future: asyncio.Future[T] | None, result: T) -> None:

@@ -341,7 +341,7 @@ class GrpcLane:
 
 @dataclass(slots=True, eq=False)
 class _LaneStream:
-    """A stream: its lane, send window, and the bytes received since the last window update."""
+    """The HTTP/2 stream of a lane: send window, and bytes received since the window update."""
 
     lane: GrpcLane
     window: int

@@ -99,7 +99,7 @@ def _load_array(name: str, path: Path) -> _Array:
                 is_regular = path.is_file()
                 content = file.read(-1 if is_regular else _MAX_STREAM_BYTES + 1)
                 if not is_regular and len(content) > _MAX_STREAM_BYTES:
-                    raise ValueError("it is not a regular file, and has more than 1 GiB")
+                    raise ValueError("found more than 1 GiB; only regular files may be larger")
                 return np.array(content, np.object_)
             array = np.load(file, allow_pickle=False)
     except Exception as error:  # numpy may raise any exception for an invalid file

@@ -56,7 +56,7 @@ class ReadyOutput(NamedTuple):
     returned_range: Range | None = None
 
 
-# The destination of an output in responses of one template: None for the message, "" for the range
+# Where an output of responses with equal layouts is written: None for the message, "" for the range
 # of the client, or the name of the input that is returned as the output.
 _Destination = str | None
 

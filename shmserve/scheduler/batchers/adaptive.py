@@ -198,7 +198,7 @@ class SizeTrials:
 
     def __init__(self, miss_budget: MissBudget) -> None:
         self._miss_budget = miss_budget
-        self._next_trial_batch = 0
+        self._next_trial_batch = 0  # number of the batch
         self._size = 0  # the size of the running trial; 0: no trial runs
         self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle_share = 1.0

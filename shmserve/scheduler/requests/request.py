@@ -174,7 +174,7 @@ class Lookup(NamedTuple):
         key: The request's key after a miss, else empty.
         response: The cached response, or `EMPTY_RESPONSE` after a miss.
         ns: The duration of the lookup.
-        copies: The blocks that the response is read from, to be lent or cancelled.
+        copies: The blocks with copies of large outputs. They are lent to the client, or freed.
     """
 
     key: bytes
