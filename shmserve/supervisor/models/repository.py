@@ -343,16 +343,19 @@ def _model_file_lines(folder: ModelFolder) -> list[bytes]:
     if folder.class_file is None:
         return list(_file_lines(folder.path))
     # The class may import other modules in the folder of its file.
-    files = {folder.class_file, *_python_files(folder.class_file.parent)}
+    files = {str(folder.class_file), *_python_files(folder.class_file.parent)}
     # Full paths, because `version_fingerprint` excludes some names at the top of a model's folder.
-    return [_file_line(str(file), file) for file in sorted(files)]
+    return [_file_line(file, Path(file)) for file in files]
 
 
-def _python_files(root: Path) -> Iterator[Path]:
-    """Yield the modules in a folder and in the packages below it, without following links."""
+def _python_files(root: Path) -> Iterator[str]:
+    """Yield the modules in a folder and in the packages below it, without following links.
+
+    Folders that this process may not read are skipped.
+    """
     for parent, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if Path(parent, name, "__init__.py").is_file()]
-        yield from (Path(parent, name) for name in names if name.endswith(".py"))
+        folders[:] = [n for n in folders if os.path.isfile(os.path.join(parent, n, "__init__.py"))]
+        yield from (os.path.join(parent, name) for name in names if name.endswith(".py"))
 
 
 def _digest(prefix: bytes, lines: list[bytes]) -> str:

@@ -1,6 +1,7 @@
 """The content of a repository: names, versions, changes, and folders of the server."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -383,6 +384,17 @@ def test_the_fingerprint_of_a_class_covers_the_packages_beside_it(tmp_path: Path
     (tmp_path / "code" / "data" / "script.py").touch()
     (tmp_path / "code" / "result.txt").touch()
     assert fingerprint(model) == digests[-1][0]
+
+
+@needs_users
+def test_a_folder_beside_a_class_may_be_unreadable() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        Path(folder, "model.py").write_text("class Model: ...\n")
+        Path(folder, "private").mkdir(mode=0o700)
+        argument, run_dir = f"{folder}/model.py:Model", Path(folder, "run")
+        model = as_user(ALICE, lambda: inline_model(argument, run_dir, {}))
+        assert as_user(ALICE, lambda: fingerprint(model)) == fingerprint(model)
 
 
 # --- folders of our own ------------------------------------------------------------------------
