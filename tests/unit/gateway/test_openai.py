@@ -263,11 +263,16 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
 
 
-def test_a_completion_has_the_limit_of_chats_by_its_own_name() -> None:
+@pytest.mark.parametrize(
+    ("backend", "name"), [("llm", "max_completion_tokens"), ("vllm", "max_tokens")]
+)
+def test_a_completion_may_have_the_limit_of_chats(backend: str, name: str) -> None:
+    """A backend that knows it reports errors by the client's name."""
     body = {"model": "m", "prompt": "x", "max_tokens": 7, "max_completion_tokens": 5}
-    parameters = asyncio.run(bodies.parse_completion(text_gateway(), body)).parameters
-    assert parameters["max_completion_tokens"] == 5
-    assert "max_tokens" not in parameters
+    gateway = text_gateway()
+    gateway.models.resolve("m").backend = backend
+    parameters = asyncio.run(bodies.parse_completion(gateway, body)).parameters
+    assert {key: parameters[key] for key in parameters if key.startswith("max_")} == {name: 5}
 
 
 def test_the_name_of_an_adapter_stands_for_its_model_with_the_adapter() -> None:

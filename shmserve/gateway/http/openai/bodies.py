@@ -361,8 +361,11 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
     is_single = type(value) is not list or are_tokens(value)
     prompts = [prompt_input(value)] if is_single else await _prompt_inputs(model, value)
     echo = check_member(fields, "echo", bool, False)
-    if "max_completion_tokens" in fields:  # the field of chats
-        fields.pop("max_tokens", None)
+    if "max_completion_tokens" in fields:  # the field of chats, which other backends do not know
+        if model.backend == LLM_BACKEND:
+            fields.pop("max_tokens", None)
+        else:
+            fields["max_tokens"] = fields.pop("max_completion_tokens")
     return _text_request(gateway, model, prompts, {**fields, "echo": echo})
 
 
