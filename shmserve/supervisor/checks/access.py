@@ -75,7 +75,7 @@ def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
         return ok(f"{facts.path}, in use by a server (pid {facts.server_pid})")
     if facts.free_bytes < _MIN_FREE_BYTES:
         finding = f"{facts.path}: only {megabytes(facts.free_bytes)} are free"
-        return warning(finding, "free space on this disk, or choose another --run-dir")
+        return warning(finding, "free space in its file system, or choose another --run-dir")
     return ok(str(facts.path))
 
 

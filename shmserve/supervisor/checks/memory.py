@@ -27,9 +27,9 @@ from shmserve.supervisor.checks import Verdict, installed_version, megabytes, ok
 _SHM = Path("/dev/shm")
 _TOO_SMALL_BYTES = 64 * 2**20  # Docker's default size of /dev/shm, too small for regions
 _LARGE_OBJECT_BYTES = 2**20  # smaller objects are not reported
-_MOUNT_COMMAND = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+_MOUNT_COMMAND = "run mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
 _ENLARGE_COMMANDS = (
-    "mount -o remount,size=2G /dev/shm, or docker run --shm-size=2g or --ipc=host, or an emptyDir"
+    "run mount -o remount,size=2G /dev/shm; docker run --shm-size=2g or --ipc=host; or an emptyDir"
 )
 _DRIVER_FOLDER = Path("/proc/driver/nvidia")
 _PROBE_COMMAND = [sys.executable, "-m", "shmserve.supervisor.checks.memory"]
@@ -88,10 +88,10 @@ def judge_shm(shm: ShmFolder) -> Verdict:
         return wrong("this user cannot create an object in it", fix)
     finding = f"{megabytes(shm.total_bytes)}, {megabytes(shm.free_bytes)} free"
     if shm.mode != 0o1777:
-        return warning(f"/dev/shm has mode {shm.mode:04o}; {finding}", "run chmod 1777 /dev/shm")
+        return warning(f"has mode {shm.mode:04o}; {finding}", "run chmod 1777 /dev/shm")
     least_free_bytes = max(_TOO_SMALL_BYTES, shm.total_bytes // 20)
     if shm.total_bytes <= _TOO_SMALL_BYTES or shm.free_bytes < least_free_bytes:
-        return warning(f"/dev/shm is too small for clients' regions: {finding}", _ENLARGE_COMMANDS)
+        return warning(f"too little space for clients' regions: {finding}", _ENLARGE_COMMANDS)
     return ok(f"{finding}{', noexec' if 'noexec' in shm.options.split(',') else ''}")
 
 

@@ -303,6 +303,7 @@ class Detokenizer:
     def position_of(self, token: int) -> int:
         """Return the index of the character in which the next token begins.
 
+        Must be called once for each token, before `add`: the result never decreases.
         A space that the decoder writes only before another token is counted. An incomplete
         character that the token does not continue is also counted, since U+FFFD replaces it.
         """

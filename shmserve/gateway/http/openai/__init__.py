@@ -37,7 +37,8 @@ The way of a token from the worker's step to the client:
 
     7. workers/backends/llm/engine.py       runs the step, which __init__.py of the same folder has
                                             received: model/ computes the logits, and sampler.py
-                                            selects the token (Stepped: the scheduler's next plan)
+                                            selects the token (Stepped, after which the scheduler
+                                            plans the next step)
 
     8. workers/backends/llm/texts.py        converts the token to text by token_texts.py
 

@@ -79,7 +79,7 @@ VERDICT_CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (memory.judge_shm, SHM._replace(filesystem="ext4"), WRONG, "ext4, not on tmpfs"),
     (memory.judge_shm, SHM._replace(is_writable=False), WRONG, "cannot create an object"),
     (memory.judge_shm, SHM._replace(mode=0o755), WARNING, "mode 0755"),
-    (memory.judge_shm, SHM._replace(total_bytes=2**26, free_bytes=2**26), WARNING, "too small"),
+    (memory.judge_shm, SHM._replace(total_bytes=2**26, free_bytes=2**26), WARNING, "too little"),
     (memory.judge_shm, SHM._replace(free_bytes=GB // 10), WARNING, "100 MB free"),
     (memory.judge_objects, [], OK, "none"),
     (memory.judge_objects, [UNUSED_OBJECT._replace(in_use=True)], OK,
