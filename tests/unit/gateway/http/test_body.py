@@ -226,7 +226,7 @@ def test_a_tensor_in_pieces_is_copied_between_requests(monkeypatch: pytest.Monke
 
     async def build_while_copying() -> Any:
         task = asyncio.create_task(copy_repeatedly())
-        built_request = await prepare.build_in_turns(cast("Any", None), cast("Any", None), request)
+        built_request = await prepare.build_in_pieces(cast("Any", None), cast("Any", None), request)
         task.cancel()
         return built_request
 
