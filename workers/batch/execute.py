@@ -22,8 +22,8 @@ from shmserve.errors import Cancelled, Internal, ShmserveError
 from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute, Reply
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
+from shmserve.workers.batch.backend_request import Request, Response, Unpacker
 from shmserve.workers.batch.ragged import Padder
-from shmserve.workers.batch.request import Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import OutputStream, ResponseWriter, WarmupStream
 from shmserve.workers.context import WrongResponseCount, client_error, is_model_error
 from shmserve.workers.links import HandlerTable, WorkerRequest

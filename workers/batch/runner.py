@@ -30,8 +30,8 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.padding import Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response
+from shmserve.workers.batch.backend_request import CopyCounter, Input, Request
 from shmserve.workers.batch.ragged import RaggedRules
-from shmserve.workers.batch.request import CopyCounter, Input, Request
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device_memory import is_module, is_tensor
 from shmserve.workers.memory.static_plan import MemoryPlan

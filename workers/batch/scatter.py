@@ -25,10 +25,10 @@ from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, elements_as_text, encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, pack_data, pack_response_schema
+from shmserve.ipc.tensors.schemas import INLINE_LIMIT, Packed, pack_data, pack_response_schema
 from shmserve.ipc.tensors.signature import Signature, client_shape, shape_text, shapes_match
 from shmserve.ipc.trace import TraceContext, TracedTensor
-from shmserve.workers.batch.request import Array, Input, Output, Request, Response
+from shmserve.workers.batch.backend_request import Array, Input, Output, Request, Response
 from shmserve.workers.context import ModelContext
 from shmserve.workers.memory.outputs import Copier
 

@@ -32,7 +32,6 @@ from shmserve.ipc.messages.generation import (
     StopStringFound,
 )
 from shmserve.workers.backends import Output, OutputStream, Response
-from shmserve.workers.backends.llm.engine import Prompt, SequenceOutput
 from shmserve.workers.backends.llm.message_parsers import MessageParser
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.prompts import LONG, PromptReader
@@ -45,6 +44,7 @@ from shmserve.workers.backends.llm.token_texts import (
     token_entry,
     with_pauses,
 )
+from shmserve.workers.backends.llm.worker_engine import Prompt, SequenceOutput
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
 from shmserve.workers.links import InstanceLink
 
