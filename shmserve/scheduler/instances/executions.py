@@ -169,7 +169,7 @@ class Executions:
         self._pool.assign(Execution(step.step, [], None, now_ns, now_ns), slot)
         self._workers.post(slot.peer, step)
 
-    def step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
+    def record_step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
         """Record that an instance has returned its step, which had `rows` rows."""
         self._pool.finish(slot, now_ns)
         if not slot.has_served:
