@@ -338,8 +338,8 @@ class Engine(Generic[T]):
             free_rows -= sequence.row_count
             if free_rows < 0 or plan.token_budget < 1:
                 return
-            headroom = self.pool.block_count // 64 if running else 0
-            free_blocks = self.pool.available_count - reserved_blocks - headroom
+            headroom_blocks = self.pool.block_count // 64 if running else 0
+            free_blocks = self.pool.available_count - reserved_blocks - headroom_blocks
             if sequence.status is SequenceStatus.SWAPPED:
                 is_admitted = self._swap_in(plan, sequence, free_blocks)
             else:
@@ -432,8 +432,8 @@ class Engine(Generic[T]):
         if running_step is None or message.step != running_step.step:
             raise ValueError(f"step {message.step} is not the running step")
         results_by_number = {result.sequence: result for result in message.results}
-        sampled = {number for number, (_, row) in running_step.rows.items() if row.samples_next}
-        if results_by_number.keys() != sampled - {*message.skipped}:
+        sampled_ids = {number for number, (_, row) in running_step.rows.items() if row.samples_next}
+        if results_by_number.keys() != sampled_ids - {*message.skipped}:
             raise ValueError("the sequences of the results differ from those of the step")
         self.running_step = None
         running_step.observe(message, self.times, self.counts)

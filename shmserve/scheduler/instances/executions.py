@@ -120,7 +120,7 @@ class Executions:
     _responses: Responses
     _statistics: Statistics
     service_time: ServiceTime = field(default_factory=ServiceTime)
-    _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))  # of executions
     # Releases for announced instances that are not ready yet, by the instance's pid.
     _early_releases: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
     # The latest releases for processes that the supervisor has not announced as instances, with the
