@@ -28,7 +28,7 @@ from shmserve.ipc.messages.control_requests import WantModel
 from shmserve.ipc.messages.publications import HealthChanged, ModelPublished
 from shmserve.ipc.messages.supervision import LoadsFailed
 from shmserve.ipc.tensors.descriptors import MAX_INT64
-from shmserve.ipc.tensors.inference import BoundedCache
+from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
 _MAX_TEMPLATES = 256  # maximum number of request templates of a model version

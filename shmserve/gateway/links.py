@@ -25,7 +25,7 @@ from shmserve.ipc.messages.control_requests import Answered, Refused
 from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 from shmserve.ipc.transport.zmtp import Dealer, LinkTable
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
-from shmserve.gateway.inference.request import RegionRange
+from shmserve.gateway.inference.infer_request import RegionRange
 from shmserve.ipc.messages.control_requests import RegionInUse, RegionReleased
 from shmserve.ipc.messages.publications import RegionPublished
 from shmserve.ipc.tensors.descriptors import MAX_UINT64, Range, is_within, unpack_range

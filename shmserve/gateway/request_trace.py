@@ -9,7 +9,7 @@ from typing import Any
 
 from shmserve.common.trace_settings import TENSORS, TIMESTAMPS
 from shmserve.ipc.messages.inference import Failed, Responded, Response
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 from shmserve.ipc.trace import (
     Span,
     TraceContext,

@@ -30,7 +30,7 @@ from shmserve.ipc.messages.supervision import (
     RetireInstance,
 )
 from shmserve.ipc.messages.unions import SupervisorToBatching
-from shmserve.ipc.tensors.inference import Schemas
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatcher
@@ -41,7 +41,8 @@ from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import InstanceTickets, Pool
 from shmserve.scheduler.instances.results import Results
 from shmserve.scheduler.requests.queue import RequestQueue, expired_text
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.requests.scheduled import (
     CACHED,
     NEVER,
     Client,
@@ -53,7 +54,6 @@ from shmserve.scheduler.requests.request import (
     Timing,
     WorkerLinks,
 )
-from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Reason, Statistics

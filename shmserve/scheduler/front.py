@@ -46,7 +46,7 @@ from shmserve.ipc.tensors.signature import stopping_text
 from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.router import trailing_pid
 from shmserve.scheduler.requests.queue import plausible_arrival_ns
-from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
+from shmserve.scheduler.requests.scheduled import NEVER, Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics import Reason, Statistics
 

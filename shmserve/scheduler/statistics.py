@@ -60,7 +60,7 @@ from typing import Any
 from shmserve.common.model_metrics import add_tables, sum_counters
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.batchers import CloseReason
-from shmserve.scheduler.requests.request import Timing
+from shmserve.scheduler.requests.scheduled import Timing
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.tables import (
     NS_PER_S,

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from shmserve.errors import Cancelled
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.batchers import CloseReason
-from shmserve.scheduler.requests.request import Timing
+from shmserve.scheduler.requests.scheduled import Timing
 
 ACCURACY = 0.005  # maximum relative error of a quantile
 NS_PER_S = 1_000_000_000

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.context import Gateway, GatewayModel
-from shmserve.gateway.inference.request import InferRequest
+from shmserve.gateway.inference.infer_request import InferRequest
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 
 _MAX_CLASSIFIED_ELEMENTS = 1_000_000
 _MAX_CLASSES = 100_000  # formatted in 0.1 s, during which the gateway handles no other request

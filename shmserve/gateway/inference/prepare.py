@@ -29,12 +29,12 @@ from typing import Any, final
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.gateway.context import Gateway, GatewayModel
-from shmserve.gateway.inference.request import InferInput, InferRequest, RequestIdentity
+from shmserve.gateway.inference.infer_request import InferInput, InferRequest, RequestIdentity
 from shmserve.gateway.region_table import GatewayRegion, RegionReferences
 from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
     BoundedCache,
     Inference,

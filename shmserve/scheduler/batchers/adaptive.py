@@ -37,7 +37,7 @@ from shmserve.ipc.transport.frames import Record
 from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, PendingRequest, WaitUntil
 from shmserve.scheduler.batchers.dynamic import QueueHead, closed_batch, gather
 from shmserve.scheduler.batchers.estimates import Arrivals, Load, SizeTimes
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.scheduler.settings import Batching
 
 # The initial credit in misses, and the maximum credit after the learning period.

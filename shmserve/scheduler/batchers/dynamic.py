@@ -21,7 +21,7 @@ from dataclasses import replace
 from shmserve.ipc.tensors.padding import PaddedBatch
 from shmserve.ipc.transport.frames import Record
 from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, PendingRequest, WaitUntil
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.scheduler.settings import Batching
 
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import EndSequences, SequenceRow, Submit, correlation_fields
-from shmserve.ipc.tensors.inference import SEQUENCE_START
+from shmserve.ipc.tensors.schemas import SEQUENCE_START
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
 from shmserve.scheduler.batchers import WaitUntil
 from shmserve.scheduler.batchers.sequences import (
@@ -22,7 +22,7 @@ from shmserve.scheduler.batchers.sequences import (
 from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.requests.queue import EXPIRED_TEXT, queue_expired_text
-from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
+from shmserve.scheduler.requests.scheduled import NEVER, Client, Event, ScheduledRequest
 from shmserve.scheduler.statistics import Reason
 
 logger = logging.getLogger(__name__)

@@ -40,10 +40,10 @@ from itertools import islice
 from operator import attrgetter
 
 from shmserve.errors import InvalidArgument, QueueFull
-from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from shmserve.ipc.tensors.schemas import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.frames import Record
 from shmserve.scheduler.batchers import Batch, CloseReason, WaitUntil, dynamic
-from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
+from shmserve.scheduler.requests.scheduled import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.settings import Batching, Sequencing
 
 # The submitter of a sequence: a client of the scheduler, and the source that the client names.

@@ -24,7 +24,7 @@ from shmserve.ipc.messages.unions import SupervisorToEnsemble
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.scheduler_client import Links
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.tensors.inference import RequestSchema, Schemas
+from shmserve.ipc.tensors.schemas import RequestSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix, model_shape, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Targets, Tensors
@@ -40,7 +40,7 @@ from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.requests.queue import earlier_deadline, expired_text, plausible_arrival_ns
-from shmserve.scheduler.requests.request import Client, ControlLink, Lookup
+from shmserve.scheduler.requests.scheduled import Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Statistics

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.inference import BoundedCache, Schemas
+from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, Value
 

@@ -29,7 +29,7 @@ from shmserve.ipc.messages.inference import (
     Submit,
 )
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     SEQUENCE_END,
     SEQUENCE_START,
     BoundedCache,
@@ -43,14 +43,14 @@ from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, combined_override
 from shmserve.scheduler.requests.queue import expired_text, plausible_arrival_ns
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.responses import spans_of
+from shmserve.scheduler.requests.scheduled import (
     CACHED,
     EMPTY_RESPONSE,
     Client,
     Lookup,
     Timing,
 )
-from shmserve.scheduler.requests.responses import spans_of
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics import Reason, Statistics
 

@@ -28,7 +28,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range, unpack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
     RequestedOutput,
     ResponseSchema,

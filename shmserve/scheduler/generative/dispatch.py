@@ -37,7 +37,7 @@ from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence,
 from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.instances.executions import to_works
 from shmserve.scheduler.instances.pool import LostWork, Slot
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.scheduled import (
     AT_WORK,
     NEVER,
     Client,

@@ -67,7 +67,7 @@ from shmserve.ipc.messages.unions import (
     WorkerToScheduler,
 )
 from shmserve.ipc.processes import SPIN_NS, BusyPoll, PreciseWait
-from shmserve.ipc.tensors.inference import Schemas
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.router import PeerCredRouter, UntrustedRouter, leading_pid, trailing_pid
 from shmserve.ipc.transport.zmtp import Dealer
@@ -77,7 +77,7 @@ from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.runner import InProcessLinks, StepLinks
 from shmserve.scheduler.front import Core, Front
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 

@@ -27,12 +27,12 @@ from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Failed, Finished, Re
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.processes import trim_heap
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
-from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema, Schemas
+from shmserve.ipc.tensors.schemas import LONGEST_CORRELATION_ID, RequestSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext, is_encoded_trace
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.router import UntrustedRouter, leading_pid
-from shmserve.scheduler.requests.request import ControlLink
+from shmserve.scheduler.requests.scheduled import ControlLink
 
 _REMEMBERED_EXITS = 4096  # numbers of exited clients that are remembered
 _MAX_MEMORIES = 4096  # regions whose owner was verified

@@ -28,13 +28,13 @@ from shmserve.ipc.messages.supervision import InstanceServed
 from shmserve.ipc.tensors.padding import PaddedBatch
 from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.requests.scheduled import (
     ControlLink,
     ScheduledRequest,
     Timing,
     WorkerLinks,
 )
-from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Statistics
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from shmserve.errors import IllegalEvent
 from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
 from shmserve.scheduler.batchers import CloseReason
-from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
+from shmserve.scheduler.requests.scheduled import NEVER, ControlLink, ScheduledRequest, Worker
 
 
 class SlotState(StrEnum):

@@ -25,9 +25,9 @@ from shmserve.ipc.messages.inference import (
     Settled,
     Submit,
 )
-from shmserve.ipc.tensors.inference import Packed
+from shmserve.ipc.tensors.schemas import Packed
 from shmserve.ipc.trace import Span, TraceContext
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.scheduled import (
     AT_WORK,
     NO_SUBMIT,
     Event,

@@ -12,7 +12,7 @@ import pytest
 from shmserve.gateway.compression import _FAILED
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, Inferred
+from shmserve.ipc.tensors.schemas import Inference, Inferred
 from tests.rigs.gateway_rig import (
     SIMPLE_CONFIG,
     Rig,

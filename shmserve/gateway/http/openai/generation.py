@@ -34,9 +34,9 @@ from shmserve.gateway.http.openai.choices import (
     Delta,
 )
 from shmserve.gateway.http.response_queue import ResponseQueue
-from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
+from shmserve.gateway.inference.in_flight import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 
 T = TypeVar("T")
 

@@ -50,9 +50,9 @@ from shmserve.gateway.http.openai.fields import (
     TOKENIZE_FIELDS,
 )
 from shmserve.gateway.http.response_queue import ResponseQueue
-from shmserve.gateway.inference.inference import find_error
+from shmserve.gateway.inference.in_flight import find_error
+from shmserve.gateway.inference.infer_request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.inference.prepare import build_in_turns
-from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.ipc.engine_settings import prompt_too_long
 
 _ENCODING_FORMATS = ("float", "base64")

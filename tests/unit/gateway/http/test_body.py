@@ -23,8 +23,8 @@ from shmserve.gateway.http.incoming import TensorReceiver
 from shmserve.gateway.http.messages import HttpRequest, WholeBody
 from shmserve.gateway.inference import body_arrival, prepare
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
+from shmserve.gateway.inference.infer_request import InferInput, InferRequest
 from shmserve.gateway.inference.prepare import ArrivingRequest, BuiltRequest, Resources
-from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena

@@ -17,7 +17,7 @@ from shmserve.errors import IllegalEvent
 from shmserve.ipc import timers
 from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages.inference import BatchFinished, Submit
-from shmserve.ipc.tensors.inference import Packed
+from shmserve.ipc.tensors.schemas import Packed
 from shmserve.ipc.transport.router import leading_pid
 
 NEVER = timers.NEVER

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unsupported
-from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID
+from shmserve.ipc.tensors.schemas import LONGEST_CORRELATION_ID
 
 # The maximum number of inputs, of outputs and of parameters. So many are handled in about 10 ms.
 # Millions would fit into a request, and would block each process that handles them for seconds.

@@ -38,7 +38,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.inference import Response, make_submit
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     SEQUENCE_START,
     BoundedCache,
     Inferred,
