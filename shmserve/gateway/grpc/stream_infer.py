@@ -107,7 +107,7 @@ class _InferStream:
         # The responses of decoupled models, in the order of arrival.
         self._outbox: deque[tuple[StreamingInference, StreamedResponse]] = deque()
         self._is_half_closed = False  # whether the client has half-closed the call
-        self._progress = asyncio.Event()
+        self._progress = asyncio.Event()  # set when responses may be ready to be written
         self.total_bytes = 0
         self.malloc_trim = inferences.gateway.malloc_trim
 
@@ -149,9 +149,9 @@ class _InferStream:
     def _submit(
         self, received_message: MessageContent
     ) -> UnaryInference | StreamingInference | RequestRefused:
-        callbacks = (self._headers, self._on_response, self._on_streamed)
+        submit_args = (self._headers, self._on_response, self._on_streamed)
         try:
-            return self._inferences.submit_request(received_message, self._call, *callbacks)
+            return self._inferences.submit_request(received_message, self._call, *submit_args)
         except RequestRefused as refused:
             return refused.without_traceback()
 

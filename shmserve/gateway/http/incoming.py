@@ -140,7 +140,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._receiver: TensorReceiver | None = None
         self.writing_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None
-        self._is_stream_full = False
+        self._is_stream_full = False  # whether the stream of a body has no space
         self._is_queue_full = False  # whether too many requests are queued
         self._is_reading_paused = False
 

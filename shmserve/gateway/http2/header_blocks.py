@@ -68,7 +68,7 @@ class HeaderDecoder(Generic[ConvertedHead]):
         self._decoder = Decoder(_MAX_DECODED_FACTOR * max_list_size)
         self._convert = convert
         self._max_list_size = max_list_size
-        self._heads: dict[bytes, ConvertedHead] = {}
+        self._heads: dict[bytes, ConvertedHead] = {}  # by encoded header block
         self._can_cache = hasattr(self._decoder.header_table, "dynamic_entries")
 
     def decode_request(self, block: bytes) -> ConvertedHead:

@@ -184,8 +184,8 @@ class _CachedTemplate:
     key: Key
     identity: RequestIdentity
     model: GatewayModel
-    version: str
-    revision: int
+    version: str  # as in the request
+    revision: int  # of the model table
     template: RequestTemplate
 
 
@@ -196,7 +196,7 @@ class _Layout(NamedTuple):
     """
 
     struct: Struct
-    has_id: bool
+    has_id: bool  # whether the messages contain a request id
     templates: dict[tuple[bytes, ...], _CachedTemplate]
 
 

@@ -68,7 +68,7 @@ class Fingerprint:
             header: The text of the header.
             tail_size: The size of the binary data after the header, in bytes.
         """
-        self.arrays: Sequence[bytes] = ()
+        self.arrays: Sequence[bytes] = ()  # the texts of the arrays that were cut out
         self.identity: RequestIdentity | None = None
         if header[:5] == _ID_START or b'"sequence_id"' in header:
             header, self.identity = cut_identity(header)
@@ -125,8 +125,8 @@ class CachedTemplate(NamedTuple):
     """
 
     template: RequestTemplate
-    packers: list[Callable[..., bytes]]
-    array_format: bytes
+    packers: list[Callable[..., bytes]]  # one for each array
+    array_format: bytes  # a JSON array with %b for the text of each array
 
 
 Cache = BoundedCache[Key, CachedTemplate]

@@ -69,10 +69,10 @@ class Packed:
         pieces: The bytes.
     """
 
-    kind: str
-    count: int
+    kind: str  # "text", "tokens", "messages" or "json"
+    count: int  # number of elements
     byte_size: int
-    fault_index: int | None = None
+    fault_index: int | None = None  # of the first message without a role
     pieces: list[bytes] = field(default_factory=list)
 
     @property
@@ -257,6 +257,7 @@ class _Packer:
     def __init__(self, prompt_fields: Sequence[str]) -> None:
         self._prompt_fields = prompt_fields
         self._token = secrets.token_hex(16)  # random, so that no client can send a placeholder
+        # By placeholder: the fields of `Packed`.
         self.packed: dict[str, tuple[str, int, int, int | None]] = {}
         self.pieces: list[bytes] = []
 

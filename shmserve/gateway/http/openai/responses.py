@@ -163,13 +163,13 @@ class ResponseObject:
         if not (tokens and (reasoning or calls or follows_reasoning)):
             return tokens
         pieces = [bytes(token.get("bytes") or ()) for token in tokens]
-        text_bytes, stops = b"".join(pieces), list(itertools.accumulate(map(len, pieces)))
+        text_bytes, ends = b"".join(pieces), list(itertools.accumulate(map(len, pieces)))
         content_pattern = re.compile(b"\n*" + re.escape(message["content"].encode()))
         reasoning_end = text_bytes.find(reasoning) + len(reasoning)
-        for index, start in enumerate([0, *stops[:-1]]):
+        for index, start in enumerate([0, *ends[:-1]]):
             match = content_pattern.match(text_bytes, start) if start >= reasoning_end else None
             if match is not None:
-                return tokens[index : bisect.bisect_left(stops, match.end()) + 1 if calls else None]
+                return tokens[index : bisect.bisect_left(ends, match.end()) + 1 if calls else None]
         return tokens
 
     @cached_property
@@ -320,7 +320,7 @@ class ResponseObject:
         ]
         return self.encode_frames([[events]])
 
-    def _object(self, status: str) -> dict[str, Any]:
+    def _object(self, status: str) -> dict[str, Any]:  # the API's object "response"
         body = self.body
         repeated_members = {
             name: default if body.get(name) is None else body[name]
