@@ -264,11 +264,11 @@ class GrpcCall(ABC):
         if not assembly.received_bytes:
             return
         new_bytes = assembly.received_bytes if self._arriving_message is None else size
-        arriving = self.start_time_limit()
-        arriving.received_bytes += new_bytes
-        arriving.reserve(assembly.heap_bytes - arriving.heap_bytes)
+        arriving_message = self.start_time_limit()
+        arriving_message.received_bytes += new_bytes
+        arriving_message.reserve(assembly.heap_bytes - arriving_message.heap_bytes)
         if assembly.sink is not None:
-            arriving.register_block(assembly.sink.discard)
+            arriving_message.register_block(assembly.sink.discard)
         self._enlarge_window(assembly)
 
     def _enlarge_window(self, assembly: Assembly) -> None:

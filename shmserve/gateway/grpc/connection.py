@@ -34,7 +34,7 @@ _MAX_JOINED_BYTES = 64 * 1024  # larger responses are written without joining th
 _WRITE_HIGH_WATER_BYTES = 256 * 1024  # unsent bytes above which data is queued
 _FREE_FRAMES = 32  # useless frames that a client may send per turn without a pause
 _PAUSE_PER_FRAME_S = 0.0005  # the pause for each useless frame above `_FREE_FRAMES`
-_CLOSE_AFTER_VIOLATION_S = 0.25
+_CLOSE_AFTER_VIOLATION_S = 0.25  # the time in which the client can read the GOAWAY
 _LINGER_S = 0.5  # the time for which a client may send after the last response
 _CHECKS_PER_TIMEOUT = 4  # time limits are checked this many times within the shortest limit
 _TLS_READ_BYTES = 64 * 1024
@@ -325,8 +325,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     def _check_time_limits(self) -> None:
         self._check_timer = None
         now = time.monotonic()
-        for call, arriving in list(self._arriving_messages.items()):
-            if arriving.is_overdue(now):
+        for call, arriving_message in list(self._arriving_messages.items()):
+            if arriving_message.is_overdue(now):
                 call.on_timeout()
         time_limit_s = self.context.body_timeout_s
         self._stalled_streams = {

@@ -95,8 +95,8 @@ RPCS: dict[str, Rpc] = {
     **dict.fromkeys(REFLECTION_METHODS, Rpc("metadata")),
     _HEALTH_SERVICE + "Check": Rpc("health", HealthCheckRequest, AdminCall.check),
     **{
-        _TRITON_SERVICE + request.__name__.removesuffix("Request"): Rpc(scope, request, handler)
-        for scope, request, handler in _ADMIN_RPCS
+        _TRITON_SERVICE + message.__name__.removesuffix("Request"): Rpc(scope, message, handler)
+        for scope, message, handler in _ADMIN_RPCS
     },
 }
 

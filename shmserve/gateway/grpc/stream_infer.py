@@ -108,7 +108,7 @@ class _InferStream:
         self._outbox: deque[tuple[StreamingInference, StreamedResponse]] = deque()
         self._is_half_closed = False  # whether the client has half-closed the call
         self._progress = asyncio.Event()  # set when responses may be ready to be written
-        self.total_bytes = 0
+        self.total_bytes = 0  # bytes of all requests and responses
         self.malloc_trim = inferences.gateway.malloc_trim
 
     async def read_requests(self) -> None:
@@ -248,7 +248,7 @@ class _InferStream:
     async def _write_ordered(self, byte_limit: int) -> None:
         """Write the responses that are next in order, up to a total of `byte_limit` bytes."""
         responses: list[bytes] = []
-        size = released_bytes = inference_count = 0
+        size = released_bytes = inference_count = 0  # `released_bytes` are bytes of the window
         try:
             while (
                 self._ordered_entries

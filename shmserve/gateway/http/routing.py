@@ -85,7 +85,7 @@ class Route:
     scope: str  # the API that the client needs access to
     handler: Handler
     encode_error: ErrorEncoder = encode_triton_error
-    has_request_id: bool = False
+    has_request_id: bool = False  # whether responses have the header x-request-id
 
 
 # A route, and the parts of a path that are the arguments of its handler.

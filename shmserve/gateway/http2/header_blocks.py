@@ -35,7 +35,7 @@ Fields = Sequence[tuple[bytes, bytes]]
 logging.getLogger("hpack").setLevel(logging.INFO)
 
 _MAX_CACHED_BLOCKS = 64
-_MAX_CACHED_BLOCK_BYTES = 512
+_MAX_CACHED_BLOCK_BYTES = 512  # larger header blocks are not cached
 # A header list above this multiple of its size limit ends the connection, not only its stream.
 _MAX_DECODED_FACTOR = 4
 _FIELD_OVERHEAD = 32  # the size of a field in addition to its name and value (RFC 7541, 4.1)

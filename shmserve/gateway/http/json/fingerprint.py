@@ -43,8 +43,8 @@ _ID_START = b'{"id"'
 _ID_PLACEHOLDER = b'{"id":0'
 _SEQUENCE_PLACEHOLDER = b'"sequence_id":0'
 _NUMBER_ARRAY = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
-MAX_CUT_TEXT_BYTES = 64 * 1024
-_MAX_KEY_BYTES = 2048
+MAX_CUT_TEXT_BYTES = 64 * 1024  # nothing is cut out of a larger header
+_MAX_KEY_BYTES = 2048  # templates with a longer key are not cached
 
 # The kept text of a header, and the size of the binary data (`Fingerprint.key`).
 Key = tuple[bytes, int]

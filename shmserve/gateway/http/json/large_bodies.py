@@ -44,11 +44,11 @@ _PROMPT_COUNT_LIMITS = {
     "prompt": (1024, "prompt: {} prompts exceed the limit of {}"),
     "input": (2048, "input: {} strings exceed the limit of {}"),
 }
-_MAX_PACKED_PROMPTS = 2048
+_MAX_PACKED_PROMPTS = 2048  # a longer list of prompts stays JSON
 _NESTED_OBJECTS = ("parameters", "input")  # objects whose fields are packed like those of the body
 _MAX_WARNINGS = 256  # number of the process's warnings that the gateway logs
 _MAX_TOKEN_ID = (1 << 31) - 1
-_PIECE_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 16  # bytes that the pipes transfer at a time
 _parser_slot = asyncio.Semaphore(1)  # permits one process at a time
 
 # Called with the parsed body in the parser's process; returns the body to use instead.
@@ -107,7 +107,7 @@ async def parse_large(
     token_limits: Mapping[str, int],
     prompt_fields: Sequence[str],
     model: str = "",
-    convert: Convert | None = None,
+    convert: Convert | None = None,  # applied to the parsed body
 ) -> Any:
     """Parse a large body, whose prompts and other large fields become `Packed`.
 
