@@ -402,7 +402,7 @@ class TlsLayer:
             self._tls.write(data)
 
     def close(self) -> None:
-        """Close TLS."""
+        """End TLS; `take_ciphertext` then returns the close_notify alert for the client."""
         self._is_closed = True
         with contextlib.suppress(ssl.SSLError):  # the client has not closed TLS yet
             self._tls.unwrap()

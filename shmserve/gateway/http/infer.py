@@ -178,7 +178,7 @@ class HttpInference(UnaryInference):
     """An in-flight inference of an HTTP client.
 
     Attributes:
-        write_response: Writes the response in the callback; None if a task awaits `response`.
+        write_response: Writes the response when it arrives; None if a task awaits `response`.
     """
 
     gateway: Gateway

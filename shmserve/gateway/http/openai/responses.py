@@ -154,8 +154,8 @@ class ResponseObject:
     def _content_logprobs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the log probabilities of the tokens of a message's content.
 
-        Those of its reasoning and calls are omitted. The content begins with a token, possibly
-        after line breaks in the same token.
+        The tokens of the message's reasoning and calls are omitted. The content begins at the start
+        of a token, or after line breaks at the start of a token.
         """
         tokens, reasoning = self._next_logprobs, message.get("reasoning", "").encode()
         calls = message.get("tool_calls")
@@ -174,9 +174,9 @@ class ResponseObject:
 
     @cached_property
     def _items_by_call(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the type and the first members of the item for a call, by the called name.
+        """Return the type and the first members of the output item for a call of a tool, by its name.
 
-        Only calls of custom tools and of functions in namespaces differ from other function calls.
+        The dict has only custom tools and functions in namespaces; other calls are function calls.
         """
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         for tool in unpacked_tools(self.body.get("tools")) or []:
