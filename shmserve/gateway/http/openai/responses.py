@@ -174,7 +174,7 @@ class ResponseObject:
 
     @cached_property
     def _items_by_call(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the type and the first members of the output item for a call of a tool, by its name.
+        """Return the type and first members of the output item for a call of a tool, by its name.
 
         The dict has only custom tools and functions in namespaces; other calls are function calls.
         """
