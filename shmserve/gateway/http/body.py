@@ -317,8 +317,8 @@ class Body:
             missing_bytes = self.declared_size - arrival.received_bytes
             if missing_bytes and arrival.received_bytes == content.total_bytes:
                 connection = self._request.connection
-                with connection.receiving(arriving, arrival, missing_bytes) as all_received:
-                    await arrival.wait_for_end(all_received)
+                with connection.receiving(arriving, arrival, missing_bytes) as body_end:
+                    await arrival.wait_for_end(body_end)
                 return arriving.is_complete
             piece = memoryview(await self.next())
             if not piece:

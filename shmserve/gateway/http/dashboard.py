@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 _MAX_VIEWERS = 32  # limited because scrapes share the listener
 _SNAPSHOT_INTERVAL_S = 1.0
 _INTERVAL_PER_COST = 10  # taking a snapshot may use at most 1/10 of the time between snapshots
-_MAX_INTERVAL_S = 5.0
+_MAX_INTERVAL_S = 5.0  # the longest time between two snapshots
 # Processes are read with every fifth snapshot, since /proc is slow.
 _SNAPSHOTS_PER_PROCESS_READ = 5
 _STATE_TIMEOUT_S = 1.0  # the time limit of the wait for the supervisor's state
