@@ -76,7 +76,7 @@ class ControlInput(Record):
     name: str
     kind: str
     datatype: str
-    values: tuple[bytes, bytes] = (b"", b"")
+    values: tuple[bytes, bytes] = (b"", b"")  # encoded (false, true)
 
     def encode(self, row: SequenceRow) -> bytes:
         """Return the bytes of the control for a row."""
@@ -143,8 +143,8 @@ class StateSpec(Record):
     output_name: str
     datatype: str
     shape: tuple[int, ...]
-    initial_value: bytes
-    same_buffer: bool
+    initial_value: bytes  # of the state
+    same_buffer: bool  # whether the model writes its output to the input's buffer
 
 
 class _StateValue(Record):

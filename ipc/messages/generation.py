@@ -32,12 +32,12 @@ class Resumed(Record):
         sent_tokens: The number of tokens already sent to the client.
     """
 
-    sample: int
-    tokens: bytes
-    sent_characters: int
+    sample: int  # number of the sample
+    tokens: bytes  # int32, little endian
+    sent_characters: int  # number of characters sent to the client
     finish_reason: str = ""
     is_end_sent: bool = False
-    sent_tokens: int = 0
+    sent_tokens: int = 0  # number of tokens sent to the client
 
 
 class Prepare(Message):
@@ -62,10 +62,10 @@ class BeamSearch(Record):
         end_tokens: The tokens that end a hypothesis.
     """
 
-    width: int
+    width: int  # number of hypotheses
     length_penalty: float
     early_stopping: str
-    end_tokens: list[int]
+    end_tokens: list[int]  # tokens that end a hypothesis
 
 
 class Prepared(Message):
@@ -84,12 +84,12 @@ class Prepared(Message):
             log probabilities are requested.
     """
 
-    key: int
-    prompt: bytes
-    max_tokens: int
-    samples: int = 1
+    key: int  # of the request
+    prompt: bytes  # tokens, int32
+    max_tokens: int  # of each sample
+    samples: int = 1  # number of samples
     priority: int = 0
-    needs_whole_prompt: bool = False
+    needs_whole_prompt: bool = False  # even if a prefix is cached
     allows_drafts: bool = True
     beams: list[BeamSearch] = field(default_factory=list)
     replays_tokens: bool = False
@@ -124,12 +124,12 @@ class Row(Record):
     """
 
     sequence: int
-    start: int
-    count: int
-    kept_blocks: int
-    blocks: list[int]
-    draft_count: int = 0
-    samples_next: bool = True
+    start: int  # position of the first token
+    count: int  # number of tokens
+    kept_blocks: int  # number of leading blocks of the table that remain
+    blocks: list[int]  # new blocks, which follow the kept ones
+    draft_count: int = 0  # number of draft tokens to propose
+    samples_next: bool = True  # whether the next token is sampled
 
 
 class Step(Message):
@@ -166,8 +166,8 @@ class RowResult(Record):
     tokens: list[int]
     finish_reason: str = ""
     draft_count: int = 0
-    candidates: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
+    candidates: list[int] = field(default_factory=list)  # the best tokens of a beam
+    scores: list[float] = field(default_factory=list)  # log probabilities of the candidates
 
 
 class Stepped(Message):
@@ -191,7 +191,7 @@ class Stepped(Message):
     sample_ns: int
     draft_ns: int = 0
     text_ns: int = 0
-    skipped: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)  # sequences whose requests have ended
 
 
 class ResponseSent(Message):

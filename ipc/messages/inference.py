@@ -36,20 +36,20 @@ class Submit(Message):
     """
 
     id: int
-    schema: bytes
-    data: list[Any]
+    schema: bytes  # of the tensors
+    data: list[Any]  # bytes or memory ranges of the tensors
     arrived_ns: int
-    deadline_ns: int
-    timeout_us: int
+    deadline_ns: int  # monotonic; 0: none
+    timeout_us: int  # 0: none
     priority: int
     request_id: str = ""
-    flags: int = 0
+    flags: int = 0  # start and end of a sequence
     correlation_id: int = 0
     correlation_text: str = ""
-    source: int = 0
-    trace: str = ""
-    deadline_origin: str = ""
-    callers: str = ""
+    source: int = 0  # number of the client at a gateway
+    trace: str = ""  # trace context, or ""
+    deadline_origin: str = ""  # for the error of an expired request
+    callers: str = ""  # executions that wait, as `Caller` lines
 
 
 class Caller(NamedTuple):
@@ -253,9 +253,9 @@ class Execute(Message):
         rows: For a batch of sequences, the rows, which refer to the requests.
     """
 
-    batch: int
+    batch: int  # number of the batch
     requests: list[Work]
-    in_flight: int = 1
+    in_flight: int = 1  # number of requests at the scheduler
     rows: list[SequenceRow] = field(default_factory=list)
 
 

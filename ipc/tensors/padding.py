@@ -39,11 +39,11 @@ class Pad(Record):
 
     name: str
     dims: Shape
-    value: float
-    buckets: tuple[Shape, ...]
-    lengths_input: str
-    mask_input: str
-    max_waste: float
+    value: float  # of padding elements
+    buckets: tuple[Shape, ...]  # padded shapes, ascending
+    lengths_input: str  # input for the true lengths
+    mask_input: str  # input for the padding mask
+    max_waste: float  # maximum fraction of padding
 
     def padded_shape(self, largest: Shape) -> Shape | None:
         """Return the padded shape for the largest sizes of a batch, or None if no bucket fits."""

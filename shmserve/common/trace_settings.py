@@ -219,8 +219,8 @@ class Sampler:
     """
 
     settings: TraceSettings
-    remaining_count: int = field(init=False)
-    pending: list[Any] = field(default_factory=list)
+    remaining_count: int = field(init=False)  # requests still to trace; -1: unlimited
+    pending: list[Any] = field(default_factory=list)  # traces not written yet
     _request_count: int = 0
     _is_enabled: bool = field(init=False)
 

@@ -78,7 +78,7 @@ class ServerConfig:
 
     model_repositories: tuple[Path, ...]
     model_files: tuple[str, ...]
-    class_settings: Mapping[str, str]
+    class_settings: Mapping[str, str]  # parameters of the models in `model_files`
     model_control_mode: str
     load_models: tuple[str, ...]
     load_on_demand: bool
@@ -90,7 +90,7 @@ class ServerConfig:
     # Tuples of backend, setting and value; the backend "" means all backends.
     backend_config: tuple[tuple[str, str, str], ...]
     model_defaults: ModelDefaults
-    on_cpu: bool = field(default=False, kw_only=True)
+    on_cpu: bool = field(default=False, kw_only=True)  # whether KIND_GPU runs on the CPU
     load_timeout_s: float
     http: HttpConfig
     gateways: int  # number of HTTP gateway processes
@@ -99,7 +99,7 @@ class ServerConfig:
     metrics_address: str
     metrics_port: int
     metrics: MetricsConfig
-    tokens: Tokens
+    tokens: Tokens  # accepted tokens; empty: none is required
     insecure: bool
     shm: ShmPolicy
     gateway: GatewaySettings
@@ -119,7 +119,7 @@ class ServerConfig:
     trace: TraceSettings
     visible_devices: str | None
     without_effect: tuple[str, ...]  # flags that are accepted and ignored
-    flags: Mapping[str, Any]
+    flags: Mapping[str, Any]  # value of each flag
 
     @property
     def allows_remote(self) -> bool:

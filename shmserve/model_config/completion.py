@@ -25,7 +25,7 @@ from shmserve.proto.model_config_pb2 import (
 LIBTORCH = "pytorch_libtorch"
 ONNX = "onnxruntime_onnx"
 # The backend of each platform. Platform is Triton's older term for a backend.
-PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}
+PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}  # backends by platform
 # Platforms and files of Triton's backends that this server lacks, for errors that name the backend.
 _FOREIGN_PLATFORMS = {
     "tensorrt_plan": "tensorrt",
@@ -73,8 +73,8 @@ class ModelDefaults:
     """
 
     dynamic_batching: bool = False
-    max_batch_size: int | None = None
-    max_queue_delay_us: int | None = None
+    max_batch_size: int | None = None  # None: 0
+    max_queue_delay_us: int | None = None  # None: 0
 
 
 def detect_backend(config: ModelConfig, model_name: str, files: Collection[str]) -> ModelConfig:

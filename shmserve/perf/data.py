@@ -53,8 +53,8 @@ class ModelInterface:
     outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     supports_batching: bool = False
     decoupled: bool = False
-    steps: tuple[str, ...] = ()
-    config_error: str = ""
+    steps: tuple[str, ...] = ()  # models of an ensemble's steps
+    config_error: str = ""  # why the server sent no configuration
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class DataOptions:
 
     values: Sequence[str] = ()
     shapes: Sequence[str] = ()
-    source: str = "random"
-    batch: int = 1
-    text_length: int = 128
+    source: str = "random"  # random, zero or a path
+    batch: int = 1  # number of rows
+    text_length: int = 128  # characters
 
 
 def read_interface(transport: Any, model: str, version: str) -> ModelInterface:

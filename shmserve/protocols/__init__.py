@@ -92,10 +92,10 @@ class OutgoingRequest:
     timeout_us: int
     inputs: list[InputTensor]
     outputs: list[str]
-    sequence: int | str = ""
+    sequence: int | str = ""  # id; 0 or "": none
     is_start: bool = False
     is_end: bool = False
-    output_parts: Mapping[str, RegionPart] = field(default_factory=dict)
+    output_parts: Mapping[str, RegionPart] = field(default_factory=dict)  # by output
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def request_parameters(self) -> dict[str, Parameter]:
@@ -133,9 +133,9 @@ class Address:
     `address_text` is the address as text, for error messages.
     """
 
-    address_text: str
-    protocol: str
-    target: str = ""
+    address_text: str  # for error messages
+    protocol: str  # "http" or "grpc"
+    target: str = ""  # HOST:PORT; "": `unix_socket` is set
     tls: bool = False
     unix_socket: str = ""
 

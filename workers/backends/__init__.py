@@ -39,7 +39,7 @@ _BUILT_IN = {
     "vllm": "shmserve.workers.backends.vllm:VllmBackend",
 }
 # The extras of shmserve that install the packages of a backend.
-_EXTRAS = {"llm": "llm", "pytorch": "torch", "vllm": "vllm"}
+_EXTRAS = {"llm": "llm", "pytorch": "torch", "vllm": "vllm"}  # pip extras by backend
 
 
 class Backend(ABC):

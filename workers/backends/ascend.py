@@ -365,10 +365,10 @@ def _check(
     """
     file_tensors = {tensor.name: tensor for tensor in tensors}
     max_batch_size, subject = signature.max_batch_size, f"of model '{signature.name}'"
-    required = {spec.name for spec in specs.values() if not spec.optional}
-    if side == "input" and set(file_tensors) != required:
+    required_names = {spec.name for spec in specs.values() if not spec.optional}
+    if side == "input" and set(file_tensors) != required_names:
         raise InvalidArgument(
-            f"the required inputs {subject} are {sorted(required)} in the configuration, but "
+            f"the required inputs {subject} are {sorted(required_names)} in the configuration, but "
             f"{sorted(file_tensors)} in the file"
         )
     for spec in specs.values():

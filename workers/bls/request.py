@@ -63,17 +63,17 @@ class CallRequest:
     model: str
     version: str
     inputs: Sequence[CallInput]
-    outputs: Sequence[str] = ()
+    outputs: Sequence[str] = ()  # names; empty: all
     request_id: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
-    correlation_id: int | str = 0
-    flags: int = 0
+    correlation_id: int | str = 0  # id of the sequence; 0: none
+    flags: int = 0  # start and end of a sequence
     timeout_us: int = 0
     deadline_ns: int = 0
     priority: int = 0
-    trace: str = ""
-    origins: Sequence[Request] = ()
-    callers: str = ""
+    trace: str = ""  # trace context, or ""
+    origins: Sequence[Request] = ()  # the requests that cause the call
+    callers: str = ""  # executions that wait, as in `Submit`
 
     @property
     def cancelled(self) -> bool:

@@ -100,9 +100,9 @@ class File:
     """
 
     path: Path
-    purpose: str
-    text: str | None
-    is_editable: bool = False
+    purpose: str  # shown to the operator
+    text: str | None  # None: not needed on this host
+    is_editable: bool = False  # by the operator
 
 
 def files(installation: Installation) -> list[File]:

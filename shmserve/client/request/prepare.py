@@ -277,8 +277,8 @@ def _fill_template(
     for slot_view, array in zip(slot.inputs, arrays, strict=False):
         np.copyto(slot_view, array)
     packed_request = template.pack_request(arrays, slot, parameters)
-    memory = slot.release, (slot.block.segment,)
-    return PackedRequest(model, *packed_request, options, template, slot, as_torch, *memory)
+    memory_fields = slot.release, (slot.block.segment,)
+    return PackedRequest(model, *packed_request, options, template, slot, as_torch, *memory_fields)
 
 
 def _prepare_region(
