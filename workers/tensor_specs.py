@@ -78,7 +78,7 @@ class FileTensor:
     name: str
     datatype: str
     dims: tuple[int, ...]
-    symbols: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()  # names of variable dimensions, or ""
 
     @property
     def leading_symbol(self) -> str:

@@ -36,7 +36,7 @@ class Resumed(Record):
     tokens: bytes  # int32, little endian
     sent_characters: int  # number of characters sent to the client
     finish_reason: str = ""
-    is_end_sent: bool = False
+    is_end_sent: bool = False  # whether the client has received the end
     sent_tokens: int = 0  # number of tokens sent to the client
 
 
@@ -88,11 +88,11 @@ class Prepared(Message):
     prompt: bytes  # tokens, int32
     max_tokens: int  # of each sample
     samples: int = 1  # number of samples
-    priority: int = 0
+    priority: int = 0  # lower values run first
     needs_whole_prompt: bool = False  # even if a prefix is cached
     allows_drafts: bool = True
     beams: list[BeamSearch] = field(default_factory=list)
-    replays_tokens: bool = False
+    replays_tokens: bool = False  # whether earlier tokens are computed again
 
 
 class NewSequence(Record):
@@ -123,7 +123,7 @@ class Row(Record):
             sequence follows the tokens of the row.
     """
 
-    sequence: int
+    sequence: int  # number of the sequence
     start: int  # position of the first token
     count: int  # number of tokens
     kept_blocks: int  # number of leading blocks of the table that remain
@@ -162,8 +162,8 @@ class RowResult(Record):
         scores: The log probabilities of the candidates.
     """
 
-    sequence: int
-    tokens: list[int]
+    sequence: int  # number of the sequence
+    tokens: list[int]  # the new tokens
     finish_reason: str = ""
     draft_count: int = 0
     candidates: list[int] = field(default_factory=list)  # the best tokens of a beam
@@ -184,7 +184,7 @@ class Stepped(Message):
         skipped: Sequences that were not computed, because their requests have ended.
     """
 
-    step: int
+    step: int  # number of the step
     results: list[RowResult]
     gather_ns: int
     forward_ns: int
@@ -205,11 +205,11 @@ class ResponseSent(Message):
         sent_tokens: The number of its tokens sent so far.
     """
 
-    key: int
-    sample: int
-    sent_characters: int
+    key: int  # of the request
+    sample: int  # number of the sample
+    sent_characters: int  # number of characters sent to the client
     is_end_sent: bool = False
-    sent_tokens: int = 0
+    sent_tokens: int = 0  # number of tokens sent to the client
 
 
 class StopStringFound(Message):
@@ -232,7 +232,7 @@ class Hypothesis(Record):
 
     tokens: bytes
     finish_reason: str
-    score: float
+    score: float  # of the tokens
 
 
 class Choose(Message):
@@ -241,5 +241,5 @@ class Choose(Message):
     The worker responds to the client with these hypotheses, best first.
     """
 
-    key: int
+    key: int  # of the request
     hypotheses: list[Hypothesis]

@@ -61,7 +61,7 @@ class CudaHandle(Record):
     """
 
     raw: bytes
-    device: int
+    device: int  # ordinal
     uuid: bytes = b""
 
 
@@ -86,7 +86,7 @@ class Memory(Record):
 
     id: int  # of the memory
     pid: int  # of the process that holds `fd` open
-    fd: int
+    fd: int  # in the process `pid`
     inode: int
     byte_size: int
     sealed: bool  # whether the object cannot shrink

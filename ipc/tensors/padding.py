@@ -115,11 +115,11 @@ class PaddedBatch:
 
     _padding: Padding
     _constant_part: bytes | None = None  # of the shape keys
-    _largest_shapes: Sequence[Shape] = ()
+    _largest_shapes: Sequence[Shape] = ()  # by input
     _rows: int = 0  # number of rows
     _pads: tuple[Pad, ...] = field(init=False)
-    _true_elements: list[int] = field(init=False)
-    _elements_if_alone: list[int] = field(init=False)
+    _true_elements: list[int] = field(init=False)  # by input
+    _elements_if_alone: list[int] = field(init=False)  # by input
 
     def __post_init__(self) -> None:
         self._pads = tuple(self._padding.pads.values())

@@ -122,8 +122,8 @@ class Process:
     pid: int
     title: str
     resident_bytes: int
-    open_fds: int
-    cpu_seconds: float
+    open_fds: int  # number
+    cpu_seconds: float  # used so far
 
 
 def proportional_sizes(supervisor_pid: int) -> Iterator[int]:

@@ -48,7 +48,7 @@ class Family:
 
     description: str
     kind: str
-    values: Mapping[Labels, Series]
+    values: Mapping[Labels, Series]  # series by labels
 
 
 Families = dict[str, Family]

@@ -68,7 +68,7 @@ class Peer:
     """The user of a client, and the groups of that user."""
 
     uid: int
-    groups: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()  # gids
 
 
 SHM_DISABLED = (

@@ -66,10 +66,10 @@ class TraceSettings:
     trace_level: tuple[str, ...] = (OFF,)
     trace_rate: int = 1000
     trace_count: int = -1
-    log_frequency: int = 0
+    log_frequency: int = 0  # traces per file; 0: one file
     trace_file: str = ""
     trace_mode: str = TRITON
-    exporter: tuple[tuple[str, str], ...] = ()
+    exporter: tuple[tuple[str, str], ...] = ()  # (setting, value) of OpenTelemetry
 
     @property
     def is_on(self) -> bool:

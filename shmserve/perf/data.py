@@ -61,8 +61,8 @@ class ModelInterface:
 class DataOptions:
     """The command line's options for request data; `source` is --data: random, zero or a path."""
 
-    values: Sequence[str] = ()
-    shapes: Sequence[str] = ()
+    values: Sequence[str] = ()  # of --input
+    shapes: Sequence[str] = ()  # of --shape
     source: str = "random"  # random, zero or a path
     batch: int = 1  # number of rows
     text_length: int = 128  # characters

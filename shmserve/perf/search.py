@@ -81,9 +81,9 @@ class SearchSpace:
         largest_batch: The largest batch size.
     """
 
-    instances: Sequence[int]
-    variants: Sequence[Mapping[str, Any]]
-    largest_batch: int
+    instances: Sequence[int]  # numbers of instances to try
+    variants: Sequence[Mapping[str, Any]]  # settings to try
+    largest_batch: int  # maximum batch size to try
 
 
 class _OutOfTrials(Exception):
@@ -94,11 +94,11 @@ class _OutOfTrials(Exception):
 class Search:
     """A search for the best configuration; `trials` are its measurements, at most `_max_runs`."""
 
-    _measure: Callable[[Candidate], Trial]
+    _measure: Callable[[Candidate], Trial]  # measures a candidate
     _target_ms: float
     _space: SearchSpace
     _max_runs: int
-    trials: dict[Candidate, Trial] = field(init=False, default_factory=dict)
+    trials: dict[Candidate, Trial] = field(init=False, default_factory=dict)  # by candidate
 
     def meets_target(self, trial: Trial) -> bool:
         """Check whether a trial meets the target without errors."""

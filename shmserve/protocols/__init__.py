@@ -91,7 +91,7 @@ class OutgoingRequest:
     id: str
     timeout_us: int
     inputs: list[InputTensor]
-    outputs: list[str]
+    outputs: list[str]  # names; empty: all
     sequence: int | str = ""  # id; 0 or "": none
     is_start: bool = False
     is_end: bool = False
@@ -136,7 +136,7 @@ class Address:
     address_text: str  # for error messages
     protocol: str  # "http" or "grpc"
     target: str = ""  # HOST:PORT; "": `unix_socket` is set
-    tls: bool = False
+    tls: bool = False  # whether the listener uses TLS
     unix_socket: str = ""
 
 

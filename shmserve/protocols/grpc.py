@@ -344,7 +344,7 @@ class _LaneStream:
     """The HTTP/2 stream of a lane: send window, and bytes received since the window update."""
 
     lane: GrpcLane
-    window: int
+    window: int  # bytes that may be sent
     unacknowledged_bytes: int = 0
 
 

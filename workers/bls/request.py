@@ -158,8 +158,8 @@ def store_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> StoredInput
 class StoredInputs:
     """Inputs as they are sent, and the blocks of memory that hold the large ones."""
 
-    refs: Sequence[TensorRef]
-    blocks: list[Block]
+    refs: Sequence[TensorRef]  # the inputs as they are sent
+    blocks: list[Block]  # memory of the large inputs
 
     def release(self) -> None:
         """Free the blocks, which no worker reads any more. Idempotent."""

@@ -50,7 +50,7 @@ class SampledRow:
     sample: int  # index in the request
     tokens: Sequence[int]  # of the sequence up to the sampled one
     prompt_length: int
-    end_tokens: tuple[int, ...]
+    end_tokens: tuple[int, ...]  # tokens that end a text
     allowed_bits: Tensor | None = None
 
     @property
@@ -269,7 +269,7 @@ class Proposal:
             tokens are deterministic.
     """
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # the draft tokens
     probabilities: list[Tensor] = field(default_factory=list)
 
 
