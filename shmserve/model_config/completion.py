@@ -73,8 +73,8 @@ class ModelDefaults:
     """
 
     dynamic_batching: bool = False
-    max_batch_size: int | None = None  # None: 0
-    max_queue_delay_us: int | None = None  # None: 0
+    max_batch_size: int | None = None  # None: the default is 0
+    max_queue_delay_us: int | None = None  # None: the default is 0
 
 
 def detect_backend(config: ModelConfig, model_name: str, files: Collection[str]) -> ModelConfig:
@@ -213,11 +213,11 @@ def _fill_scheduling(config: ModelConfig) -> None:
         if not config.dynamic_batching.preferred_batch_size:
             config.dynamic_batching.preferred_batch_size.extend(preferred_sizes)
     elif config.HasField("sequence_batching"):
-        sequences = config.sequence_batching
-        if sequences.max_sequence_idle_microseconds == 0:
-            sequences.max_sequence_idle_microseconds = _DEFAULT_SEQUENCE_IDLE_US
-        if sequences.HasField("oldest") and not sequences.oldest.preferred_batch_size:
-            sequences.oldest.preferred_batch_size.extend(preferred_sizes)
+        batching = config.sequence_batching
+        if batching.max_sequence_idle_microseconds == 0:
+            batching.max_sequence_idle_microseconds = _DEFAULT_SEQUENCE_IDLE_US
+        if batching.HasField("oldest") and not batching.oldest.preferred_batch_size:
+            batching.oldest.preferred_batch_size.extend(preferred_sizes)
 
 
 def _fill_pinned_memory(config: ModelConfig) -> None:

@@ -58,9 +58,9 @@ def aligned_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     >>> aligned_layout([100, 1000, 8])
     ([0, 512, 1536], 2048)
     """
-    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    *offsets, total = accumulate(aligned, initial=0)
-    return offsets, total
+    aligned_sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    *offsets, total_size = accumulate(aligned_sizes, initial=0)
+    return offsets, total_size
 
 
 def memory_summary(sizes_by_part: Mapping[str, int]) -> str:

@@ -382,7 +382,7 @@ def _parse_bad_words(name: str, value: Any) -> dict[str, Any]:
 def _parse_tokens(name: str, value: Any) -> dict[str, Any]:
     allowed_text = "a list of tokens (integers)"
     tokens = _decode_json(value, allowed_text)
-    _check(isinstance(tokens, list) and all(type(t) is int for t in tokens), allowed_text)
+    _check(isinstance(tokens, list) and all(type(token) is int for token in tokens), allowed_text)
     _check(bool(tokens) or name != "allowed_token_ids", "a non-empty list of tokens")
     return {name: tuple(tokens)}
 
