@@ -40,7 +40,7 @@ class Dispatcher(ABC):
     A dispatcher that `tracks_requests` is called for each request before and after it is enqueued.
     """
 
-    tracks_requests: bool = field(init=False, default=True)
+    tracks_requests: bool = field(init=False, default=True)  # `admit` and `on_enqueued` are called
 
     _settings: Settings
     _queue: RequestQueue
