@@ -64,7 +64,7 @@ class _SchemaKey(NamedTuple):
     """
 
     prefix: bytes  # packed names, datatypes, shapes, parameters and requested outputs
-    input_order: list[int]
+    input_order: list[int]  # indices of the inputs, sorted by name
 
 
 @dataclass(eq=False)

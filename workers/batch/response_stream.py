@@ -29,7 +29,7 @@ from shmserve.workers.links import InstanceLink, Timer, WorkerRequest
 
 _REPORT_INTERVAL_S = 0.1
 _REPORT_DELAY_NS = 1_000_000
-_BURST_REPORTS = 100
+_BURST_REPORTS = 100  # number of reports without a delay
 
 
 class MetricsReports:

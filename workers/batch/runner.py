@@ -320,8 +320,8 @@ class Runner:
     def _torch_input(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
         # An input that is copied to the device needs no protection from writes.
         first_input = requests[0].inputs[name]
-        in_place = not self._device.needs_copies or first_input.on_device
-        is_aliased = in_place and not first_input.is_writable
+        is_in_place = not self._device.needs_copies or first_input.on_device
+        is_aliased = is_in_place and not first_input.is_writable
         copies_views = is_aliased and not self._passes_views
         raw, shape, is_view = self._gatherer.gather(name, requests, copies_views)
         from shmserve.workers.memory.tensors import as_torch

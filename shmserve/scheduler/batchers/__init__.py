@@ -48,14 +48,14 @@ class CloseReason(StrEnum):
 class PendingRequest(Protocol):
     """The attributes of a queued request by which a batcher decides."""
 
-    rows: int
+    rows: int  # the request's batch size
     shape_key: bytes  # equal for requests that can share a batch
     enqueued_ns: int
     flush_by_ns: int  # the time before which a batch should run rather than wait
 
 
 class Batch(Record):
-    """A decision to run the first `count` requests of the queue now.
+    """A batcher's decision to run the first `count` requests of the queue now.
 
     `reason` is why the batch takes no further request.
     """
@@ -66,9 +66,9 @@ class Batch(Record):
 
 @final
 class WaitUntil(Record):
-    """A decision to wait until this time (monotonic ns), or until the queue changes."""
+    """A batcher's decision to wait until this time (monotonic ns), or until the queue changes."""
 
-    ns: int
+    ns: int  # the end of the wait
 
 
 class Batcher:
@@ -77,7 +77,7 @@ class Batcher:
     A batcher with `is_learning` is notified of arrivals and executions.
     """
 
-    is_learning: bool = False
+    is_learning: bool = False  # whether it is notified of arrivals and executions
 
     def decide(
         self, now_ns: int, pending: Iterable[PendingRequest], reserve_ns: int
@@ -156,11 +156,11 @@ class QueueHead(Record):
 
     requests: list[PendingRequest]
     rows: int
-    preferred_count: int
+    preferred_count: int  # number of first requests that reach a preferred size; 0: none
     is_full: bool
-    has_other_shape: bool
+    has_other_shape: bool  # whether the next request cannot join
     oldest_ns: int
-    flush_by_ns: int
+    flush_by_ns: int  # the earliest `flush_by_ns` of the requests
 
 
 def gather(pending: Iterable[PendingRequest], rules: Batching) -> QueueHead | None:
@@ -231,8 +231,8 @@ def decide(
     if head is None:
         return None
     count, preferred_count, delay_ns = len(head.requests), head.preferred_count, rules.delay_ns
-    waited_enough = 0 < delay_ns <= now_ns - head.oldest_ns
-    if preferred_count and not waited_enough:
+    delay_has_passed = 0 < delay_ns <= now_ns - head.oldest_ns
+    if preferred_count and not delay_has_passed:
         return Batch(
             preferred_count,
             CloseReason.FULL
@@ -243,7 +243,7 @@ def decide(
         return Batch(count, CloseReason.FULL)
     if head.has_other_shape:
         return Batch(count, CloseReason.SHAPE)
-    if waited_enough:
+    if delay_has_passed:
         return Batch(count, CloseReason.DELAY)
     if head.rows >= rules.largest_preferred:
         return Batch(count, CloseReason.PREFERRED)

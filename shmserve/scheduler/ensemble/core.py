@@ -273,20 +273,20 @@ class EnsembleCore(Core[EnsembleRequest]):
         except ShmserveError:
             return
         batch_size = self._signature.max_batch_size
-        blocks = [
+        block_sizes = [
             (size, devices.get(step.outputs[name]))
             for step, target in step_targets
             for name, size in placed_sizes(step, target, graph, batch_size).items()
         ]
-        self._planned_bytes = sum(size for size, _ in blocks)
-        if blocks:
-            self._memory.reserve(blocks)
-            device_bytes = sum(size for size, device in blocks if device is not None)
+        self._planned_bytes = sum(size for size, _ in block_sizes)
+        if block_sizes:
+            self._memory.reserve(block_sizes)
+            device_bytes = sum(size for size, device in block_sizes if device is not None)
             device_text = f" ({device_bytes / 1e6:.1f} MB on CUDA devices)" if device_bytes else ""
             logger.info(
                 "ensemble '%s': planned memory of %d tensors between steps: %.1f MB per request%s",
                 self._signature.name,
-                len(blocks),
+                len(block_sizes),
                 self._planned_bytes / 1e6,
                 device_text,
             )

@@ -95,7 +95,7 @@ class Value(Token):
         kind: TensorKind | None,
         data: bytes | Range,
         memory: Token | None = None,
-        is_true: bool = True,
+        is_true: bool = True,  # of a condition: whether some element is true
         sequence_override: dict[str, Any] | None = None,
         held_credits: tuple[Token, ...] = (),
     ) -> None:

@@ -75,7 +75,7 @@ class Dispatcher(ABC):
     A dispatcher that `tracks_requests` is called for each request before and after it is enqueued.
     """
 
-    tracks_requests: bool = field(init=False, default=True)
+    tracks_requests: bool = field(init=False, default=True)  # `admit` and `on_enqueued` are called
 
     _settings: Settings
     _queue: RequestQueue
@@ -334,7 +334,7 @@ class Executions:
     _responses: Responses
     _statistics: Statistics
     service_time: ServiceTime = field(default_factory=ServiceTime)
-    _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))  # of executions
     # Releases for announced instances that are not ready yet, by the instance's pid.
     _early_releases: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
     # The latest releases for processes that the supervisor has not announced as instances, with the
@@ -383,7 +383,7 @@ class Executions:
         self._pool.assign(Execution(step.step, [], None, now_ns, now_ns), slot)
         self._workers.post(slot.peer, step)
 
-    def step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
+    def record_step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
         """Record that an instance has returned its step, which had `rows` rows."""
         self._pool.finish(slot, now_ns)
         if not slot.has_served:

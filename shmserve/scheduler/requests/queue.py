@@ -173,7 +173,7 @@ class RequestQueue:
         self._settings = settings
         self.in_order = PriorityQueue()
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
-        self.model_requests: list[ScheduledRequest] = []
+        self.model_requests: list[ScheduledRequest] = []  # sent by executing models
         self.timers: Timers[ScheduledRequest] = Timers(_has_ended)
         self._next_key = itertools.count(1).__next__
         policies = settings.policies

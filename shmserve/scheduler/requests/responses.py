@@ -156,9 +156,9 @@ class Responses:
 
     def send_held_outcomes(self, now_ns: int) -> None:
         """Send the held outcomes whose turn has come."""
-        order = self._ordered_requests
-        while order and order[0].state not in _UNDECIDED_STATES:
-            request = order.popleft()
+        ordered_requests = self._ordered_requests
+        while ordered_requests and ordered_requests[0].state not in _UNDECIDED_STATES:
+            request = ordered_requests.popleft()
             if request.state is State.HELD:
                 outcome, request.outcome = request.outcome, None
                 assert outcome is not None  # every HELD request has an outcome

@@ -85,11 +85,11 @@ def complete(
 
     Parameters whose text is empty are not added.
     """
-    added = {name: {"string_value": text} for name, text in parameters.items() if text}
+    added_parameters = {name: {"string_value": text} for name, text in parameters.items() if text}
     completed = {
         **config,
         "model_transaction_policy": {"decoupled": True},
-        "parameters": {**config.get("parameters", {}), **added},
+        "parameters": {**config.get("parameters", {}), **added_parameters},
     }
     for field, tensors in (("input", inputs), ("output", outputs)):
         written_tensors = {entry["name"]: entry for entry in config.get(field) or ()}
@@ -216,11 +216,11 @@ class LlmBackend(Backend):
         return DraftModel(self._make_passes(draft, settings, 0)).propose
 
     def _make_passes(
-        self, checkpoint: Checkpoint, settings: EngineSettings, host_blocks: int
+        self, checkpoint: Checkpoint, settings: EngineSettings, host_block_count: int
     ) -> Passes:
         device = self.context.device
         model = Transformer(checkpoint, settings.weights, device)
-        cache_sizes = settings.block_size, settings.kv_cache_blocks, host_blocks
+        cache_sizes = settings.block_size, settings.kv_cache_blocks, host_block_count
         passes = Passes(model, KvCache(checkpoint.architecture, *cache_sizes, device))
         passes.capture(settings.max_batch_size, settings.max_model_len)
         return passes
