@@ -18,7 +18,7 @@ from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import (
     DUPLICATE,

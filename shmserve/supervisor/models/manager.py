@@ -29,10 +29,9 @@ from shmserve.ipc.messages.publications import (
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.instance_processes import REQUEST_PATIENCE_S, Instances
-from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.instances import REQUEST_PATIENCE_S, Instances
 from shmserve.supervisor.models.lifecycle import Lifecycle
-from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.load_planner import LoadPlanner, VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.on_demand import OnDemand
 from shmserve.supervisor.models.orders import (
