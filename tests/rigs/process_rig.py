@@ -116,6 +116,7 @@ class Processes:
         )
         self._hosts = SchedulerHosts(self.context)
         self._handlers: dict[Address, Callable[[Any], None]] = {}
+        self.serve = MagicMock()
 
     def version(self, spec: VersionSpec, group: Group = SINGLE_MODEL_GROUP) -> ModelVersion:
         """Return a version without processes whose model completes no configuration."""
