@@ -14,7 +14,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.messages.supervision import ModelWarned, WorkerStart
 from shmserve.ipc.trace import TraceContext
-from shmserve.workers.batch.request import CopyCounter
+from shmserve.workers.batch.backend_request import CopyCounter
 from shmserve.workers.links import SupervisorLink
 from shmserve.workers.memory.device_memory import (
     DeviceMemory,

@@ -39,17 +39,17 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.model_spec import CORRELATION_ID, InitialState, ModelSpec, SequenceState
 from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.samples import read_data
+from shmserve.ipc.tensors.schemas import (
     SEQUENCE_END,
     SEQUENCE_START,
     Inference,
     RequestSchema,
     pack_inference,
 )
-from shmserve.ipc.tensors.samples import read_data
 from shmserve.ipc.transport.frames import Record
+from shmserve.workers.batch.backend_request import Input, Output, Request, Response
 from shmserve.workers.batch.execute import Executor
-from shmserve.workers.batch.request import Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import OutputStream
 from shmserve.workers.links import HandlerTable, WorkerRequest
 

@@ -18,7 +18,7 @@ class Submit(Message):
 
     Attributes:
         id: The request's number on this link.
-        schema: The schema of an `Inference` (ipc/tensors/inference.py).
+        schema: The schema of an `Inference` (ipc/tensors/schemas.py).
         data: The data of that `Inference`.
         arrived_ns: The arrival time (monotonic clock).
         deadline_ns: The time after which no client waits (monotonic clock); 0: none.

@@ -29,7 +29,8 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import set_process_title
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.samples import warmup_samples
+from shmserve.ipc.tensors.schemas import (
     SEQUENCE_END,
     SEQUENCE_START,
     Inference,
@@ -37,7 +38,6 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     unpack_inferred,
 )
-from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.protocols.tensors import ModelTensor, encode, load_inputs

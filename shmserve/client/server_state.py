@@ -13,7 +13,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.scheduler_client import Successors
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import BoundedCache, ResponseSchema, Schemas
+from shmserve.ipc.tensors.schemas import BoundedCache, ResponseSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature
 
 _MAX_TEMPLATES = 64  # maximum number of request templates of a model

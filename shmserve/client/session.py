@@ -39,7 +39,7 @@ from shmserve.errors import (
     suggestion,
 )
 from shmserve.ipc.memory.cuda_ipc import CudaExporter
-from shmserve.ipc.tensors.inference import runs_once
+from shmserve.ipc.tensors.schemas import runs_once
 
 Tensors = Mapping[str, Any]
 # The requested outputs: names, arrays of a region by name, or a region.

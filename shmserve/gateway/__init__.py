@@ -16,10 +16,10 @@ The files that an HTTP request passes through, in order:
     http/body.py                    reads the body and decodes it to a request
     http/json/fingerprint.py        fills a cached template if the JSON header is known, otherwise
     http/json/codec.py              decodes JSON (text: parser.py, values: tensors.py) to an
-                                    `InferRequest` (inference/request.py), and checks it
+                                    `InferRequest` (inference/infer_request.py), and checks it
     inference/prepare.py            stores and checks the tensors; large ones while they arrive
                                     (body_arrival.py limits the time and the memory)
-    inference/inference.py          submits the request, and unpacks the response
+    inference/in_flight.py          submits the request, and unpacks the response
     links.py                        stores the request until the scheduler has responded (base
                                     class: ipc/scheduler_client.py)
     http/json/codec.py              encodes the response as JSON and binary tensors, which

@@ -10,7 +10,7 @@ hosting/                host.py         the process: its entry point and its loo
 front.py                the messages of clients and of the supervisor, for every kind of scheduler
 batching.py             the core of a model that has instances (no socket)
 settings.py             the scheduling of a model version
-requests/               request.py      the state machine of a request, as a table; its client
+requests/               scheduled.py    the state machine of a request, as a table; its client
                         queue.py        admission, order by priority, deadlines
                         responses.py    messages to clients; ordering
 batchers/               __init__.py     the interface: (queue, time) -> a batch, or a wait

@@ -10,7 +10,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported, missing_package, suggestion
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.workers.batch.request import Input, Output, Request, Response, Unpacker
+from shmserve.workers.batch.backend_request import Input, Output, Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import OutputStream, ResponseWriter
 from shmserve.workers.context import ModelContext, Stopwatch
 from shmserve.workers.links import HandlerTable

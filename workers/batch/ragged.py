@@ -31,7 +31,7 @@ from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES, to_bf16
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.padding import Pad, Padding, Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
-from shmserve.workers.batch.request import Array, CopyCounter, Input, Request, Response
+from shmserve.workers.batch.backend_request import Array, CopyCounter, Input, Request, Response
 
 
 class _GeneratedTensor(NamedTuple):

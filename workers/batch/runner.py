@@ -30,8 +30,8 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.padding import Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response
+from shmserve.workers.batch.backend_request import CopyCounter, Input, Request
 from shmserve.workers.batch.ragged import RaggedRules
-from shmserve.workers.batch.request import CopyCounter, Input, Request
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device_memory import is_module, is_tensor
 from shmserve.workers.memory.static_plan import MemoryPlan
@@ -320,8 +320,8 @@ class Runner:
     def _torch_input(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
         # An input that is copied to the device needs no protection from writes.
         first_input = requests[0].inputs[name]
-        in_place = not self._device.needs_copies or first_input.on_device
-        is_aliased = in_place and not first_input.is_writable
+        is_in_place = not self._device.needs_copies or first_input.on_device
+        is_aliased = is_in_place and not first_input.is_writable
         copies_views = is_aliased and not self._passes_views
         raw, shape, is_view = self._gatherer.gather(name, requests, copies_views)
         from shmserve.workers.memory.tensors import as_torch

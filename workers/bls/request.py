@@ -10,7 +10,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
     Inference,
     Inferred,
@@ -19,7 +19,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
 )
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.workers.batch.request import Input, Request
+from shmserve.workers.batch.backend_request import Input, Request
 
 
 @dataclass(frozen=True, slots=True)

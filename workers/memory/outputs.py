@@ -20,7 +20,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.lent import LentTokens, Token
 from shmserve.ipc.processes import LARGE_COPY
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.workers.batch.request import Array
+from shmserve.workers.batch.backend_request import Array
 
 
 class _OutputBlock(Token):

@@ -26,7 +26,7 @@ from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument, NotFound, PermissionDenied, Released, Unsupported
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_INT64, Range, TensorRef
-from shmserve.ipc.tensors.inference import Packed, TensorSchema
+from shmserve.ipc.tensors.schemas import Packed, TensorSchema
 from shmserve.ipc.tensors.signature import Signature
 
 _SHM_FOLDER = "/dev/shm/"

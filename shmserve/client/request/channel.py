@@ -44,7 +44,7 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.processes import reset_eventfd
 from shmserve.ipc.scheduler_client import NO_SCHEDULER, InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import inline_size_of, runs_once
+from shmserve.ipc.tensors.schemas import inline_size_of, runs_once
 from shmserve.ipc.trace import TraceContext, phase_durations, unpack_spans
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.zmtp import Dealer, LinkTable

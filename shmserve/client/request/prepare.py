@@ -23,7 +23,7 @@ from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
     LONGEST_CORRELATION_ID,
     SEQUENCE_END,

@@ -21,7 +21,7 @@ import numpy as np
 from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.ipc.tensors.descriptors import MAX_INT64, Memory, Range, TensorRef, pack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
     Inference,
     Packed,

@@ -20,7 +20,7 @@ from shmserve.client.request.results import Result, read_one_of_many
 from shmserve.errors import Disconnected, Internal, ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages.inference import Responded, Response
-from shmserve.ipc.tensors.inference import RequestSchema, byte_size_of
+from shmserve.ipc.tensors.schemas import RequestSchema, byte_size_of
 from shmserve.ipc.transport.frames import MalformedMessage
 
 

@@ -25,14 +25,14 @@ from shmserve.gateway.grpc.wire.response import (
     encode_stream_error,
     encode_streamed,
 )
-from shmserve.gateway.inference.inference import (
+from shmserve.gateway.inference.in_flight import (
     StreamedResponse,
     StreamingInference,
     UnaryInference,
     is_last_response,
 )
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 
 # The limit of the bytes of a stream's requests in flight. Later requests are not read, since other
 # clients of the model would wait behind them, and their responses need memory, too. A small request

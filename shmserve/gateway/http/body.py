@@ -54,6 +54,11 @@ from shmserve.gateway.http.messages import (
     WholeBody,
 )
 from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
+from shmserve.gateway.inference.infer_request import (
+    InferInput,
+    InferRequest,
+    select_forwarded_headers,
+)
 from shmserve.gateway.inference.prepare import (
     ArrivingRequest,
     BuiltRequest,
@@ -62,11 +67,10 @@ from shmserve.gateway.inference.prepare import (
     raw_request,
     reserve_tensors,
 )
-from shmserve.gateway.inference.request import InferInput, InferRequest, select_forwarded_headers
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.tensors.descriptors import MAX_INT64
-from shmserve.ipc.tensors.inference import INLINE_LIMIT
+from shmserve.ipc.tensors.schemas import INLINE_LIMIT
 
 # A larger body with prompts is parsed in a separate process, since 340,000 tokens take 15 ms.
 _MAX_PROMPT_BODY_BYTES = 512 * 1024

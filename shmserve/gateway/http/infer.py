@@ -46,7 +46,7 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.classification import classify_outputs
-from shmserve.gateway.inference.inference import (
+from shmserve.gateway.inference.in_flight import (
     UnaryInference,
     find_error,
     is_last_response,
@@ -56,9 +56,9 @@ from shmserve.gateway.inference.inference import (
     reload_model,
     submit_inference,
 )
-from shmserve.gateway.inference.request import InferRequest
+from shmserve.gateway.inference.infer_request import InferRequest
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
             partial(
                 HttpInference,
                 on_response=HttpInference.deliver,
-                is_templated=ACCEPT_ENCODING not in headers,
+                allows_template=ACCEPT_ENCODING not in headers,
                 gateway=gateway,
                 http_request=request,
             ),

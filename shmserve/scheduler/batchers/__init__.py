@@ -31,14 +31,14 @@ class CloseReason(StrEnum):
 class PendingRequest(Protocol):
     """The attributes of a queued request by which a batcher decides."""
 
-    rows: int
+    rows: int  # the request's batch size
     shape_key: bytes  # equal for requests that can share a batch
     enqueued_ns: int
     flush_by_ns: int  # the time before which a batch should run rather than wait
 
 
 class Batch(Record):
-    """A decision to run the first `count` requests of the queue now.
+    """A batcher's decision to run the first `count` requests of the queue now.
 
     `reason` is why the batch takes no further request.
     """
@@ -49,9 +49,9 @@ class Batch(Record):
 
 @final
 class WaitUntil(Record):
-    """A decision to wait until this time (monotonic ns), or until the queue changes."""
+    """A batcher's decision to wait until this time (monotonic ns), or until the queue changes."""
 
-    ns: int
+    ns: int  # the end of the wait
 
 
 class Batcher:
@@ -60,7 +60,7 @@ class Batcher:
     A batcher with `is_learning` is notified of arrivals and executions.
     """
 
-    is_learning: bool = False
+    is_learning: bool = False  # whether it is notified of arrivals and executions
 
     def decide(
         self, now_ns: int, pending: Iterable[PendingRequest], reserve_ns: int

@@ -21,7 +21,7 @@ from dataclasses import replace
 from shmserve.ipc.tensors.padding import PaddedBatch
 from shmserve.ipc.transport.frames import Record
 from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, PendingRequest, WaitUntil
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.scheduler.settings import Batching
 
 
@@ -58,11 +58,11 @@ class QueueHead(Record):
 
     requests: list[PendingRequest]
     rows: int
-    preferred_count: int
+    preferred_count: int  # number of first requests that reach a preferred size; 0: none
     is_full: bool
-    has_other_shape: bool
+    has_other_shape: bool  # whether the next request cannot join
     oldest_ns: int
-    flush_by_ns: int
+    flush_by_ns: int  # the earliest `flush_by_ns` of the requests
 
 
 def gather(pending: Iterable[PendingRequest], rules: Batching) -> QueueHead | None:
@@ -133,8 +133,8 @@ def decide(
     if head is None:
         return None
     count, preferred_count, delay_ns = len(head.requests), head.preferred_count, rules.delay_ns
-    waited_enough = 0 < delay_ns <= now_ns - head.oldest_ns
-    if preferred_count and not waited_enough:
+    delay_has_passed = 0 < delay_ns <= now_ns - head.oldest_ns
+    if preferred_count and not delay_has_passed:
         return Batch(
             preferred_count,
             CloseReason.FULL
@@ -145,7 +145,7 @@ def decide(
         return Batch(count, CloseReason.FULL)
     if head.has_other_shape:
         return Batch(count, CloseReason.SHAPE)
-    if waited_enough:
+    if delay_has_passed:
         return Batch(count, CloseReason.DELAY)
     if head.rows >= rules.largest_preferred:
         return Batch(count, CloseReason.PREFERRED)

@@ -19,8 +19,8 @@ from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import InstanceTickets, LostWork, Pool, Slot
 from shmserve.scheduler.requests.queue import RequestQueue, queue_expired_text
-from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.requests.scheduled import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.settings import Settings
 
 _RETRY_BATCH = Batch(1, CloseReason.RETRY)
@@ -40,7 +40,7 @@ class Dispatcher(ABC):
     A dispatcher that `tracks_requests` is called for each request before and after it is enqueued.
     """
 
-    tracks_requests: bool = field(init=False, default=True)
+    tracks_requests: bool = field(init=False, default=True)  # `admit` and `on_enqueued` are called
 
     _settings: Settings
     _queue: RequestQueue

@@ -28,13 +28,13 @@ from shmserve.ipc.messages.supervision import InstanceServed
 from shmserve.ipc.tensors.padding import PaddedBatch
 from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.requests.scheduled import (
     ControlLink,
     ScheduledRequest,
     Timing,
     WorkerLinks,
 )
-from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Statistics
 
@@ -120,7 +120,7 @@ class Executions:
     _responses: Responses
     _statistics: Statistics
     service_time: ServiceTime = field(default_factory=ServiceTime)
-    _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))  # of executions
     # Releases for announced instances that are not ready yet, by the instance's pid.
     _early_releases: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
     # The latest releases for processes that the supervisor has not announced as instances, with the
@@ -169,7 +169,7 @@ class Executions:
         self._pool.assign(Execution(step.step, [], None, now_ns, now_ns), slot)
         self._workers.post(slot.peer, step)
 
-    def step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
+    def record_step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
         """Record that an instance has returned its step, which had `rows` rows."""
         self._pool.finish(slot, now_ns)
         if not slot.has_served:

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 # A generator that reads text, yields whenever it needs more text, and returns a T.
-Reading = Generator[None, None, T]
+Reading = Generator[None, None, T]  # yields while it needs more text; returns T
 Emit = Callable[[str], Any]  # receives text as soon as it was read
 
 # The characters of JSON outside of strings, except brackets and quotes.
 _JSON_CHARACTERS = frozenset(string.digits + string.whitespace + "+-.,:eE" + "truefalsn")
 _MEMBERS = ("reasoning", "content", "tool_calls")  # of a message, in their usual order
-CLOSING = {"{": "}", "[": "]", "(": ")"}
-NAME = re.compile(r"[\w.:/-]+")
+CLOSING = {"{": "}", "[": "]", "(": ")"}  # closing brackets by opening bracket
+NAME = re.compile(r"[\w.:/-]+")  # of a tool
 
 
 class MalformedCall(Exception):
@@ -80,14 +80,14 @@ class MessageFormat:
 
     family: ToolSyntax
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    reasoning: tuple[str, ...] = ()
-    starts_reasoning: bool = False
+    reasoning: tuple[str, ...] = ()  # opening and closing tag
+    starts_reasoning: bool = False  # whether the prompt has opened reasoning
     allows_parallel_calls: bool = True
     hides_reasoning: bool = False
-    kept_tokens: frozenset[int] = frozenset()
-    has_call_grammar: bool = False
+    kept_tokens: frozenset[int] = frozenset()  # special tokens whose text the parser needs
+    has_call_grammar: bool = False  # whether a grammar restricts calls
     calls_end_reasoning: bool = True
-    has_only_calls: bool = False
+    has_only_calls: bool = False  # whether a grammar allows only calls
 
 
 @dataclass(eq=False)
@@ -429,7 +429,7 @@ class _Call:
     arguments: str = ""
     id: str = ""
     index: int = -1
-    sent_length: int = 0
+    sent_length: int = 0  # of `arguments`
 
 
 class _JsonScan:

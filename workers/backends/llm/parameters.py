@@ -48,7 +48,7 @@ _CONVERSATION_MEMBERS = (
     *("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort"),
     "include_reasoning",
 )
-_NO_GRAMMAR = ("", "")
+_NO_GRAMMAR = ("", "")  # (kind, text)
 _OBJECT_SCHEMA = {"type": "object"}
 _MAX_CHOICES = 10_000
 # Parameters that a beam search does not support.
@@ -119,15 +119,15 @@ class GenerationParameters:
     echo: bool = False  # whether the text begins with the prompt
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    early_stopping: str = "false"
-    truncation_side: str = ""
+    early_stopping: str = "false"  # "true", "false" or "never"
+    truncation_side: str = ""  # "left", "right" or ""
     stop: tuple[str, ...] = ()  # stop strings
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     forbidden: Callable[[Sequence[int]], NDArray[np.int64]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
-    grammar: tuple[str, str] = _NO_GRAMMAR
+    grammar: tuple[str, str] = _NO_GRAMMAR  # (kind, text)
     grammar_name: str = "tools"
 
     @cached_property

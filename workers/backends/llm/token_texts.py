@@ -99,8 +99,8 @@ def token_entry(
     If `shows_id`, the member `token` has the id of the token instead of its text.
     """
     shown_text = f"token_id:{token}" if shows_id else text
-    value = max(logprob, _MIN_LOGPROB)
-    return {"token_id": token, "token": shown_text, "logprob": value, "bytes": token_bytes}
+    shown_logprob = max(logprob, _MIN_LOGPROB)
+    return {"token_id": token, "token": shown_text, "logprob": shown_logprob, "bytes": token_bytes}
 
 
 def encode_logprobs(lists_by_name: Mapping[str, Iterable[Any]]) -> bytes:
@@ -255,10 +255,10 @@ class BadWords:
         for word in self._words:
             for size in range(1, len(word)):
                 completing.setdefault(word[:size], []).extend(texts.beginning_with(word[size:]))
-        lists = {b"": containing, **completing}
+        tokens_by_beginning = {b"": containing, **completing}
         self._completing_tokens = {
             beginning: np.array([token for token in tokens if token < vocab_size], np.int64)
-            for beginning, tokens in lists.items()
+            for beginning, tokens in tokens_by_beginning.items()
         }
 
     def forbidden_after(self, tokens: Sequence[int]) -> NDArray[np.int64]:

@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from shmserve.gateway.context import GatewayModel, ModelTable
 from shmserve.gateway.grpc.wire.response import encode_varint
+from shmserve.gateway.inference.infer_request import ANONYMOUS, InferRequest, RequestIdentity
 from shmserve.gateway.inference.prepare import BuiltRequest, RequestTemplate
-from shmserve.gateway.inference.request import ANONYMOUS, InferRequest, RequestIdentity
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
     LONGEST_CORRELATION_ID,
     SEQUENCE_END,

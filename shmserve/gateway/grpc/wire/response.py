@@ -13,7 +13,7 @@ from typing import Any
 
 from shmserve.errors import Internal
 from shmserve.gateway.context import GatewayModel
-from shmserve.ipc.tensors.inference import Inferred, tensor_schema
+from shmserve.ipc.tensors.schemas import Inferred, tensor_schema
 from shmserve.proto.grpc_service_pb2 import (
     InferParameter,
     ModelInferResponse,

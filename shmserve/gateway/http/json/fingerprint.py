@@ -24,10 +24,10 @@ from typing import NamedTuple
 import orjson
 
 from shmserve.gateway.http.json.tensors import create_packer
+from shmserve.gateway.inference.infer_request import InferRequest, RequestIdentity
 from shmserve.gateway.inference.prepare import BuiltRequest, RequestTemplate
-from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.ipc.tensors.descriptors import MAX_UINT64
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     LONGEST_CORRELATION_ID,
     SEQUENCE_END,
     SEQUENCE_START,

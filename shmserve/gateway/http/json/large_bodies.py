@@ -28,7 +28,7 @@ import orjson
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, clip
 from shmserve.gateway.http.json.parser import LARGE_BYTES, JsonFault, loads, loads_checked
 from shmserve.gateway.http.json.tensors import decode
-from shmserve.gateway.inference.request import check_member_count
+from shmserve.gateway.inference.infer_request import check_member_count
 from shmserve.ipc.engine_settings import prompt_too_long
 from shmserve.logs import warn_once
 

@@ -39,8 +39,8 @@ from shmserve.gateway.http.openai.fields import (
     select_supported_fields,
 )
 from shmserve.gateway.http.routing import NoRoute
-from shmserve.gateway.inference.inference import output_bytes
-from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
+from shmserve.gateway.inference.in_flight import output_bytes
+from shmserve.gateway.inference.infer_request import InferInput, InferOutput, InferRequest
 from shmserve.ipc.engine_settings import (
     ENGINE_PARAMETER,
     LLM_BACKEND,

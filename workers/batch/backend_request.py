@@ -21,7 +21,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     OutputSchema,
     RequestSchema,
     Schemas,
@@ -80,14 +80,14 @@ class Input:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    raw: Any
+    raw: Any  # bytes in host or device memory
     memory_range: Range | None = None
-    model: str = ""
+    model: str = ""  # name, for error texts
     on_device: bool = False
     is_shared: bool = False
     is_state: bool = False
     is_writable: bool = False
-    batch: Any = None
+    batch: Any = None  # bytes of the whole batch of which `raw` is a part
     array: Array | None = None
 
     def detach(self) -> int:
@@ -155,7 +155,7 @@ class Output(NamedTuple):
 
     name: str
     datatype: str
-    data: Any
+    data: Any  # a numpy array or a torch tensor
 
     @classmethod
     def of_values(cls, name: str, datatype: str, values: Iterable[Any]) -> Output:
@@ -233,10 +233,10 @@ class Request:
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     response_templates: dict[Any, Any] = field(default_factory=dict)
-    is_aliased: bool = False
-    byte_size: int = 0
+    is_aliased: bool = False  # whether an output is written over an input
+    byte_size: int = 0  # of all inputs
     has_shared_inputs: bool = False
-    states: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()  # names of the outputs that are kept for a sequence
 
     def range_of_input(self, array: Array) -> Range | None:
         """Return the memory range of the input whose method `numpy` has returned this array.

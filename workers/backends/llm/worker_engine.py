@@ -69,15 +69,15 @@ class Prompt:
     parameters: GenerationParameters
     end_tokens: tuple[int, ...]
     grammar: Any = None
-    resumed_tokens: dict[int, list[int]] = field(default_factory=dict)
-    replayed_tokens: dict[int, list[int]] = field(default_factory=dict)
-    top_logprobs: int = -1
-    offsets: Sequence[int] = ()
+    resumed_tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
+    replayed_tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
+    top_logprobs: int = -1  # number of likeliest tokens; -1: none
+    offsets: Sequence[int] = ()  # of tokens in the prompt's text
     logprobs_by_position: dict[int, TokenLogprobs] = field(default_factory=dict)
-    cached_tokens: int = -1
+    cached_tokens: int = -1  # number of the prompt's tokens; -1: not known yet
     message_format: MessageFormat | None = None
     message_grammar: str = ""
-    eos: int = -1
+    eos: int = -1  # token; -1: none
 
     @property
     def needs_compilation(self) -> bool:
@@ -131,13 +131,13 @@ class TokenSequence:
         replayed_tokens: Generated tokens that `append` uses instead of the sampled ones.
     """
 
-    number: int
+    number: int  # of the sequence
     prompt: Prompt
-    sample: int
+    sample: int  # index in the request
     tokens: list[int]
     block_table: list[int]
-    matcher: Any = None
-    draft_computed: int = 0
+    matcher: Any = None  # state of the grammar
+    draft_computed: int = 0  # number of tokens that the draft model has read
     replayed_tokens: list[int] = field(default_factory=list)
 
     def fork(self, number: int, sample: int, token: int) -> TokenSequence:
@@ -292,7 +292,7 @@ class RowPlan:
     sequence: TokenSequence
     row: Row
     proposal: Proposal
-    masks: list[Tensor]
+    masks: list[Tensor]  # allowed tokens after each draft token
     logit_row: int = 0
 
 
@@ -309,8 +309,8 @@ class WorkerEngine:
     passes: Passes  # runs the model
     propose: Propose | None  # returns draft tokens
     prompts: Mapping[int, Prompt]
-    emit: Callable[[list[SequenceOutput]], None]
-    fail: Callable[[set[int], Exception], None]
+    emit: Callable[[list[SequenceOutput]], None]  # receives the outputs of a step
+    fail: Callable[[set[int], Exception], None]  # fails the requests with these keys
     _sequences: dict[int, TokenSequence] = field(default_factory=dict)  # by number
     _last_step: int = 0  # number of the step
 
