@@ -94,9 +94,9 @@ class WrittenRanges:
     __slots__ = ("has_warned", "ranges", "region_count")
 
     def __init__(self) -> None:
-        self.region_count = 0
-        self.ranges: list[tuple[int, int]] = []
-        self.has_warned = False
+        self.region_count = 0  # registered regions of this object
+        self.ranges: list[tuple[int, int]] = []  # (start, end), sorted
+        self.has_warned = False  # whether an overlap was logged
 
     def add(self, new_range: tuple[int, int]) -> bool:
         """Add a range; return False, and add nothing, if it overlaps another range."""
@@ -181,8 +181,8 @@ class RegionReferences:
         Raises:
             AlreadyExists: The range of an output is in use, and `overlap_policy` is "error".
         """
-        table, version, regions, output_ranges = template
-        if version != table.version:
+        table, table_version, regions, output_ranges = template
+        if table_version != table.version:
             return None
         references = cls(table)
         references.regions += regions
@@ -216,14 +216,14 @@ class ReferenceTemplate(NamedTuple):
 
     Attributes:
         table: The table of regions.
-        version: The table's version. In other versions, names may refer to other regions, so that
-            the template is invalid.
+        table_version: The version of the table. The template is invalid in other versions, where
+            names may refer to other regions.
         regions: The regions.
         output_ranges: The ranges of the outputs.
     """
 
     table: RegionTable
-    version: int
+    table_version: int
     regions: tuple[GatewayRegion, ...]
     output_ranges: tuple[WrittenRange, ...]
 

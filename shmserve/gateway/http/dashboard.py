@@ -217,7 +217,7 @@ class _SnapshotSource:
         model_rows: dict[str, Row] = {}
         for model in self._gateway.models.all_versions():
             key = f"{model.name}/{model.version}"
-            state = "READY" if model.ready else "STARTING"
+            state = "READY" if model.is_ready else "STARTING"
             row = {"state": state, **rows.get(key, _SILENT_SCHEDULER)}
             model_rows[key] = row | ({"steps": model.steps} if model.steps else {})
         for (name, version), (state, reason) in self._watch.states.items():

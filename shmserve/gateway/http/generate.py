@@ -42,7 +42,7 @@ from shmserve.gateway.http.openai.bodies import generates_text, packed_tensor, p
 from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.in_flight import find_error, output_bytes, reload_model
 from shmserve.gateway.inference.infer_request import InferInput, InferRequest, check_member_count
-from shmserve.gateway.inference.prepare import build_in_turns
+from shmserve.gateway.inference.prepare import build_in_pieces
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.schemas import Inferred
@@ -105,7 +105,7 @@ async def _start_generation(
         if fault.name in inputs:
             raise InvalidArgument(_DUPLICATE_INPUT.format(name=fault.name)) from None
         raise
-    built_request = await build_in_turns(gateway, model, infer_request)
+    built_request = await build_in_pieces(gateway, model, infer_request)
     await reload_model(gateway, built_request)
     return _Generation(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
 

@@ -95,7 +95,7 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
             partial(
                 HttpInference,
                 on_response=HttpInference.deliver,
-                is_templated=ACCEPT_ENCODING not in headers,
+                allows_template=ACCEPT_ENCODING not in headers,
                 gateway=gateway,
                 http_request=request,
             ),

@@ -35,7 +35,7 @@ from shmserve.gateway.http.openai.choices import (
 )
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.in_flight import find_error, log_failure, output_bytes
-from shmserve.gateway.inference.prepare import build_in_turns
+from shmserve.gateway.inference.prepare import build_in_pieces
 from shmserve.ipc.tensors.schemas import Inferred
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class _Generation:
         gateway, model = self._gateway, self._text_request.model
         arrived_ns = time.monotonic_ns()
         for infer_request in self._text_request.infer_requests():
-            built_request = await build_in_turns(gateway, model, infer_request)
+            built_request = await build_in_pieces(gateway, model, infer_request)
             response_event = self._response_event
             queue = ResponseQueue(gateway, self._request, built_request, arrived_ns, response_event)
             self._queues.append(queue)

@@ -52,7 +52,7 @@ from shmserve.gateway.http.openai.fields import (
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.in_flight import find_error
 from shmserve.gateway.inference.infer_request import InferInput, InferOutput, InferRequest
-from shmserve.gateway.inference.prepare import build_in_turns
+from shmserve.gateway.inference.prepare import build_in_pieces
 from shmserve.ipc.engine_settings import prompt_too_long
 
 _ENCODING_FORMATS = ("float", "base64")
@@ -282,7 +282,7 @@ async def infer_once(
         raise Unsupported(f"model '{model.name}': {problem}")
     requested = [InferOutput(name, binary=True) for name in outputs]
     infer_request = InferRequest("", [infer_input], requested, binary=True, parameters=parameters)
-    built_request = await build_in_turns(gateway, model, infer_request)
+    built_request = await build_in_pieces(gateway, model, infer_request)
     queue = ResponseQueue(gateway, request, built_request, time.monotonic_ns())
     try:
         await queue.wait()
