@@ -18,6 +18,18 @@ from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.transport.frames import Document, Record, from_map
 
+# The built-in backends, listed because a scan of the installed packages would take longer than the
+# import of a class. Other packages register backends by entry points of `BACKEND_GROUP`.
+BUILT_IN_BACKENDS = {
+    "ascend": "shmserve.workers.backends.ascend:AscendBackend",
+    "llm": "shmserve.workers.backends.llm:LlmBackend",
+    "native": "shmserve.workers.backends.native:NativeBackend",
+    "onnxruntime": "shmserve.workers.backends.onnx:OnnxBackend",
+    "python": "shmserve.workers.backends.python:PythonBackend",
+    "pytorch": "shmserve.workers.backends.pytorch:PytorchBackend",
+    "vllm": "shmserve.workers.backends.vllm:VllmBackend",
+}
+BACKEND_GROUP = "shmserve.backends"
 # Names of parameters in the configurations of models.
 STRATEGY_PARAMETER = "batching_strategy"
 TARGET_PARAMETER = "target_p99_ms"

@@ -323,7 +323,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended[key] = _representable_limit(key, value)
         elif key == "format" and str(value) in _UUID_FORMATS and "pattern" not in schema:
             extended["pattern"] = _UUID_FORMATS[value]
-        elif key == "format" and value in ("date", "date-time") and "pattern" not in schema:
+        elif key == "format" and value in ("date", "time", "date-time") and "pattern" not in schema:
             extended |= {key: value, "pattern": _FORMAT_PATTERNS[value]}
         elif key == "x-guidance" and not isinstance(value, dict):
             raise ValueError(f"{key}: {clip(repr(value))} is not an object")
