@@ -88,7 +88,7 @@ class Region(Mapping[str, Any]):
         self.lease = MemoryLease(partial(memories.withdraw_block, block))
         self.memories = memories
         # The packed request to each model to which the region was sent.
-        self.requests: dict[ClientModel, Packed] = {}
+        self.requests: dict[ClientModel, Packed] = {}  # packed, by model
         self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
 
     def attached_to(self, memories: Memories) -> Region:
