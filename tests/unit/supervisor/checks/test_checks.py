@@ -223,8 +223,8 @@ def test_links_without_a_target_do_not_make_a_repository_unreadable(tmp_path: Pa
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "dangling").symlink_to("nothing")
     (tmp_path / "model").mkdir()
-    config = ServerConfig(model_repositories=(tmp_path,))
-    assert access.gather_repositories(config) == [(str(tmp_path), 1, False)]
+    repositories = access.gather_repositories(config(f"--model-repository={tmp_path}"))
+    assert repositories == [(str(tmp_path), 1, False)]
 
 
 def test_an_unusable_run_directory_is_reported(tmp_path: Path) -> None:
