@@ -40,7 +40,7 @@ from shmserve.ipc.messages.inference import (
     Submit,
     message_size,
 )
-from shmserve.ipc.tensors.inference import runs_once
+from shmserve.ipc.tensors.schemas import runs_once
 from shmserve.ipc.tensors.signature import id_prefix
 
 NO_SCHEDULER = "the model's scheduler ended before its response, and no other scheduler serves it"

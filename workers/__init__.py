@@ -5,7 +5,8 @@ context.py          start parameters and resources of an instance, and the error
 environment.py      the model's own Python environment: unpack, check and enter it
 links.py            links to the scheduler and to the supervisor, and the wait of the loop
 batch/execute.py    the executor of a batch: unpack, run, scatter; retries
-  request.py        requests and responses of backends, and the unpacking of messages
+  backend_request.py
+                    requests and responses of backends, and the unpacking of messages
   runner.py         whole batches for backends: gathered, padded or flat (ragged.py) inputs
   scatter.py        outputs written to their destinations
   response_stream.py

@@ -53,16 +53,16 @@ from shmserve.ipc.processes import (
     set_process_title,
     trim_heap,
 )
-from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.samples import Sample, warmup_samples
+from shmserve.ipc.tensors.schemas import Inference, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.zmtp import ENDPOINT_PREFIX, Dealer
 from shmserve.workers import backends, environment
 from shmserve.workers.backends import Backend
 from shmserve.workers.backends.python import log_thread_exception
+from shmserve.workers.batch.backend_request import Input, Request, Unpacker
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.ragged import Padder
-from shmserve.workers.batch.request import Input, Request, Unpacker
 from shmserve.workers.batch.response_stream import MetricsReports, ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.context import ModelContext
@@ -104,7 +104,7 @@ def run(start_record: bytes) -> None:
             environment.enter(start)
         except ShmserveError as error:
             environment_error = error
-    stacks_fd = _set_signals()
+    stacks_fd = _set_signals()  # SIGUSR2 writes stacks to it
     threading.excepthook = log_thread_exception
     device = _torch_device_name(start.device)
     set_process_title(f"worker {model}.{index} {device}")

@@ -24,7 +24,7 @@ from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     RequestSchema,
     Schemas,

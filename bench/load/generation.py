@@ -33,11 +33,11 @@ from shmserve.ipc.messages.generation import NewSequence, Row, RowResult, Step, 
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.scheduler.tables import GenerationStats
-from shmserve.workers.backends.llm.engine import Prompt, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import MIN_ROWS, Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
+from shmserve.workers.backends.llm.worker_engine import Prompt, WorkerEngine
 from tests.support.hf_folders import write_folder
 
 PROMPT_TOKENS, NEW_TOKENS, BLOCK_TOKENS = 128, 32, 16

@@ -23,11 +23,11 @@ import torch
 
 from bench.load.generation import SIZES
 from shmserve.ipc.messages.generation import NewSequence, Row, Step
-from shmserve.workers.backends.llm.engine import Prompt, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
+from shmserve.workers.backends.llm.worker_engine import Prompt, WorkerEngine
 from tests.support.hf_folders import write_folder
 
 PROMPT_TOKENS, NEW_TOKENS, BLOCK_TOKENS, DEVICE = 128, 128, 16, "cuda:0"

@@ -13,7 +13,7 @@ from typing import Any
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.inference import Schemas
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchProperties
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front

@@ -38,11 +38,11 @@ from shmserve.ipc.messages.generation import Stepped
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.scheduler.tables import GenerationStats
-from shmserve.workers.backends.llm.engine import DraftModel, Prompt, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
+from shmserve.workers.backends.llm.worker_engine import DraftModel, Prompt, WorkerEngine
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
 _PAIR_SUFFIXES = ("", "-draft")

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import unpack_ranges
+from shmserve.ipc.tensors.schemas import unpack_ranges
 from shmserve.ipc.transport.frames import MalformedMessage
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_INT64, TensorRef
-from shmserve.ipc.tensors.inference import OutputSchema, RequestedOutput, RequestSchema
 from shmserve.ipc.tensors.padding import Pad
+from shmserve.ipc.tensors.schemas import OutputSchema, RequestedOutput, RequestSchema
 from shmserve.ipc.transport.frames import Record
 
 # The limit of the product of an empty tensor's other dimensions. No machine has memory for so many

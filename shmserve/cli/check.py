@@ -29,7 +29,8 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import set_process_title
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.samples import warmup_samples
+from shmserve.ipc.tensors.schemas import (
     SEQUENCE_END,
     SEQUENCE_START,
     Inference,
@@ -37,7 +38,6 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     unpack_inferred,
 )
-from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.protocols.tensors import ModelTensor, encode, load_inputs
@@ -181,7 +181,7 @@ class _Model:
         except (MemoryError, OverflowError, ValueError):
             return _Verdict("refused", "not tested: a batch of zeros is too large for a message")
         verdicts = (self._send(*request) for request in requests)
-        return next((v for v in verdicts if v.outcome != "ok"), _Verdict("ok"))
+        return next((verdict for verdict in verdicts if verdict.outcome != "ok"), _Verdict("ok"))
 
     def _build_requests(self) -> list[tuple[tuple[TensorRef, ...], bytes, list[Any]]]:
         signature = self.signature
@@ -218,8 +218,8 @@ class _Model:
     def _send(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> _Verdict:
         """Send the packed request (`schema`, `data`) with these inputs, and return its outcome."""
         batch_size = self.signature.check("check", inputs, ()).batch_size
-        sequences = self._config.sequence_batching
-        has_text_ids = sequences is not None and sequences.correlation_input[1] == "BYTES"
+        batching = self._config.sequence_batching
+        has_text_ids = batching is not None and batching.correlation_input[1] == "BYTES"
         sequence_id = "check" if has_text_ids else 1
         is_realistic = bool(self._samples or self._values)
         outcome = "FAILED" if is_realistic else "refused"

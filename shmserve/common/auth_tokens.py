@@ -158,7 +158,8 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
         file_mode = path.stat().st_mode
     text = read_text(_TOKENS_FILE, path)
     if file_mode & 0o022:
-        raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' is writable by users other than its owner")
+        text = f"is writable by users other than its owner; run chmod go-w '{path}'"
+        raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' {text}")
     tokens: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()

@@ -2,7 +2,6 @@
 
 The files that an HTTP request passes through, in order:
 
-    http/main.py                    serves the listeners that the supervisor has opened
     listener.py                     accepts connections: the access rules of a listener, the
                                     identity of its clients, and the limits of its connections
     http/incoming.py                parses bytes into requests (http/messages.py), within limits of
@@ -16,10 +15,10 @@ The files that an HTTP request passes through, in order:
     http/body.py                    reads the body and decodes it to a request
     http/json/fingerprint.py        fills a cached template if the JSON header is known, otherwise
     http/json/codec.py              decodes JSON (text: parser.py, values: tensors.py) to an
-                                    `InferRequest` (inference/request.py), and checks it
+                                    `InferRequest` (inference/infer_request.py), and checks it
     inference/prepare.py            stores and checks the tensors; large ones while they arrive
                                     (body_arrival.py limits the time and the memory)
-    inference/inference.py          submits the request, and unpacks the response
+    inference/in_flight.py          submits the request, and unpacks the response
     links.py                        stores the request until the scheduler has responded (base
                                     class: ipc/scheduler_client.py)
     http/json/codec.py              encodes the response as JSON and binary tensors, which
@@ -42,6 +41,7 @@ The files that a gRPC request passes through:
 Other files:
 
     process.py, settings.py         the process of a gateway, and its settings
+    http/main.py, grpc/main.py      serve the listeners that the supervisor has opened
     region_table.py                 the registered shared memory regions
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
     inference/classification.py     outputs as their largest values, with labels

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 
 from shmserve.errors import InvalidArgument, Unsupported
 
-_PIECE_BYTES = 256 * 1024
+_PIECE_BYTES = 256 * 1024  # bytes that are compressed or decompressed at a time
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # this mode makes zlib accept both gzip and zlib data
 _MIN_MEMBER_BYTES = 1024  # the assumed minimum size of a gzip member limits the number of members
 _FREE_MEMBERS = 16  # number of members permitted regardless of the size
-_FAILED = "failed to decompress the request body"
+_FAILURE = "failed to decompress the request body"  # the start of messages
 WBITS_BY_ENCODING = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
-_ALIASES = {"x-gzip": "gzip"}
+_ENCODING_ALIASES = {"x-gzip": "gzip"}
 
 
 class BodyTooLarge(InvalidArgument):
@@ -40,8 +40,8 @@ def check_encoding(name: str) -> bool:
 
 
 def _normalize(name: str) -> str:
-    lower = name.strip().lower()
-    return _ALIASES.get(lower, lower)
+    lower_name = name.strip().lower()
+    return _ENCODING_ALIASES.get(lower_name, lower_name)
 
 
 class Inflater:
@@ -52,8 +52,8 @@ class Inflater:
     decompressor.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int) -> None:  # of decompressed bytes
+        self._limit = limit  # the maximum number of decompressed bytes
         self._input_bytes = 0
         self._member_count = 1
         self._decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
@@ -69,19 +69,19 @@ class Inflater:
         self._input_bytes += len(chunk)
         if self._input_bytes > self._limit + self._limit // 64 + _PIECE_BYTES:
             text = f"{self._input_bytes} compressed bytes, too many for the limit of {self._limit}"
-            raise InvalidArgument(f"{_FAILED}: it has {text} decompressed bytes")
+            raise InvalidArgument(f"{_FAILURE}: it has {text} decompressed bytes")
         while has_input:
             if self._decompressor.eof:
                 self._member_count += 1
                 if self._member_count > self._input_bytes // _MIN_MEMBER_BYTES + _FREE_MEMBERS:
                     text = f"{self._member_count} gzip members in {self._input_bytes} bytes"
-                    raise InvalidArgument(f"{_FAILED}: it has {text}; compress it as one member")
+                    raise InvalidArgument(f"{_FAILURE}: it has {text}; compress it as one member")
                 # The next member of the compressed data begins.
                 self._decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
             try:
                 piece = self._decompressor.decompress(chunk, _PIECE_BYTES)
             except zlib.error:
-                raise InvalidArgument(f"{_FAILED}: it is not gzip or zlib data") from None
+                raise InvalidArgument(f"{_FAILURE}: it is not gzip or zlib data") from None
             self._output_bytes += len(piece)
             if self._output_bytes > self._limit:
                 raise BodyTooLarge(
@@ -106,7 +106,7 @@ class Inflater:
         if not self._input_bytes:
             raise InvalidArgument("nothing to be decompressed")
         if not self._decompressor.eof:
-            raise InvalidArgument(f"{_FAILED}: it is truncated")
+            raise InvalidArgument(f"{_FAILURE}: it is truncated")
 
 
 def compress_pieces(pieces: Iterable[bytes | memoryview], encoding: str) -> Iterator[bytes]:

@@ -28,7 +28,7 @@ from shmserve.ipc.messages.control_requests import WantModel
 from shmserve.ipc.messages.publications import HealthChanged, ModelPublished
 from shmserve.ipc.messages.supervision import LoadsFailed
 from shmserve.ipc.tensors.descriptors import MAX_INT64
-from shmserve.ipc.tensors.inference import BoundedCache
+from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
 _MAX_TEMPLATES = 256  # maximum number of request templates of a model version
@@ -44,9 +44,9 @@ class GatewayModel:
 
     Attributes:
         is_published: False once the version was withdrawn or replaced.
-        ready: The readiness in health responses. A version that is not ready still accepts
+        is_ready: The readiness in health responses. A version that is not ready still accepts
             requests.
-        checks_ready: Whether the model defines `is_ready`.
+        has_ready_check: Whether the model's code defines `is_ready`.
         immutable_config: The part of the configuration that is fixed while the version serves.
         tags: Additional labels of the version's nv_* metrics.
         labels: The classification labels of each output, by index.
@@ -64,8 +64,8 @@ class GatewayModel:
         self.immutable_config = orjson.dumps(publication.config.immutable_config)
         self.metadata = publication.metadata
         self.labels: dict[str, list[str]] = publication.metadata.get("labels", {})
-        self.ready = publication.ready
-        self.checks_ready = bool(publication.metadata.get("checks_ready"))
+        self.is_ready = publication.ready
+        self.has_ready_check = bool(publication.metadata.get("checks_ready"))
         self.load_seconds = publication.load_seconds
         self.endpoint = publication.endpoint  # the endpoint of the model's scheduler
         self.templates: BoundedCache[Any, Any] = BoundedCache(_MAX_TEMPLATES)
@@ -73,7 +73,6 @@ class GatewayModel:
         self.is_stateful = publication.config.sequence_batching is not None
         ensemble = publication.config.ensemble_scheduling
         self.steps = [step.model_name for step in ensemble.step] if ensemble else []
-        # The prefix of error messages.
         self.error_prefix = f"in ensemble '{self.name}', " if ensemble else ""
         # Prometheus rejects the whole page if the name of a label has an invalid character.
         tags = publication.config.metric_tags.items()
@@ -82,17 +81,17 @@ class GatewayModel:
         self.backend = publication.config.backend
         # The settings of an engine that generates text.
         engine_settings = EngineSettings()
-        if engine_text := publication.config.parameters.get(ENGINE_PARAMETER):
+        if engine_json := publication.config.parameters.get(ENGINE_PARAMETER):
             # Other backends may have a parameter of this name.
             with suppress(ValueError, InvalidArgument):
-                engine_settings = EngineSettings.read(engine_text)
+                engine_settings = EngineSettings.read(engine_json)
         self.max_model_len = engine_settings.max_model_len or None
         self.aliases = list(engine_settings.aliases)
-        self.adapters: list[str] = []
+        self.adapters: list[str] = []  # names of LoRA adapters
         is_vllm = publication.config.backend == "vllm"
         if is_vllm:
-            max_length = publication.config.parameters.get("max_model_len", "")
-            self.max_model_len = int(max_length) if max_length.isdecimal() else None
+            max_len_text = publication.config.parameters.get("max_model_len", "")
+            self.max_model_len = int(max_len_text) if max_len_text.isdecimal() else None
             self.adapters = publication.config.parameters.get("adapters", "").splitlines()
             self.aliases += self.adapters
         # Whether requests with the parameter `task` convert between texts and tokens.
@@ -116,12 +115,12 @@ class ModelTable:
     def __init__(self, schedulers: GatewaySchedulers) -> None:
         self._schedulers = schedulers
         self._models: dict[str, dict[str, GatewayModel]] = {}  # by name and version
-        self._latest_models: dict[str, GatewayModel] = {}
-        self._withdrawn_versions: dict[str, set[str]] = {}
-        self.revision = 0
+        self._latest_models: dict[str, GatewayModel] = {}  # by name
+        self._withdrawn_versions: dict[str, set[str]] = {}  # by name
+        self.revision = 0  # changes when a version is published or withdrawn
         self.is_server_live = True
         self.on_demand_names: set[str] = set()
-        self._aliases: dict[str, str] = {}
+        self._aliases: dict[str, str] = {}  # alias -> model name
 
     def publish(self, message: ModelPublished) -> None:
         """Register a version of a model, or replace the registered version."""
@@ -146,7 +145,7 @@ class ModelTable:
         """Set the readiness of a version, which keeps its request templates."""
         model = self._models.get(name, {}).get(version)
         if model is not None:
-            model.ready = is_ready
+            model.is_ready = is_ready
 
     def withdraw(self, name: str, version: str) -> None:
         """Remove a version of a model; its requests in flight still finish.

@@ -25,7 +25,7 @@ from shmserve.ipc.messages.control_requests import Answered, Refused
 from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 from shmserve.ipc.transport.zmtp import Dealer, LinkTable
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class GatewaySupervisorLink:
         self._on_notification = on_message
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._dealer.fd, self._receive)
-        self._is_flushing = False
+        self._is_flush_scheduled = False
         self._is_closed = False
         self._message_numbers = itertools.count(1)
         self._pending_responses: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -59,12 +59,12 @@ class GatewaySupervisorLink:
     def post(self, message: Any) -> None:
         """Queue a message, which is sent in the next iteration of the loop."""
         self._dealer.post(message)
-        if not self._is_flushing:
-            self._is_flushing = True
+        if not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._is_flushing = False
+        self._is_flush_scheduled = False
         if not self._is_closed:
             self._dealer.flush()
 
@@ -126,7 +126,7 @@ class GatewayRequest(InflightRequest):
     """
 
     schedulers: GatewaySchedulers
-    on_release: Callable[[], None] | None
+    on_release: Callable[[], None] | None  # frees the memory of the request
     has_ended: bool = field(init=False, default=False)
 
     @abstractmethod

@@ -107,7 +107,7 @@ class ClientIdentity:
         self.listener = listener
         self._sock = sock
         self._peer: Peer | None = None
-        self._checked_header: str | None = None
+        self._checked_header: str | None = None  # the Authorization header checked last
         # The rules under which the header was last checked.
         self._checked_rules: Authorisation | None = None
         self._granted_scopes: frozenset[str] | None = None
@@ -323,7 +323,7 @@ class Acceptor:
     _max_connections: int
 
     def __post_init__(self) -> None:
-        self._quota = max_connections_per_peer(self._max_connections)
+        self._max_per_peer = max_connections_per_peer(self._max_connections)
         self._connections: set[LimitedConnection] = set()
         # Connections by the owner of their quota.
         self._connections_by_peer: dict[object, set[LimitedConnection]] = {}
@@ -357,8 +357,8 @@ class Acceptor:
             peer_connections = self._connections_by_peer.setdefault(peer, set())
             peer_connections.add(connection)
             client.call_on_disconnect(partial(self._remove_from_quota, peer, connection))
-            if len(peer_connections) > self._quota:
-                self._evict(connection, peer_connections, self._quota)
+            if len(peer_connections) > self._max_per_peer:
+                self._evict(connection, peer_connections, self._max_per_peer)
         if len(self._connections) > self._max_connections:
             self._evict(connection, self._connections, self._max_connections)
         return client

@@ -99,7 +99,7 @@ class Exporter:
     def __init__(self, settings: Iterable[Sequence[str]]) -> None:
         urls = [value for name, value in settings if name == "url"]
         attributes = [value.partition("=")[::2] for name, value in settings if name == "resource"]
-        names = _PROCESSOR_ARGUMENTS
+        names = _PROCESSOR_ARGUMENTS  # of the processor's arguments, by Triton's names
         processor_arguments: dict[str, Any] = {names[n]: int(v) for n, v in settings if n in names}
         service_attributes = {"service.name": "shmserve", "service.version": shmserve.__version__}
         resource = Resource.create(service_attributes | dict(attributes))
@@ -145,9 +145,9 @@ class Exporter:
             if span.close_reason:
                 attributes["shmserve.batch_closed"] = span.close_reason
             yield self._span(span.model, trace_id, span.span_id, parent_id, *times, attributes)
-            yield from self._phases(trace_id, span, epoch_ns)
+            yield from self._phase_spans(trace_id, span, epoch_ns)
 
-    def _phases(self, trace_id: int, span: Span, epoch_ns: int) -> Iterator[_ExportedSpan]:
+    def _phase_spans(self, trace_id: int, span: Span, epoch_ns: int) -> Iterator[_ExportedSpan]:
         if not span.compute_start_ns:
             return
         for name, start_field, end_field in _PHASES:

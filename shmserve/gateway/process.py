@@ -61,7 +61,7 @@ class ProtocolServer(ABC):
             that have calls in flight.
     """
 
-    refuses_while_busy: ClassVar[bool] = False
+    refuses_while_busy: ClassVar[bool] = False  # see `drain`
 
     def __init__(self) -> None:
         self._accepting_servers: list[asyncio.Server] = []
@@ -143,7 +143,7 @@ class _Process:
         self, start: GatewayStart, create_server: Callable[[Gateway], ProtocolServer]
     ) -> None:
         settings = start.settings
-        self._state_received = asyncio.Event()
+        self._state_received = asyncio.Event()  # models, regions and health
         self._accept_received = asyncio.Event()
         self._stop_received = asyncio.Event()
         if not start.waits_for_accept:
@@ -151,8 +151,8 @@ class _Process:
         schedulers = GatewaySchedulers()
         malloc_trim = MallocTrim()
         identity = f"gateway.{start.gateway_name}.{os.getpid()}"
-        address = endpoints.control(start.run_dir)
-        supervisor = GatewaySupervisorLink(address, identity, self._handle_message)
+        control_endpoint = endpoints.control(start.run_dir)
+        supervisor = GatewaySupervisorLink(control_endpoint, identity, self._handle_message)
         self._gateway = Gateway(
             settings=settings,
             schedulers=schedulers,

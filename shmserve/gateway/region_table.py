@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from shmserve.common.peers import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
-from shmserve.gateway.inference.request import RegionRange
+from shmserve.gateway.inference.infer_request import RegionRange
 from shmserve.ipc.messages.control_requests import RegionInUse, RegionReleased
 from shmserve.ipc.messages.publications import RegionPublished
 from shmserve.ipc.tensors.descriptors import MAX_UINT64, Range, is_within, unpack_range
@@ -86,17 +86,17 @@ class GatewayRegion:
 class WrittenRanges:
     """An interval set of the ranges of a shared memory object that requests in flight write to.
 
-    The ranges are sorted by their start and do not overlap, so that checking the two neighbours
-    suffices. `region_count` counts the registered regions. `has_warned` is set once an overlap
-    was logged.
+    The ranges are sorted and do not overlap, so that a new range is compared with its two
+    neighbours only. `region_count` counts the registered regions. `has_warned` is set once an
+    overlap was logged.
     """
 
     __slots__ = ("has_warned", "ranges", "region_count")
 
     def __init__(self) -> None:
-        self.region_count = 0
-        self.ranges: list[tuple[int, int]] = []
-        self.has_warned = False
+        self.region_count = 0  # registered regions of this object
+        self.ranges: list[tuple[int, int]] = []  # (start, end), sorted
+        self.has_warned = False  # whether an overlap was logged
 
     def add(self, new_range: tuple[int, int]) -> bool:
         """Add a range; return False, and add nothing, if it overlaps another range."""
@@ -181,8 +181,8 @@ class RegionReferences:
         Raises:
             AlreadyExists: The range of an output is in use, and `overlap_policy` is "error".
         """
-        table, version, regions, output_ranges = template
-        if version != table.version:
+        table, table_version, regions, output_ranges = template
+        if table_version != table.version:
             return None
         references = cls(table)
         references.regions += regions
@@ -216,14 +216,14 @@ class ReferenceTemplate(NamedTuple):
 
     Attributes:
         table: The table of regions.
-        version: The table's version. In other versions, names may refer to other regions, so that
-            the template is invalid.
+        table_version: The version of the table. The template is invalid in other versions, where
+            names may refer to other regions.
         regions: The regions.
         output_ranges: The ranges of the outputs.
     """
 
     table: RegionTable
-    version: int
+    table_version: int
     regions: tuple[GatewayRegion, ...]
     output_ranges: tuple[WrittenRange, ...]
 

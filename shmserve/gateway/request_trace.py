@@ -9,7 +9,7 @@ from typing import Any
 
 from shmserve.common.trace_settings import TENSORS, TIMESTAMPS
 from shmserve.ipc.messages.inference import Failed, Responded, Response
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 from shmserve.ipc.trace import (
     Span,
     TraceContext,
@@ -19,7 +19,7 @@ from shmserve.ipc.trace import (
     unpack_spans,
 )
 
-_ID_DIGITS = 13  # 52 bits: many JSON parsers read integers as float64
+_ENTRY_ID_DIGITS = 13  # hex digits: 52 bits, since many JSON parsers read integers as float64
 _ACTIVITIES = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}
 _COMPUTE_ACTIVITIES = (
     ("COMPUTE_START", "compute_start_ns"),
@@ -51,9 +51,9 @@ class RequestTrace:
     request_id: str
     context: TraceContext
     arrived_ns: int
-    has_explanation: bool
+    has_explanation: bool  # whether the response explains where its time was spent
     is_sampled: bool
-    is_local: bool = False
+    is_local: bool = False  # whether a local client sent it, without a gateway
     scheduler_context: TraceContext = field(init=False)
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     responded_ns: int = 0
@@ -184,4 +184,4 @@ def _span_entries(
 
 
 def _entry_id(span_id: str) -> int:
-    return int(span_id[:_ID_DIGITS], 16)
+    return int(span_id[:_ENTRY_ID_DIGITS], 16)

@@ -160,32 +160,32 @@ class GatewaySettings:
     """
 
     id: str = "triton"
-    max_input_size: int = 64 * 1024 * 1024
+    max_input_size: int = 64 * 1024 * 1024  # in bytes
     request_timeout_us: int = 0
-    request_timeout_is_deadline: bool = False
+    request_timeout_is_deadline: bool = False  # for the parameter `timeout`
     arena_byte_size: int = 1024 * 1024 * 1024
-    body_timeout_s: float = 30.0
+    body_timeout_s: float = 30.0  # for a body that arrives at less than 64 KiB/s
     header_timeout_s: float = 30.0
     max_connections: int = 16384
     http_address: str = "127.0.0.1"
     metrics_port: int = 0
-    tokens: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    tokens: dict[str, tuple[str, ...]] = field(default_factory=dict)  # hash -> scopes
     http_restricted: Restrictions = field(default_factory=dict)
     grpc_restricted: Restrictions = field(default_factory=dict)
     allow_client_shm: bool | None = None
-    shm_overlap: str = "warn"
-    cuda_devices: int = 0
+    shm_overlap: str = "warn"  # the policy for overlapping outputs
+    cuda_devices: int = 0  # the number of devices
     http_header_forward_pattern: str = ""
     grpc_header_forward_pattern: str = ""
     allow_cpu_metrics: bool = True
-    counter_latencies: bool = True
+    counter_latencies: bool = True  # whether /metrics has counters of latencies
     histogram_latencies: bool = False
     summary_latencies: bool = False
     slow_request_ms: int = 0
     refuse_unknown_fields: bool = False
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    served_names: tuple[tuple[str, str], ...] = ()
+    served_names: tuple[tuple[str, str], ...] = ()  # (model or "", name in OpenAI's API)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class GatewayStart:
     gateway_name: str
     run_dir: Path
     settings: GatewaySettings
-    http_sockets: int = 0
+    http_sockets: int = 0  # the number of sockets
     grpc: GrpcSettings | None = None
-    waits_for_accept: bool = False
+    waits_for_accept: bool = False  # whether connections wait for the message `Accept`
     log: LogSettings = field(default_factory=LogSettings)

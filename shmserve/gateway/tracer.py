@@ -56,13 +56,13 @@ def append_entries(path: str, entries: list[dict[str, Any]]) -> None:
 
 def create_next_file(path: str) -> str:
     """Create the next of the files PATH.0, PATH.1, ..., and return its path."""
-    number = 0
+    file_number = 0
     while True:
-        numbered_path = f"{path}.{number}"
+        numbered_path = f"{path}.{file_number}"
         with suppress(FileExistsError):
             Path(numbered_path).touch(exist_ok=False)
             return numbered_path
-        number += 1
+        file_number += 1
 
 
 class Tracer:
@@ -109,15 +109,15 @@ class Tracer:
         has_explanation: bool,
     ) -> RequestTrace | None:
         """Return the trace of a request before it is submitted; None if it is not traced."""
-        caller = TraceContext.of_header(traceparent) if traceparent else None
+        parent = TraceContext.of_header(traceparent) if traceparent else None
         sampler = self._samplers.of(model)
-        is_sampled = sampler.should_trace(None if caller is None else caller.is_sampled)
-        if not (has_explanation or is_sampled or caller or self._slow_request_ns):
+        is_sampled = sampler.should_trace(None if parent is None else parent.is_sampled)
+        if not (has_explanation or is_sampled or parent or self._slow_request_ns):
             return None
-        if caller is None:
+        if parent is None:
             context = TraceContext.new(is_sampled)
         else:
-            context = caller.child(is_sampled or caller.is_sampled)
+            context = parent.child(is_sampled or parent.is_sampled)
         context = context._replace(with_tensors=is_sampled and sampler.settings.with_tensors)
         request_fields = (model, version, request_id, context, arrived_ns)
         return RequestTrace(self.finish, *request_fields, has_explanation, is_sampled)

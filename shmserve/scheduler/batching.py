@@ -30,18 +30,23 @@ from shmserve.ipc.messages.supervision import (
     RetireInstance,
 )
 from shmserve.ipc.messages.unions import SupervisorToBatching
-from shmserve.ipc.tensors.inference import Schemas
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatcher
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.generative.dispatch import GenerativeDispatcher
-from shmserve.scheduler.instances.dispatch import BatchDispatcher, Dispatcher, batcher_of
-from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.dispatch import (
+    BatchDispatcher,
+    Dispatcher,
+    Executions,
+    batcher_of,
+)
 from shmserve.scheduler.instances.pool import InstanceTickets, Pool
 from shmserve.scheduler.instances.results import Results
 from shmserve.scheduler.requests.queue import RequestQueue, expired_text
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.requests.scheduled import (
     CACHED,
     NEVER,
     Client,
@@ -53,7 +58,6 @@ from shmserve.scheduler.requests.request import (
     Timing,
     WorkerLinks,
 )
-from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Reason, Statistics
@@ -114,9 +118,9 @@ class BatchingCore(Core[ScheduledRequest]):
             batcher,
             self._dispatcher,
         )
-        self._awaits_sequences = False
+        self._drain_awaits_sequences = False
         self._next_call_report_ns = NEVER  # the time of the next report of waiting calls
-        self._calls_reported = False  # whether the last report had calls
+        self._last_report_has_calls = False  # whether the last report had calls
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -173,7 +177,7 @@ class BatchingCore(Core[ScheduledRequest]):
         executions_by_peer = self._pool.executions_by_peer()
         occupants_by_instance: list[list[int]] = list(executions_by_peer.values())
         unbound_calls: list[Any] = []  # calls that any instance may execute
-        waits: list[Any] = []
+        waits: list[Any] = []  # [calls, the requests that occupy their instances]
         for request in calls:
             if request.enqueued_ns > now_ns - _CALL_REPORT_NS:
                 continue
@@ -187,9 +191,9 @@ class BatchingCore(Core[ScheduledRequest]):
             waits += [[unbound_calls, [occupant]] for occupant in occupants_by_instance]
         elif unbound_calls:
             waits.append([unbound_calls, occupants_by_instance])
-        if waits or self._calls_reported:
+        if waits or self._last_report_has_calls:
             self._control.post(CallsWaiting(self._name, waits))
-        self._calls_reported = bool(waits)
+        self._last_report_has_calls = bool(waits)
 
     def _fail_blocked_call(self, request: ScheduledRequest, reason: str, now_ns: int) -> None:
         callers = [caller.model for caller in Caller.parse(request.submit.callers)]
@@ -220,8 +224,8 @@ class BatchingCore(Core[ScheduledRequest]):
     ) -> None:
         # The request is registered, because the responses to earlier requests may have to be sent
         # before its response.
-        known, schema = self._properties_by_schema, submit.schema
-        properties = known[schema] if schema in known else self._derive_properties(submit)
+        by_schema, schema = self._properties_by_schema, submit.schema
+        properties = by_schema[schema] if schema in by_schema else self._derive_properties(submit)
         request = self._queue.enqueue(client, submit, properties, now_ns, is_cached=True)
         request.lookup = lookup
         self._responses.register(request)
@@ -313,15 +317,15 @@ class BatchingCore(Core[ScheduledRequest]):
                 assert_never(message)
 
     def _release_retired(self) -> None:
-        for process in self._pool.take_retired(self._dispatcher.has_work):
-            self._control.post(InstanceRetired(process))
+        for pid in self._pool.take_retired(self._dispatcher.has_work):
+            self._control.post(InstanceRetired(pid))
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self.results.process_exited(pid, reason, now_ns)
         self.executions.process_exited(pid)
 
     def drain(self, awaits_sequences: bool) -> None:
-        self._awaits_sequences = awaits_sequences
+        self._drain_awaits_sequences = awaits_sequences
         if awaits_sequences and self._dispatcher.open_sequence_count:
             logger.info(
                 "model '%s': waiting until all open sequences (%d) have ended",
@@ -332,7 +336,7 @@ class BatchingCore(Core[ScheduledRequest]):
 
     @property
     def unfinished(self) -> int:
-        sequences = self._dispatcher.open_sequence_count if self._awaits_sequences else 0
+        sequences = self._dispatcher.open_sequence_count if self._drain_awaits_sequences else 0
         return self._responses.live_requests or sequences
 
     @property

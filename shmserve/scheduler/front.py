@@ -46,7 +46,7 @@ from shmserve.ipc.tensors.signature import stopping_text
 from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.router import trailing_pid
 from shmserve.scheduler.requests.queue import plausible_arrival_ns
-from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
+from shmserve.scheduler.requests.scheduled import NEVER, Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics import Reason, Statistics
 
@@ -91,7 +91,7 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The reports of a scheduler: its counters, current values (gauges), and the model's metrics.
 
-    `unexpected_count` counts messages that were dropped because their sender must not send them.
+    `unexpected_messages` counts messages that were dropped because their sender must not send them.
     `_wall_clock` returns the ns since the epoch.
     """
 
@@ -100,7 +100,7 @@ class Reports:
     _wall_clock: Callable[[], int]
     _read_gauges: Callable[[], dict[str, Any]]
     _metrics: ModelMetrics = field(default_factory=ModelMetrics)
-    unexpected_count: int = 0
+    unexpected_messages: int = 0
 
     def report(self, now_ns: int) -> dict[str, Any]:
         """Return the report for metrics and for GET /v2/models/NAME/stats."""
@@ -111,16 +111,16 @@ class Reports:
     def answer(self, client: Client[Any], request_number: int, now_ns: int) -> None:
         """Send the report to a client, as the answer to its request with this number."""
         report = self.report(now_ns)
-        self.snapshot()
+        self.send_snapshot()
         client.post(StatisticsReported(request_number, report))
 
     def _take_gauges(self) -> dict[str, Any]:
         """Return the gauges, without `malformed`, which becomes a counter of the statistics."""
         gauges = self._read_gauges()
-        self._statistics.malformed = gauges.pop("malformed") + self.unexpected_count
+        self._statistics.malformed = gauges.pop("malformed") + self.unexpected_messages
         return gauges
 
-    def snapshot(self, omits_responses: bool = False) -> None:
+    def send_snapshot(self, omits_responses: bool = False) -> None:
         """Send the counts to the supervisor, which passes them to this scheduler's successor.
 
         The successor continues them, because a published count must never decrease.
@@ -141,25 +141,25 @@ class Reports:
         except (AttributeError, KeyError, TypeError, ValueError):
             text = "model '%s': the statistics of the previous version cannot be read"
             logger.exception(text, self._statistics.model[0])
-        self.snapshot()
+        self.send_snapshot()
 
     def restore(self, snapshot: list[Any], alive_pids: list[int]) -> None:
-        """Restore a snapshot, as `Front.restore`."""
+        """Continue the counts of a predecessor's snapshot (see `Front.restore`)."""
         statistics, metrics = snapshot
         try:
             self._statistics.restore(statistics)
             self._metrics.restore(metrics, alive_pids)
-            self.unexpected_count = self._statistics.malformed
+            self.unexpected_messages = self._statistics.malformed
         except (AttributeError, KeyError, TypeError, ValueError):
             text = "model '%s': the statistics of the previous scheduler cannot be read"
             logger.exception(text, self._statistics.model[0])
 
-    def metrics_reported(self, pid: int, message: MetricsReported) -> None:
+    def record_metrics(self, pid: int, message: MetricsReported) -> None:
         """Record the metrics that the model of an instance has reported."""
         try:
             families = model_metrics.parse(message.families)
         except ValueError:
-            self.unexpected_count += 1
+            self.unexpected_messages += 1
         else:
             self._metrics.report(pid, families)
 
@@ -236,7 +236,7 @@ class Core(Protocol[R]):
         """Serve a request from the cache; it has passed `check`."""
 
     def cancel(self, request: R, now_ns: int, keeps_reading: bool = False) -> None:
-        """Cancel a request; `keeps_reading` as in `Cancel`."""
+        """Cancel a request; with `keeps_reading`, its client still reads responses."""
 
     def credit(self, request: R, read_count: int, now_ns: int) -> None:
         """Record that the client has read this number of responses."""
@@ -387,12 +387,12 @@ class Front(Generic[R]):
             case BaseCounters():
                 self._reports.set_base(message)
             case SnapshotStatistics():
-                self._reports.snapshot(omits_responses=True)
+                self._reports.send_snapshot(omits_responses=True)
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
             case Drain():
-                self._reports.snapshot()
+                self._reports.send_snapshot()
                 self._is_draining, self._is_drained = True, False
                 self._core.drain(message.awaits_sequences)
             case Stop():
@@ -426,7 +426,7 @@ class Front(Generic[R]):
         if not (pid and peer.partition(b".")[0].isdigit()):
             self.count_unexpected()
         elif pid not in self._exited_pids:
-            self._reports.metrics_reported(pid, message)
+            self._reports.record_metrics(pid, message)
 
     # --- time and counts --------------------------------------------------------------------------
 
@@ -444,7 +444,7 @@ class Front(Generic[R]):
             wake_ns = min(wake_ns, overload_log.due_ns)
         if self._is_draining and not self._is_drained and not self._core.unfinished:
             self._is_drained = True
-            self._reports.snapshot()
+            self._reports.send_snapshot()
             self._control.post(Drained())
         return wake_ns
 
@@ -459,7 +459,7 @@ class Front(Generic[R]):
 
     def count_unexpected(self) -> None:
         """Count a message that was dropped because its sender must not send it, ever or now."""
-        self._reports.unexpected_count += 1
+        self._reports.unexpected_messages += 1
 
     def _collect_gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()

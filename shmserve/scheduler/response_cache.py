@@ -31,9 +31,9 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.supervision import CacheStart
 from shmserve.ipc.tensors.descriptors import Range, pack_range, unpack_range
-from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, RequestSchema, Schemas
+from shmserve.ipc.tensors.schemas import INLINE_LIMIT, Packed, RequestSchema, Schemas
 from shmserve.ipc.transport.frames import MalformedMessage
-from shmserve.scheduler.requests.request import EMPTY_RESPONSE, Lookup
+from shmserve.scheduler.requests.scheduled import EMPTY_RESPONSE, Lookup
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class _SchemaKey(NamedTuple):
     """
 
     prefix: bytes  # packed names, datatypes, shapes, parameters and requested outputs
-    input_order: list[int]
+    input_order: list[int]  # indices of the inputs, sorted by name
 
 
 @dataclass(eq=False)

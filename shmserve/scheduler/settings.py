@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
-_DEFAULT_IDLE_NS = _NS_PER_S
+_DEFAULT_IDLE_NS = _NS_PER_S  # idle time after which a sequence ends
 _MAX_SEQUENCES = 16384  # limit per client of sequences that wait for a slot
 
 
@@ -41,7 +41,7 @@ class Batching:
 
     max_batch_size: int
     preferred: frozenset[int]  # batch sizes
-    delay_ns: int
+    delay_ns: int  # the longest wait for a larger batch
     target_ns: int = 0  # the latency target of the adaptive batcher; 0: none
     padding: Padding | None = None
 
@@ -228,24 +228,24 @@ def _first_response_buckets(config: ModelSpec) -> tuple[float, ...]:
     return model_spec.FIRST_RESPONSE_BUCKETS_MS
 
 
-def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
+def _policies(dynamic: DynamicBatching, default_max_queue_size: int) -> QueuePolicies:
     levels, preserves_order = dynamic.priority_levels, dynamic.preserve_ordering
     default = dynamic.default_queue_policy
     level_policies = dynamic.priority_queue_policy if levels else {}
     return QueuePolicies(
-        default=_policy(default, default_bound, preserves_order),
+        default=_policy(default, default_max_queue_size, preserves_order),
         levels=levels,
         default_level=dynamic.default_priority_level if levels else 0,
         level_policies={
-            level: _policy(policy, default_bound, preserves_order)
+            level: _policy(policy, default_max_queue_size, preserves_order)
             for level, policy in level_policies.items()
         },
         has_limits=levels > 1 or any(p.has_limits for p in (default, *level_policies.values())),
     )
 
 
-def _policy(policy: LevelPolicy, default_bound: int, preserves_order: bool) -> LevelPolicy:
-    max_queue_size = policy.max_queue_size or default_bound
+def _policy(policy: LevelPolicy, default_max_queue_size: int, preserves_order: bool) -> LevelPolicy:
+    max_queue_size = policy.max_queue_size or default_max_queue_size
     # A delayed request would hold up the responses of all other requests.
     may_override = policy.allow_timeout_override and not (preserves_order and policy.delays_expired)
     return replace(policy, max_queue_size=max_queue_size, allow_timeout_override=may_override)

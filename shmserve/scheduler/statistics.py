@@ -60,7 +60,7 @@ from typing import Any
 from shmserve.common.model_metrics import add_tables, sum_counters
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.batchers import CloseReason
-from shmserve.scheduler.requests.request import Timing
+from shmserve.scheduler.requests.scheduled import Timing
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.tables import (
     NS_PER_S,
@@ -108,15 +108,15 @@ class Statistics(Table):
         self._model = settings.name, settings.version
         self._queue_delay_ns = settings.queue_delay_ns
         self.executions = ExecutionStats()
-        self.inference_count = 0
-        self.success = 0
-        self.success_ns = 0
+        self.inference_count = 0  # rows of successful requests
+        self.success = 0  # number of requests
+        self.success_ns = 0  # sum of their latencies
         self.queue_ns = 0
         self.compute_input_ns = 0
         self.compute_infer_ns = 0
         self.compute_output_ns = 0
-        self.fail = 0
-        self.fail_ns = 0
+        self.fail = 0  # number of requests
+        self.fail_ns = 0  # sum of their latencies
         self.failures = dict.fromkeys(Reason, 0)
         self.request_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
         self.queue_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
@@ -131,12 +131,12 @@ class Statistics(Table):
         self._quantiles = {name: Quantiles() for name in names} if settings.quantiles else {}
         self.instance_changes = {"more": 0, "fewer": 0}
         self.workers_lost = 0
-        self.retried = 0
-        self.overruns = 0
-        self.malformed = 0
+        self.retried = 0  # requests that ran again after their worker had died
+        self.overruns = 0  # executions that exceeded the time limit
+        self.malformed = 0  # messages
         self.cache_hit, self.cache_hit_ns = 0, 0
         self.cache_miss, self.cache_miss_ns = 0, 0
-        self._base: dict[str, Any] = {}
+        self._base: dict[str, Any] = {}  # the counts of the replaced version
         self._successes: list[_RecordedSuccess] = []
         self._recorded_executions: list[Execution] = []
         self._recorded_rows = 0

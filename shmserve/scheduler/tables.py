@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from shmserve.errors import Cancelled
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.batchers import CloseReason
-from shmserve.scheduler.requests.request import Timing
+from shmserve.scheduler.requests.scheduled import Timing
 
 ACCURACY = 0.005  # maximum relative error of a quantile
 NS_PER_S = 1_000_000_000
@@ -68,7 +68,7 @@ class Histogram:
 
     def __init__(self, reported_bounds: Sequence[float], scale: int = 1) -> None:
         self._reported_bounds = list(reported_bounds)
-        self._scale = scale
+        self._scale = scale  # observed units per reported unit
         self._bounds = [round(bound * scale) for bound in reported_bounds]
         self._counts = [0] * (len(reported_bounds) + 1)
         self._sum = 0
@@ -369,19 +369,19 @@ class GenerationStats(Table):
     def __init__(self) -> None:
         self.generated = 0  # tokens of texts
         self.prefilled = 0  # tokens of prompts
-        self.decoded = 0
-        self.finished = {"stop": 0, "length": 0}
+        self.decoded = 0  # tokens computed one at a time
+        self.finished = {"stop": 0, "length": 0}  # sequences by finish reason
         self.preemptions = {"swap": 0, "recompute": 0}
-        self.recomputed = 0
-        self.swapped_in = 0
-        self.swapped_out = 0
-        self.copied_on_write = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.recomputed = 0  # tokens
+        self.swapped_in = 0  # blocks
+        self.swapped_out = 0  # blocks
+        self.copied_on_write = 0  # blocks
+        self.prefix_queries = 0  # tokens looked up in the prefix cache
+        self.prefix_hits = 0  # tokens found in it
         # The total ns of each phase of the steps, and of the text processing beside the steps.
         self.phases = dict.fromkeys(("schedule", "gather", "forward", "sample", "draft", "text"), 0)
-        self.drafted = 0
-        self.accepted = 0
+        self.drafted = 0  # draft tokens
+        self.accepted = 0  # draft tokens
         self.speculative_steps = 0  # rows of steps that contained draft tokens
         self.iteration_seconds = Histogram(TIME_BOUNDS_S, NS_PER_S)
         self.scheduler_seconds = Histogram(_SHORT_TIME_BOUNDS_S, NS_PER_S)

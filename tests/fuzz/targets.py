@@ -29,8 +29,8 @@ from shmserve.gateway.http.json.fingerprint import (
 )
 from shmserve.gateway.http.json.parser import NumberArray, loads, loads_large
 from shmserve.gateway.http.routes import ROUTES
+from shmserve.gateway.inference.infer_request import InferRequest, RegionRange, RequestIdentity
 from shmserve.gateway.inference.prepare import raw_request
-from shmserve.gateway.inference.request import InferRequest, RegionRange, RequestIdentity
 from shmserve.gateway.region_table import GatewayRegion, WrittenRanges
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
@@ -48,7 +48,7 @@ from shmserve.ipc.tensors.descriptors import (
     pack_range,
     require_integer,
 )
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     BoundedCache,
     Packed,
     pack_inference,

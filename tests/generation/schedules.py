@@ -21,11 +21,11 @@ import torch
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Step, Stepped
 from shmserve.scheduler.generative.sequences import Generation
-from shmserve.workers.backends.llm.engine import Prompt, RowPlan, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
+from shmserve.workers.backends.llm.worker_engine import Prompt, RowPlan, WorkerEngine
 from tests.simulation.generative import EngineRig
 from tests.support.generative_worker import GenerativeWorker
 from tests.support.hf_folders import write_folder

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, WaitUntil
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 
 MS = 1_000_000
 

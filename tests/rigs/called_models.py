@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Answered, FindModel, LoadModel
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred
+from shmserve.ipc.tensors.schemas import Inference, Inferred, pack_inferred
 from shmserve.ipc.transport.router import Router
 from tests.rigs.arrivals import receive_arrived
 from tests.rigs.worker_rig import model_config, tensor_config

@@ -49,7 +49,7 @@ from shmserve.ipc.messages.publications import HealthChanged, RegionPublished
 from shmserve.ipc.messages.supervision import HostStart, SchedulerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef, pack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     Inferred,
     Packed,
@@ -62,7 +62,7 @@ from shmserve.ipc.transport.router import Router
 from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.scheduler.hosting.host import Host
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.workers.backends.python import PythonBackend
 from tests.rigs import gateway_rig, worker_rig
 from tests.rigs.arrivals import receive_arrived

@@ -22,7 +22,7 @@ from shmserve.ipc.messages.supervision import encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred
+from shmserve.ipc.tensors.schemas import Inference, Inferred, pack_inferred
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.models.model_version import describe
 from tests.rigs.forker import GATEWAY, GRPC, Forked, forker

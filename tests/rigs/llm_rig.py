@@ -16,7 +16,7 @@ from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CreditExecution, ExecutionResponded, Work
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, RequestedOutput, pack_inference
 from shmserve.workers.backends.llm import LlmBackend
 from tests.rigs.worker_rig import CLIENT_PID, Rig, rig, tensor
 from tests.support.messages import inferred_of

@@ -14,7 +14,7 @@ from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.publications import HealthChanged, ModelPublished
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.zmtp import Dealer
 from tests.support.servers import Server

@@ -13,7 +13,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits, StatisticsSnapshot
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     Inferred,
     Packed,
@@ -27,7 +27,7 @@ from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 

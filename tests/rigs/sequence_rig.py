@@ -4,7 +4,7 @@ from typing import Any
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
-from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from shmserve.ipc.tensors.schemas import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.router import trailing_pid
 from tests.rigs.scheduler_rig import GATEWAY, Rig
 

@@ -10,7 +10,7 @@ import numpy as np
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     RequestedOutput,
     pack_inference,

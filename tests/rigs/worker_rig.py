@@ -26,7 +26,7 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     Inferred,
     Packed,

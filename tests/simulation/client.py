@@ -12,7 +12,7 @@ from shmserve.ipc.messages import publications
 from shmserve.ipc.messages.inference import Response
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.inference import Inference, byte_size_of, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, byte_size_of, pack_inference
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
 from tests.simulation.oracles import MAX_STARTS, Ledger, Request

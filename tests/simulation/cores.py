@@ -11,7 +11,7 @@ from shmserve.ipc.messages.supervision import CacheStart
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.ipc.tensors.descriptors import Memory, Range
-from shmserve.ipc.tensors.inference import Schemas
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -42,7 +42,7 @@ _MAX_ENTRIES = {
     "Pool._slots": 64,
     "Pool._slots_by_peer": 64,
     "Pool.free_slots": 64,
-    "SequenceDispatcher._slots": 64,
+    "SequenceDispatcher._slots_by_peer": 64,
     "Executions._early_releases": 64,
     "Executions._unknown_releases": 4096,
     "BlockPool.references": 1 << 10,

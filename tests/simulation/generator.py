@@ -10,7 +10,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, EngineSettings
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.inference import byte_size_of
+from shmserve.ipc.tensors.schemas import byte_size_of
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.texts import STOP_TOKEN, Piece, TextRequest, request_of, texts
 from tests.simulation.worker import MAX_WAIT_NS, Stream, Worker

@@ -15,8 +15,8 @@ from typing import Any
 from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.padding import Padding
+from shmserve.ipc.tensors.schemas import RequestSchema
 from shmserve.ipc.tensors.signature import BatchProperties, Signature
 
 IN = {"name": "IN", "data_type": "TYPE_UINT8", "dims": [-1]}

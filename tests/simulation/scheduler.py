@@ -11,7 +11,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.ensemble.runner import InProcessLinks
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.scheduler.settings import Settings
 from shmserve.supervisor.processes.control_socket import SchedulerAddress
 from tests.simulation import cores

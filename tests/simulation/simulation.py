@@ -3,7 +3,7 @@
 from random import Random
 from typing import Any
 
-from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from shmserve.ipc.tensors.schemas import SEQUENCE_END, SEQUENCE_START
 from tests.simulation import cores, draw
 from tests.simulation.client import Client
 from tests.simulation.memory import SimulatedMemory

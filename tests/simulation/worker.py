@@ -9,7 +9,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     SEQUENCE_END,
     SEQUENCE_START,
     Inferred,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shmserve.ipc.tensors.inference import Inference, Inferred, unpack_inference, unpack_inferred
+from shmserve.ipc.tensors.schemas import Inference, Inferred, unpack_inference, unpack_inferred
 
 
 def inference_of(message: Any) -> Inference:

@@ -1,7 +1,7 @@
 """The execution of a batch.
 
 execute.py           the executor: unpack, call the backend, write outputs, reply, retry
-request.py           requests as backends receive them, unpacked from the scheduler's messages
+backend_request.py   requests as backends receive them, unpacked from the scheduler's messages
 runner.py            inputs gathered, and outputs split, for backends native, onnx and pytorch
 ragged.py            padding, and inputs of ragged batches
 scatter.py           outputs written to their destinations; the schema and data of responses

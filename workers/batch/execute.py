@@ -22,8 +22,8 @@ from shmserve.errors import Cancelled, Internal, ShmserveError
 from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute, Reply
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
+from shmserve.workers.batch.backend_request import Request, Response, Unpacker
 from shmserve.workers.batch.ragged import Padder
-from shmserve.workers.batch.request import Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import OutputStream, ResponseWriter, WarmupStream
 from shmserve.workers.context import WrongResponseCount, client_error, is_model_error
 from shmserve.workers.links import HandlerTable, WorkerRequest
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum input bytes of an execution; a larger batch runs in parts. Many requests may name the same
 # memory of a client, so its size does not limit the size of their copies.
-MAX_PART_BYTES = 1 << 30
+MAX_PART_BYTES = 1 << 30  # of the inputs of requests that are executed together
 
 _RETRIES_BEFORE_SKIPS = 16
 _SKIPPED_RETRIES = 16  # number of failures without a retry after each further failed retry
@@ -122,12 +122,12 @@ class Executor:
         if output_start_ns < input_end_ns:
             output_start_ns = input_end_ns
         timestamps = (start_ns, input_end_ns, output_start_ns, time.monotonic_ns())
-        spans = b""
+        span_bytes = b""
         if self._context.spans:
-            spans = b"".join(self._context.spans)
+            span_bytes = b"".join(self._context.spans)
             self._context.spans.clear()
         copied_bytes = self._context.copy_counter.take()
-        return BatchFinished(batch.batch, *timestamps, replies, *copied_bytes, has_run, spans)
+        return BatchFinished(batch.batch, *timestamps, replies, *copied_bytes, has_run, span_bytes)
 
     # --- warm-up
 
@@ -329,7 +329,7 @@ class Executor:
                 return None
             return self._close_with_error(open_request, response.error)
         try:
-            packed = self._writer.scatterer.write(request, response)
+            packed_response = self._writer.scatterer.write(request, response)
         except BaseException as error:
             return self._close_with_error(open_request, self._explain(error, request))
-        return Reply(open_request.key, "", "", *packed)
+        return Reply(open_request.key, "", "", *packed_response)

@@ -21,15 +21,15 @@ from typing import Any
 
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc.messages.inference import ExecutionResponded, MetricsReported, Reply
-from shmserve.ipc.tensors.inference import Packed, byte_size_of
-from shmserve.workers.batch.request import Request, Response
+from shmserve.ipc.tensors.schemas import Packed, byte_size_of
+from shmserve.workers.batch.backend_request import Request, Response
 from shmserve.workers.batch.scatter import MAX_TRACED_CHARS, Scatterer
 from shmserve.workers.context import ModelContext, client_error
 from shmserve.workers.links import InstanceLink, Timer, WorkerRequest
 
 _REPORT_INTERVAL_S = 0.1
 _REPORT_DELAY_NS = 1_000_000
-_BURST_REPORTS = 100
+_BURST_REPORTS = 100  # number of reports without a delay
 
 
 class MetricsReports:

@@ -30,8 +30,8 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.padding import Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response
+from shmserve.workers.batch.backend_request import CopyCounter, Input, Request
 from shmserve.workers.batch.ragged import RaggedRules
-from shmserve.workers.batch.request import CopyCounter, Input, Request
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device_memory import is_module, is_tensor
 from shmserve.workers.memory.static_plan import MemoryPlan
@@ -320,8 +320,8 @@ class Runner:
     def _torch_input(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
         # An input that is copied to the device needs no protection from writes.
         first_input = requests[0].inputs[name]
-        in_place = not self._device.needs_copies or first_input.on_device
-        is_aliased = in_place and not first_input.is_writable
+        is_in_place = not self._device.needs_copies or first_input.on_device
+        is_aliased = is_in_place and not first_input.is_writable
         copies_views = is_aliased and not self._passes_views
         raw, shape, is_view = self._gatherer.gather(name, requests, copies_views)
         from shmserve.workers.memory.tensors import as_torch
@@ -361,7 +361,7 @@ class Runner:
         """Return a response for each request, with its rows of each requested output.
 
         Raises:
-            Internal: An output is no array, or has a wrong number of rows.
+            Internal: An output is not an array, or has a wrong number of rows.
         """
         requested_names = {name for request in requests for name in request.requested_outputs}
         batch_outputs: list[BatchOutput] = []
@@ -406,7 +406,7 @@ class Runner:
         """Return one response to a request that may have several; safe in any thread.
 
         Raises:
-            Internal: An output is no array.
+            Internal: An output is not an array.
         """
         names = [name for name in outputs if name in request.requested_outputs]
         fetched_outputs = [self._fetch(name, outputs[name], [request]) for name in names]

@@ -25,10 +25,10 @@ from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, elements_as_text, encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, pack_data, pack_response_schema
+from shmserve.ipc.tensors.schemas import INLINE_LIMIT, Packed, pack_data, pack_response_schema
 from shmserve.ipc.tensors.signature import Signature, client_shape, shape_text, shapes_match
 from shmserve.ipc.trace import TraceContext, TracedTensor
-from shmserve.workers.batch.request import Array, Input, Output, Request, Response
+from shmserve.workers.batch.backend_request import Array, Input, Output, Request, Response
 from shmserve.workers.context import ModelContext
 from shmserve.workers.memory.outputs import Copier
 
@@ -51,9 +51,9 @@ class ReadyOutput(NamedTuple):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: Any
+    data: Any  # wire form, array or tensor
     byte_size: int
-    returned_range: Range | None = None
+    returned_range: Range | None = None  # of the input that is returned as this output
 
 
 # Where an output of responses with equal layouts is written: None for the message, "" for the range
@@ -101,9 +101,9 @@ class Scatterer:
 
     _signature: Signature
     _context: ModelContext
-    _must_match_config: bool
-    _strict_shapes: bool
-    _expects_all: bool
+    _must_match_config: bool  # whether outputs must match the configuration
+    _strict_shapes: bool  # whether a wrong shape is an error, not a warning
+    _expects_all: bool  # whether a missing output is reported
 
     def __post_init__(self) -> None:
         self._supports_batching = self._signature.max_batch_size > 0
@@ -135,7 +135,7 @@ class Scatterer:
         if key not in request.response_templates:
             return self._write_new(request, response, key)
         schema, destinations = request.response_templates[key]
-        packed: list[Any] = []
+        tensors: list[Any] = []
         message_bytes = 0
         for output, destination in zip(response.outputs, destinations, strict=True):
             data = output.data
@@ -147,7 +147,7 @@ class Scatterer:
                 else:
                     raw = array.tobytes()
                     message_bytes += array.nbytes
-                packed += [raw]
+                tensors += [raw]
                 continue
             if not destination:
                 memory_range = memory_ranges[output.name]
@@ -160,11 +160,11 @@ class Scatterer:
                 source_range = inputs[destination].memory_range
                 assert source_range is not None
                 memory_range = source_range
-            packed += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]
+            tensors += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]
         if message_bytes > INLINE_LIMIT:  # possible, because the size of BYTES outputs varies
             return self._write_new(request, response, None)
         self._context.copy_counter.outputs += message_bytes
-        return schema, packed
+        return schema, tensors
 
     def trace(self, request: Request, tensors: Iterable[Input | Output]) -> None:
         """Record tensors if the request's trace includes them, long ones without their data."""

@@ -52,7 +52,7 @@ from shmserve.ipc.messages.publications import Loss, ModelWithdrawn, ProcessExit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import reset_eventfd
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
-from shmserve.ipc.tensors.inference import ResponseSchema, Schemas, unpack_ranges
+from shmserve.ipc.tensors.schemas import ResponseSchema, Schemas, unpack_ranges
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.zmtp import LinkTable

@@ -20,7 +20,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.lent import LentTokens, Token
 from shmserve.ipc.processes import LARGE_COPY
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.workers.batch.request import Array
+from shmserve.workers.batch.backend_request import Array
 
 
 class _OutputBlock(Token):
@@ -145,9 +145,9 @@ class OutputMemory:
             if output is not None:
                 output.release()
 
-    def free(self, output: _OutputBlock) -> None:
+    def free(self, block: _OutputBlock) -> None:
         """Free a block that has no user any more."""
-        reader, memory_range = output.reader, output.memory_range
+        reader, memory_range = block.reader, block.memory_range
         lent_bytes = self._lent_bytes[reader] - memory_range.byte_size
         if lent_bytes:
             self._lent_bytes[reader] = lent_bytes

@@ -26,7 +26,7 @@ from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument, NotFound, PermissionDenied, Released, Unsupported
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_INT64, Range, TensorRef
-from shmserve.ipc.tensors.inference import Packed, TensorSchema
+from shmserve.ipc.tensors.schemas import Packed, TensorSchema
 from shmserve.ipc.tensors.signature import Signature
 
 _SHM_FOLDER = "/dev/shm/"
@@ -88,7 +88,7 @@ class Region(Mapping[str, Any]):
         self.lease = MemoryLease(partial(memories.withdraw_block, block))
         self.memories = memories
         # The packed request to each model to which the region was sent.
-        self.requests: dict[ClientModel, Packed] = {}
+        self.requests: dict[ClientModel, Packed] = {}  # packed, by model
         self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
 
     def attached_to(self, memories: Memories) -> Region:

@@ -21,7 +21,7 @@ import numpy as np
 from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.ipc.tensors.descriptors import MAX_INT64, Memory, Range, TensorRef, pack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
     Inference,
     Packed,
@@ -58,9 +58,9 @@ class TemplateSlot:
 
     template: ClientTemplate
     block: MemoryBlock
-    inputs: list[Array]
-    input_data: list[Any]
-    output_data: list[Any]
+    inputs: list[Array]  # views of the memory for inputs
+    input_data: list[Any]  # packed ranges of the inputs
+    output_data: list[Any]  # packed ranges of the outputs
 
     def release(self) -> None:
         """Return this slot to its template, so that another request can use it."""

@@ -18,7 +18,7 @@ from shmserve.ipc.memory.lent import release_messages
 from shmserve.ipc.messages.inference import Finished, Release, Responded
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
-from shmserve.ipc.tensors.inference import RequestSchema, TensorSchema, unpack_ranges
+from shmserve.ipc.tensors.schemas import RequestSchema, TensorSchema, unpack_ranges
 from shmserve.ipc.transport.frames import MalformedMessage
 
 

@@ -18,18 +18,18 @@ HISTORY_S = 600.0
 HISTORY_EVERY_S = 5.0  # the time between two points of a chart
 EXITS_SHOWN_S = 3600.0  # the time for which exited workers are shown
 _QUANTILES = (0.5, 0.9, 0.99)
-# The figures that a row has from the report of a scheduler, under the same names.
-_TOTALS = (
+# The figures of a row that are copied from a scheduler's report, where they have the same names.
+_COPIED_FIGURES = (
     *("success", "fail", "inference_count", "execution_count", "workers_lost", "retried"),
     *("cache_hit", "cache_miss", "pending", "executing"),
 )
-# The names of figures in a row, and the names of their sources in a report.
+# Figures that are counts by label: the name in a row, and the name in a scheduler's report.
 _COUNTS_BY_LABEL = {"failures": "failures", "closed": "batches_closed", "instances": "instances"}
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
 _GENERATION_RATES = {"tokens_rate": "generated", "prefill_rate": "prefilled"}
 _TOKEN_TIMES = {"first_token_ms": "first_token_seconds", "inter_token_ms": "inter_token_seconds"}
-# The values of `hurts` for models whose workers have exited. Models with failing requests have a
-# value from 2000 to 2100.
+# The rank (`hurts`) of a model with failing requests is from 2000 to 2100. A model ranks above that
+# if a worker died within the last `WINDOW_S`, and below that if a worker died earlier.
 _NEW_EXIT_RANK, _EARLIER_EXIT_RANK = 3000, 1500
 _LONG_QUEUE_MS = 1.0  # a model with a shorter mean queueing time has no problem
 
@@ -40,16 +40,16 @@ _IDLE_POINT: Point = (0, 0, None, None, 0, 0)
 
 
 class Figures:
-    """The rows of all model versions, by "NAME/VERSION".
+    """The dashboard's rows of all model versions, by "NAME/VERSION".
 
     The rates of a row are the difference between the current report and that of `WINDOW_S` ago.
     """
 
     def __init__(self) -> None:
         self._snapshots: deque[tuple[float, dict[str, Report]]] = deque()
-        # The last count of exited workers of each model, and the times and numbers of its exits.
+        # By "NAME/VERSION": the last count of exited workers, and (time, number) of recent exits.
         self._lost_counts: dict[str, int] = {}
-        self._exits: dict[str, deque[tuple[float, int]]] = {}
+        self._exits: dict[str, deque[tuple[float, int]]] = {}  # (seconds, number of exits)
 
     def build_rows(self, reports: Iterable[Report], now_s: float) -> dict[str, Row]:
         """Return the row of each model version, given the schedulers' reports.
@@ -72,12 +72,12 @@ class Figures:
         elapsed_s = now_s - earlier_s
         return {
             key: build_row(
-                report, earlier_reports.get(key), elapsed_s, self._recent_exits(key, now_s)
+                report, earlier_reports.get(key), elapsed_s, self._count_recent_exits(key, now_s)
             )
             for key, report in by_version.items()
         }
 
-    def _recent_exits(self, key: str, now_s: float) -> int:
+    def _count_recent_exits(self, key: str, now_s: float) -> int:
         exits_by_time = self._exits.get(key, deque())
         while exits_by_time and exits_by_time[0][0] <= now_s - EXITS_SHOWN_S:
             exits_by_time.popleft()
@@ -122,7 +122,7 @@ class History:
 
 
 def _build_point(row: Row) -> Point:
-    recent = row.get("recent", {})
+    recent = row.get("recent", {})  # the figures of the last `WINDOW_S`
     quantiles_ms = recent.get("ms") or (None, None, None)
     figures = (recent.get("rate", 0), recent.get("fail_rate", 0), quantiles_ms[0], quantiles_ms[2])
     point = (*figures, row["pending"], row["executing"])
@@ -130,7 +130,7 @@ def _build_point(row: Row) -> Point:
 
 
 def build_row(report: Report, earlier: Report | None, seconds: float, exit_count: int = 0) -> Row:
-    """Return a model's row, which has no `recent` if `earlier` is None.
+    """Return a model's row, which has no `recent` if there is no `earlier` report.
 
     Args:
         report: The current report.
@@ -138,7 +138,7 @@ def build_row(report: Report, earlier: Report | None, seconds: float, exit_count
         seconds: The length of the interval.
         exit_count: The number of workers that died within an hour.
     """
-    figures: Row = {name: report[name] for name in _TOTALS}
+    figures: Row = {name: report[name] for name in _COPIED_FIGURES}
     figures |= {name: _without_zeros(report[key]) for name, key in _COUNTS_BY_LABEL.items()}
     figures["sequences"] = report["open_sequences"]
     if report.get("cache"):
@@ -152,25 +152,25 @@ def build_row(report: Report, earlier: Report | None, seconds: float, exit_count
     if exit_count:
         exits_text = f"{exit_count} worker{'s' * (exit_count > 1)} died within an hour"
         figures["because"] = f"{figures['because']}; {exits_text}".removeprefix("; ")
-        is_new = earlier is not None and report["workers_lost"] > earlier["workers_lost"]
-        rank = _NEW_EXIT_RANK if is_new else _EARLIER_EXIT_RANK
+        has_new_exits = earlier is not None and report["workers_lost"] > earlier["workers_lost"]
+        rank = _NEW_EXIT_RANK if has_new_exits else _EARLIER_EXIT_RANK
         figures["hurts"] = max(figures["hurts"], rank + exit_count)
     return figures
 
 
-def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> Row:
+def _recent_figures(report: Report, earlier_report: Report, elapsed_s: float) -> Row:
     counter_names = (name for name in report if type(report[name]) is int)
     increases = {name: max(0, report[name] - earlier_report.get(name, 0)) for name in counter_names}
     batch_sizes, earlier_sizes = report["batch_size"], earlier_report["batch_size"]
     batch_counts = _bucket_increases(batch_sizes, earlier_sizes)
-    earlier = earlier_report["batches_closed"]
-    closings = {key: count - earlier.get(key, 0) for key, count in report["batches_closed"].items()}
+    counts, earlier_counts = report["batches_closed"], earlier_report["batches_closed"]
+    closed_by_reason = {key: counts[key] - earlier_counts.get(key, 0) for key in counts}
     batches_by_size = dict(zip([*batch_sizes["buckets"], "more"], batch_counts, strict=True))
     figures: Row = {
-        "rate": _four_digits(increases["success"] / seconds),
-        "fail_rate": _four_digits(increases["fail"] / seconds),
-        "execution_rate": _four_digits(increases["execution_count"] / seconds),
-        "closed": _without_zeros(closings),
+        "rate": _four_digits(increases["success"] / elapsed_s),
+        "fail_rate": _four_digits(increases["fail"] / elapsed_s),
+        "execution_rate": _four_digits(increases["execution_count"] / elapsed_s),
+        "closed": _without_zeros(closed_by_reason),
         "sizes": _without_zeros(batches_by_size),
         "ms": _request_quantiles_ms(report, earlier_report),
         "phases": _mean_phase_ms(increases),
@@ -180,7 +180,7 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
         figures["batch"] = _four_digits(rows / sum(batch_counts))
     if "generated" in report and "generated" in earlier_report:
         figures |= {
-            n: _four_digits(increases[key] / seconds) for n, key in _GENERATION_RATES.items()
+            n: _four_digits(increases[key] / elapsed_s) for n, key in _GENERATION_RATES.items()
         }
         figures |= {n: _quantiles_ms(report[k], earlier_report[k]) for n, k in _TOKEN_TIMES.items()}
     return figures
@@ -188,7 +188,7 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
 
 def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     """Return the mean time of each phase of a request in ms."""
-    executed = increases["success"] - increases["cache_hit"]  # number of requests
+    executed = increases["success"] - increases["cache_hit"]  # number of executed requests
     counts = {phase: increases["success"] if phase == "queue" else executed for phase in _PHASES}
     return {
         phase.removeprefix("compute_"): _four_digits(increases[f"{phase}_ns"] / count / 1e6)
@@ -203,7 +203,7 @@ def _request_quantiles_ms(report: Report, earlier_report: Report) -> list[float]
     If summaries are enabled, the quantiles are those of the last minute, with an error of up to
     0.5 %. Otherwise they are estimated from the histogram.
     """
-    exact_us = dict(report["quantiles"].get("request", ()))
+    exact_us = dict(report["quantiles"].get("request", ()))  # by quantile
     quantiles_ms = [exact_us.get(quantile) for quantile in _QUANTILES]
     if None not in quantiles_ms:
         return [_four_digits(value / 1000) for value in quantiles_ms if value is not None]
@@ -256,11 +256,11 @@ def _find_problem(figures: Row, report: Report) -> tuple[float, str]:
         failed_share = fail_rate / (fail_rate + rate)
         return _four_digits(2000 + 100 * failed_share), f"{failed_share:.0%} of requests fail"
     phases = recent.get("phases", {})
-    delay_ms = report["queue_delay_ns"] / 1e6
-    queue_ms = max(0.0, phases.get("queue", 0) - delay_ms)
+    configured_ms = report["queue_delay_ns"] / 1e6
+    queue_ms = max(0.0, phases.get("queue", 0) - configured_ms)
     total_ms = queue_ms + sum(mean_ms for phase, mean_ms in phases.items() if phase != "queue")
-    if queue_ms >= max(_LONG_QUEUE_MS, delay_ms / 2) and queue_ms > total_ms / 2:
-        delay_text = f", besides the configured {delay_ms:.3g} ms" if delay_ms else ""
+    if queue_ms >= max(_LONG_QUEUE_MS, configured_ms / 2) and queue_ms > total_ms / 2:
+        delay_text = f", besides the configured {configured_ms:.3g} ms" if configured_ms else ""
         queue_text = f"{queue_ms:.3g} of {total_ms:.3g} ms in the queue{delay_text}"
         return _four_digits(1000 + 100 * queue_ms / total_ms), queue_text
     if recent and not rate and (inflight := figures["pending"] + figures["executing"]):

@@ -76,8 +76,8 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
         return True
     try:
         model = gateway.models.resolve(name, version)
-        if not (model.ready and model.checks_ready):
-            return model.ready
+        if not (model.is_ready and model.has_ready_check):
+            return model.is_ready
         reply = await gateway.supervisor.send_request(AskReady, model.name, model.version)
         return bool(reply["ready"])
     except InvalidArgument:
@@ -146,14 +146,14 @@ def _model_examples(name: str, model: GatewayModel | None) -> list[dict[str, Any
 
 def _example_input(spec: TensorSpec, max_batch_size: int, is_binary: bool) -> dict[str, Any]:
     shape = [*([1] if max_batch_size else []), *(abs(dim) for dim in spec.dims)]
-    value = {"BYTES": "text", "BOOL": True}.get(spec.datatype, 1)
+    element = {"BYTES": "text", "BOOL": True}.get(spec.datatype, 1)
     count = math.prod(shape)
-    data: dict[str, Any] = {"data": [value] * min(count, _MAX_EXAMPLE_ELEMENTS)}
+    data: dict[str, Any] = {"data": [element] * min(count, _MAX_EXAMPLE_ELEMENTS)}
     if is_binary:
         size = ITEM_SIZE[spec.datatype] or _EMPTY_TEXT_BYTES
         data = {"parameters": {"binary_data_size": size * count}}
     elif count > _MAX_EXAMPLE_ELEMENTS:
-        data = {"fill": value, "count": count}
+        data = {"fill": element, "count": count}
     return {"name": spec.name, "datatype": spec.datatype, "shape": shape, **data}
 
 

@@ -45,7 +45,7 @@ class ExpositionFamily:
 
     name: str
     help_text: str
-    kind: str
+    kind: str  # Prometheus's type: counter, gauge, histogram or summary
     samples: list[str] = field(default_factory=list)
 
     def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
@@ -75,10 +75,10 @@ class ExpositionFamily:
 class ReportFamily(NamedTuple):
     """A metric family with samples from schedulers' reports; metrics.txt explains the fields."""
 
-    kind: str
+    kind: str  # Prometheus's type
     name: str
-    value_path: str
-    key: str
+    value_path: str  # the path of the number in a report: "cache.bytes"; "a+b" is a sum
+    key: str  # the label whose values are the numbers' keys; for summaries: the quantiles' key
     help_text: str
 
     @property
@@ -124,7 +124,7 @@ def _read_table() -> dict[str, list[ReportFamily]]:
     return groups
 
 
-_FAMILIES = _read_table()
+_FAMILIES = _read_table()  # by the groups of metrics.txt
 _PADDING_COUNTERS = (
     ("shmserve_padded_elements", "Elements of padded inputs that models received"),
     ("shmserve_padding_elements", "Padding elements of padded inputs"),
@@ -181,7 +181,7 @@ def summary_families(reports: Reports) -> Iterator[ExpositionFamily]:
     summary of the request duration.
     """
     cached_reports = _select_cached(reports)
-    uncached_reports = [entry for entry in reports if not entry[1].get("cache")]
+    uncached_reports = [pair for pair in reports if not pair[1].get("cache")]
     reports_by_key = {"request": uncached_reports} | dict.fromkeys(_CACHE_COUNTERS, cached_reports)
     for family in _FAMILIES["summaries"]:
         yield _summary_family(family, reports_by_key.get(family.key, reports))
@@ -204,18 +204,18 @@ def _select_cached(reports: Reports) -> Reports:
 
 def _summary_family(summary: ReportFamily, reports: Reports) -> ExpositionFamily:
     family = ExpositionFamily(summary.name, summary.help_text, "summary")
-    counter = summary.value_path
+    counter_name = summary.value_path
     for labels, report in reports:
         count = report["success"]
-        if counter in _CACHE_COUNTERS:
-            count = report[counter]
-        elif counter.startswith("compute"):
+        if counter_name in _CACHE_COUNTERS:
+            count = report[counter_name]
+        elif counter_name.startswith("compute"):
             count -= report["cache_hit"]
         family.add(labels, count, "_count")
-        family.add(labels, report[f"{counter}_ns"] // 1000, "_sum")
+        family.add(labels, report[f"{counter_name}_ns"] // 1000, "_sum")
         for quantile, value in report.get("quantiles", {}).get(summary.key, ()):
-            rounded = float("nan") if value is None else round(value)
-            family.add({**labels, "quantile": f"{quantile:g}"}, rounded)
+            rounded_us = float("nan") if value is None else round(value)
+            family.add({**labels, "quantile": f"{quantile:g}"}, rounded_us)
     return family
 
 
@@ -240,14 +240,14 @@ def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
 def _derive_values(report: dict[str, Any]) -> dict[str, Any]:
     """Return the values in metrics.txt that are derived from a generative model's report."""
     gauges: dict[str, Any] = report["generation"]
-    drafted, speculative_rows = report["drafted"], report["speculative_steps"]
+    drafted_tokens, speculative_steps = report["drafted"], report["speculative_steps"]
     return {
         **gauges,
         "queued": gauges["sequences"]["waiting"] + report["pending"],
         "requests": {"success": report["success"], "failure": report["fail"]},
         "seconds": {phase: ns / 1e9 for phase, ns in report["phases"].items()},
-        "accept_rate": report["accepted"] / drafted if drafted else 0.0,
-        "speedup": 1 + report["accepted"] / speculative_rows if speculative_rows else 1.0,
+        "accept_rate": report["accepted"] / drafted_tokens if drafted_tokens else 0.0,
+        "speedup": 1 + report["accepted"] / speculative_steps if speculative_steps else 1.0,
     }
 
 
@@ -262,22 +262,22 @@ class MetricsExporter:
         """Return the metrics page of a scrape: the schedulers' reports and this host's state."""
         gateway = self._gateway
         reports = await management.collect_reports(gateway, gateway.models.all_versions())
-        running = await collect(processes(os.getppid()))
-        families = await collect(self._all_families(reports, running))
-        server_names = {family.name for family in families}
-        return (_exposition_text(families) + _model_families(reports, server_names)).encode()
+        server_processes = await collect(processes(os.getppid()))
+        families = await collect(self._all_families(reports, server_processes))
+        taken_names = {family.name for family in families}
+        return (_exposition_text(families) + _model_families(reports, taken_names)).encode()
 
     def _all_families(
-        self, reports: list[dict[str, Any]], running: list[Process]
+        self, reports: list[dict[str, Any]], server_processes: list[Process]
     ) -> Iterator[ExpositionFamily]:
-        """Yield all families of the page, given reports and the server's processes (`running`)."""
+        """Yield all families of the page, given the reports and the server's processes."""
         settings, models = self._gateway.settings, self._gateway.models
-        plain_reports: Reports = []
+        untagged_reports: Reports = []
         tagged: Reports = []
         for report in reports:
             labels = {"model": str(report["name"]), "version": str(report["version"])}
             model = models.find(labels["model"], labels["version"])
-            plain_reports.append((labels, report["shmserve"]))
+            untagged_reports.append((labels, report["shmserve"]))
             tagged.append((labels if model is None else labels | model.tags, report["shmserve"]))
         yield from triton_families(tagged, shows_latencies=settings.counter_latencies)
         if settings.histogram_latencies:
@@ -285,24 +285,24 @@ class MetricsExporter:
         if settings.summary_latencies:
             yield from summary_families(tagged)
         yield from self._load_families()
-        yield from own_families(plain_reports)
-        yield from generative_families(plain_reports)
+        yield from own_families(untagged_reports)
+        yield from generative_families(untagged_reports)
         yield from self._region_families()
         yield from self._host_families()
-        yield from _process_families(running)
+        yield from _process_families(server_processes)
 
     def _load_families(self) -> Iterator[ExpositionFamily]:
         failures, models = self._gateway.failures, self._gateway.models.all_versions()
         rows = (({"model": m.name, "version": m.version, **m.tags}, m.load_seconds) for m in models)
-        family = ("nv_model_load_duration_secs", "Model load time in seconds")
-        yield _create_family("gauge", *family, *rows)
+        name_and_help = ("nv_model_load_duration_secs", "Model load time in seconds")
+        yield _create_family("gauge", *name_and_help, *rows)
         text = "Model versions that do not serve: their load failed"
         failed = (({"model": name, "version": version}, 1) for name, version in failures.models)
         yield _create_family("gauge", "shmserve_model_failed", text, *failed)
         yield _create_family(
             *("gauge", "shmserve_models", "Model versions by state"),
             ({"state": "failed"}, len(failures.models)),
-            ({"state": "ready"}, sum(model.ready for model in models)),
+            ({"state": "ready"}, sum(model.is_ready for model in models)),
         )
         name = "shmserve_load_failures_total"
         yield _create_family("counter", name, "Loads that failed", ({}, failures.count))
@@ -335,18 +335,18 @@ class MetricsExporter:
 
 def _exposition_text(families: Iterable[ExpositionFamily]) -> str:
     # As in Triton, families without samples are omitted.
-    shown_families = (family for family in families if family.samples)
-    return "".join(f"{line}\n" for family in shown_families for line in family.lines())
+    nonempty_families = (family for family in families if family.samples)
+    return "".join(f"{line}\n" for family in nonempty_families for line in family.lines())
 
 
 def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
     return label[0] in _TRAILING_LABELS, label[0]
 
 
-def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
+def _model_families(reports: list[dict[str, Any]], taken_names: set[str]) -> str:
     parsed_reports = [model_metrics.parse(r["shmserve"].get("families", [])) for r in reports]
     families = model_metrics.sum_families(parsed_reports)
-    shown_families = {name: family for name, family in families.items() if name not in server_names}
+    shown_families = {name: family for name, family in families.items() if name not in taken_names}
     if len(shown_families) < len(families):
         names = ", ".join(sorted(families.keys() - shown_families.keys()))
         logger.warning(
@@ -363,16 +363,16 @@ _PROCESS_FAMILIES = (
 )
 
 
-def _process_families(running: list[Process]) -> Iterator[ExpositionFamily]:
+def _process_families(server_processes: list[Process]) -> Iterator[ExpositionFamily]:
     # Prometheus rejects samples with equal labels. Processes of the same title, such as the workers
     # of two versions of a model, are therefore added up.
     by_title: dict[str, list[Process]] = {}
-    for process in running:
+    for process in server_processes:
         by_title.setdefault(process.title, []).append(process)
     for kind, name, text, attribute in _PROCESS_FAMILIES:
         samples = (
-            ({"process": title}, sum(getattr(process, attribute) for process in same_title))
-            for title, same_title in by_title.items()
+            ({"process": title}, sum(getattr(process, attribute) for process in titled_processes))
+            for title, titled_processes in by_title.items()
         )
         yield _create_family(kind, name, text, *samples)
 

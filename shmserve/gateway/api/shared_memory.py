@@ -54,7 +54,7 @@ def register_system(
     offset: int,
     byte_size: int,
     *,
-    is_leased: bool = False,
+    is_leased: bool = False,  # unregistered when the client disconnects
     pin_pages: bool = False,
 ) -> Awaitable[dict[str, Any]]:
     """Ask the supervisor to register a POSIX shared memory object of `peer`.
@@ -192,7 +192,7 @@ async def register_cuda(
     """
     if not _is_valid_name(name):
         raise InvalidArgument(f"{CUDA_INVALID} ({_INVALID_NAME})")
-    devices = gateway.settings.cuda_devices
+    devices = gateway.settings.cuda_devices  # the number of CUDA devices
     if not devices:
         raise cuda_not_supported(name)
     if len(handle.raw) != HANDLE_SIZE:

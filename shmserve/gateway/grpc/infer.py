@@ -33,7 +33,7 @@ from shmserve.gateway.grpc.wire.fingerprint import SplitMessage, TemplateCache, 
 from shmserve.gateway.grpc.wire.request import RequestSink, decode_request
 from shmserve.gateway.grpc.wire.response import GrpcResponseTemplate
 from shmserve.gateway.inference.classification import classify_outputs
-from shmserve.gateway.inference.inference import (
+from shmserve.gateway.inference.in_flight import (
     StreamedResponse,
     StreamingInference,
     UnaryInference,
@@ -41,6 +41,7 @@ from shmserve.gateway.inference.inference import (
     record_failure,
     submit_inference,
 )
+from shmserve.gateway.inference.infer_request import InferInput, select_forwarded_headers
 from shmserve.gateway.inference.prepare import (
     ArrivingRequest,
     BuiltRequest,
@@ -48,11 +49,10 @@ from shmserve.gateway.inference.prepare import (
     build_with_template,
     reserve_tensors,
 )
-from shmserve.gateway.inference.request import InferInput, select_forwarded_headers
 from shmserve.gateway.listener import ActiveCount
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.ipc.tensors.inference import BoundedCache, Inferred
+from shmserve.ipc.tensors.schemas import BoundedCache, Inferred
 from shmserve.ipc.trace import TraceContext
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
@@ -396,8 +396,8 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
     """Return the status of a call whose inference failed."""
     if isinstance(error, RequestRefused):
         error = error.error
-        caller = TraceContext.of_header(call.head.traceparent)
-        error.traceparent = "" if caller is None else caller.traceparent
+        caller_context = TraceContext.of_header(call.head.traceparent)
+        error.traceparent = "" if caller_context is None else caller_context.traceparent
     if not isinstance(error, ShmserveError):
         logger.error("gRPC call %s failed", call.head.path, exc_info=error)
         return INTERNAL_FAILURE

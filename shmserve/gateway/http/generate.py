@@ -29,7 +29,7 @@ from shmserve.gateway.http.json.codec import (
 )
 from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, check_unsigned
-from shmserve.gateway.http.json.tensors import encode_in_turns
+from shmserve.gateway.http.json.tensors import encode_in_pieces
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
     JSON_HEADER,
@@ -40,12 +40,12 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.http.openai.bodies import generates_text, packed_tensor, parse_prompts
 from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
-from shmserve.gateway.inference.inference import find_error, output_bytes, reload_model
-from shmserve.gateway.inference.prepare import build_in_turns
-from shmserve.gateway.inference.request import InferInput, InferRequest, check_member_count
+from shmserve.gateway.inference.in_flight import find_error, output_bytes, reload_model
+from shmserve.gateway.inference.infer_request import InferInput, InferRequest, check_member_count
+from shmserve.gateway.inference.prepare import build_in_pieces
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 
 _ONE_RESPONSE_EXPECTED = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
@@ -105,7 +105,7 @@ async def _start_generation(
         if fault.name in inputs:
             raise InvalidArgument(_DUPLICATE_INPUT.format(name=fault.name)) from None
         raise
-    built_request = await build_in_turns(gateway, model, infer_request)
+    built_request = await build_in_pieces(gateway, model, infer_request)
     await reload_model(gateway, built_request)
     return _Generation(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
 
@@ -136,7 +136,7 @@ class _Generation:
         for tensor in inferred.outputs:
             data = output_bytes(self._gateway, tensor)
             fields = (data, tensor.datatype, tensor.shape, tensor.name)
-            text = await encode_in_turns(*fields, self._gateway.malloc_trim)
+            text = await encode_in_pieces(*fields, self._gateway.malloc_trim)
             outputs.append((tensor, text))
         model = self._model
         request = self.queue.inference.built_request.infer_request

@@ -25,14 +25,14 @@ from shmserve.gateway.http.messages import (
     read_time_limit,
     traceparent_header,
 )
-from shmserve.gateway.inference.inference import (
+from shmserve.gateway.inference.in_flight import (
     StreamedResponse,
     StreamingInference,
     is_last_response,
     submit_inference,
 )
 from shmserve.gateway.inference.prepare import BuiltRequest
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 
 _MAX_JOINED_BYTES = 32 * 1024  # bytes of responses that are written together
 # Returns the JSON text of a response with these outputs.

@@ -59,13 +59,13 @@ class BodyBudget:
     """The memory of the bodies that are arriving.
 
     Args:
-        capacity: The limit of the bytes of all bodies outside of the arena. A single body has a
+        capacity_bytes: The limit of the bytes of all bodies outside of the arena. One body has a
             limit of its own.
         trim: The timer that returns released memory to the system.
     """
 
-    def __init__(self, capacity: int, trim: MallocTrim) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity_bytes: int, trim: MallocTrim) -> None:
+        self._capacity_bytes = capacity_bytes
         self._trim = trim
         self._used_bytes = 0
         self._bodies: set[Arrival] = set()
@@ -79,13 +79,13 @@ class BodyBudget:
         self._bodies.add(body)
         body.heap_bytes += byte_size
         self._used_bytes += byte_size
-        if self._used_bytes > max(self._capacity, body.heap_bytes):
+        if self._used_bytes > max(self._capacity_bytes, body.heap_bytes):
             for slow_body in self._slow_bodies(attrgetter("heap_bytes")):
                 slow_body.evict()
-                if self._used_bytes <= max(self._capacity, body.heap_bytes):
+                if self._used_bytes <= max(self._capacity_bytes, body.heap_bytes):
                     break
             else:
-                text = f"server memory for request bodies ({self._capacity} bytes) is full"
+                text = f"server memory for request bodies ({self._capacity_bytes} bytes) is full"
                 raise Unavailable(text)
         body.check_not_evicted()
 
@@ -207,7 +207,10 @@ class Arrival:
         self._body_budget.release(self)
 
     def register_block(self, release: Callable[[], None]) -> None:
-        """Register an arena block until `release_budget`; eviction calls `release`."""
+        """Register an arena block, which `evict` frees by calling `release`.
+
+        The registration ends with `release_budget`.
+        """
         self._release_block = release
         self._body_budget.register(self)
 

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.context import Gateway, GatewayModel
-from shmserve.gateway.inference.request import InferRequest
+from shmserve.gateway.inference.infer_request import InferRequest
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 
 _MAX_CLASSIFIED_ELEMENTS = 1_000_000
 _MAX_CLASSES = 100_000  # formatted in 0.1 s, during which the gateway handles no other request
@@ -43,7 +43,7 @@ def classify_outputs(
         class_count = class_counts.get(tensor.name, 0)
         if not class_count:
             return tensor
-        location = tensor.data
+        location = tensor.data  # the bytes, or their range in shared memory
         data = location if isinstance(location, bytes) else gateway.mappings.view(location)
         labels = model.labels.get(tensor.name, ())
         datatype, element_total = tensor.datatype, element_count(tensor.shape)
@@ -89,13 +89,13 @@ def largest_indices(row: NDArray[np.generic], count: int) -> list[int]:
 
     Equal values keep their order. NaN is larger than any number.
     """
-    candidates = np.arange(len(row))
+    candidate_indices = np.arange(len(row))
     if not count:
         return []
     if count < len(row):
         # Only values that can be among the largest are sorted.
         threshold = np.partition(row, len(row) - count)[len(row) - count]
-        candidates = np.flatnonzero(~(row < threshold))
-    descending_order = np.argsort(row[candidates][::-1], kind="stable")[::-1]
-    indices: list[int] = candidates[::-1][descending_order][:count].tolist()
+        candidate_indices = np.flatnonzero(~(row < threshold))
+    descending_order = np.argsort(row[candidate_indices][::-1], kind="stable")[::-1]
+    indices: list[int] = candidate_indices[::-1][descending_order][:count].tolist()
     return indices

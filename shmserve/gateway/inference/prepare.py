@@ -29,12 +29,12 @@ from typing import Any, final
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.gateway.context import Gateway, GatewayModel
-from shmserve.gateway.inference.request import InferInput, InferRequest, RequestIdentity
+from shmserve.gateway.inference.infer_request import InferInput, InferRequest, RequestIdentity
 from shmserve.gateway.region_table import GatewayRegion, RegionReferences
 from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
     BoundedCache,
     Inference,
@@ -47,7 +47,7 @@ from shmserve.ipc.tensors.signature import Signature
 # a batch are sent in one frame, whose size is limited.
 _MAX_HEAD_BYTES = 16 << 20
 _MAX_RESPONSE_TEMPLATES = 8  # maximum number of response templates of requests with one header
-_ALIGNMENT = 64
+_ALIGNMENT_BYTES = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +68,8 @@ class BuiltRequest:
 
     model: GatewayModel
     infer_request: InferRequest
-    schema: bytes
-    data: list[Any]
+    schema: bytes  # names, datatypes and shapes of the tensors, and parameters
+    data: list[Any]  # the bytes or the shared memory range of each tensor
     on_release: Callable[[], None] | None
     regions: Sequence[GatewayRegion] = ()
     response_templates: BoundedCache[bytes, Any] | None = None
@@ -92,13 +92,13 @@ class Resources:
     If the arena is full, `BodyBudget.evict` frees the blocks of bodies that arrive too slowly.
     """
 
-    __slots__ = ("_arena", "_budget", "_offset", "_references", "_region_table")
+    __slots__ = ("_arena", "_block_offset", "_budget", "_references", "_region_table")
 
     def __init__(self, gateway: Gateway) -> None:
         self._arena = gateway.arena
         self._budget = gateway.body_budget
         self._region_table = gateway.regions
-        self._offset = -1
+        self._block_offset = -1  # -1: no block
         self._references: RegionReferences | None = None
 
     @property
@@ -122,9 +122,9 @@ class Resources:
         """
         offsets = [0]
         for size in sizes:
-            offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+            offsets.append(offsets[-1] + -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
         block = self._allocate_block(offsets.pop())
-        self._offset = block.offset
+        self._block_offset = block.offset
         pairs = zip(offsets, sizes, strict=True)
         return [Range(block.memory, block.offset + offset, size) for offset, size in pairs]
 
@@ -142,18 +142,18 @@ class Resources:
         return self._arena.view(memory_range)
 
     def __bool__(self) -> bool:
-        return self._offset >= 0 or self._references is not None
+        return self._block_offset >= 0 or self._references is not None
 
     @property
     def has_block(self) -> bool:
         """Return whether the request has a block of the arena."""
-        return self._offset >= 0
+        return self._block_offset >= 0
 
     def release(self) -> None:
         """Release the arena block and the references to regions. The method is idempotent."""
-        if self._offset >= 0:
-            self._arena.free(self._offset)
-            self._offset = -1
+        if self._block_offset >= 0:
+            self._arena.free(self._block_offset)
+            self._block_offset = -1
         if self._references is not None:
             self._references.release()
 
@@ -260,7 +260,7 @@ def build_request(
     return _place_and_check(gateway, model, request, body, offset)[0]
 
 
-async def build_in_turns(
+async def build_in_pieces(
     gateway: Gateway, model: GatewayModel, request: InferRequest
 ) -> BuiltRequest:
     """Build the request as `build_request` does, but copy tensors in pieces.
@@ -275,15 +275,15 @@ async def build_in_turns(
             tensor.data = None
     if not pieces:
         return build_request(gateway, model, request)
-    arriving = reserve_tensors(gateway, model, request, sum(map(len, pieces)))
+    arriving_request = reserve_tensors(gateway, model, request, sum(map(len, pieces)))
     try:
         for piece in pieces:
-            arriving.feed_across_tensors(memoryview(piece))
+            arriving_request.feed_across_tensors(memoryview(piece))
             await asyncio.sleep(0)
     except BaseException:
-        arriving.release()
+        arriving_request.release()
         raise
-    return arriving.built_request
+    return arriving_request.built_request
 
 
 def build_with_template(
@@ -329,6 +329,7 @@ def _place_and_check(
 
 
 def _to_arena(resources: Resources, input_bytes: Sequence[bytes | None]) -> Sequence[Range | None]:
+    """Copy the inputs to one block of the arena, and return their ranges."""
     ranges = resources.allocate([len(data or b"") for data in input_bytes])
     for data, memory_range in zip(input_bytes, ranges, strict=True):
         if data:
@@ -357,11 +358,11 @@ def check_and_pack(
     """
     signature = model.signature
     tensors: list[TensorRef] = []
-    for tensor, location in zip(request.inputs, input_data, strict=True):
-        if location is None:
+    for tensor, bytes_or_range in zip(request.inputs, input_data, strict=True):
+        if bytes_or_range is None:
             assert tensor.memory_range is not None
-            location = resources.references.reference_range(tensor.memory_range)
-        tensors.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, location))
+            bytes_or_range = resources.references.reference_range(tensor.memory_range)
+        tensors.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, bytes_or_range))
     outputs = [
         RequestedOutput(
             output.name,
@@ -460,7 +461,7 @@ class ArrivingRequest:
     def __init__(self, built_request: BuiltRequest, views: Sequence[memoryview], size: int) -> None:
         self.built_request = built_request
         self.views = views
-        self.started_count = 0
+        self.started_count = 0  # the number of tensors that have begun to arrive
         self._byte_size = size
         self._remaining_view = _EMPTY_VIEW  # the remaining memory of the tensor that is arriving
 

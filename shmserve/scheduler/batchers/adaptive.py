@@ -34,10 +34,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shmserve.ipc.transport.frames import Record
-from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, PendingRequest, WaitUntil
-from shmserve.scheduler.batchers.dynamic import QueueHead, closed_batch, gather
+from shmserve.scheduler.batchers import (
+    Batch,
+    Batcher,
+    CloseReason,
+    PendingRequest,
+    QueueHead,
+    WaitUntil,
+    closed_batch,
+    gather,
+)
 from shmserve.scheduler.batchers.estimates import Arrivals, Load, SizeTimes
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.scheduler.settings import Batching
 
 # The initial credit in misses, and the maximum credit after the learning period.
@@ -72,14 +80,14 @@ class MissBudget:
         self.credit = _INITIAL_CREDIT
         self._trial_misses = 0.0
 
-    def add_credit(self, on_time: int) -> None:
+    def add_credit(self, on_time_count: int) -> None:
         """Credit the budget with permitted misses, for requests that met the latency target.
 
         Args:
-            on_time: The number of these requests.
+            on_time_count: The number of these requests.
         """
         if self.credit < _MAX_CREDIT:
-            self.credit += _CREDIT_PER_REQUEST * on_time
+            self.credit += _CREDIT_PER_REQUEST * on_time_count
 
     def end_learning(self) -> None:
         """End the learning period: reduce the credit of permitted misses to its usual maximum."""
@@ -178,12 +186,12 @@ class TrialState(Record):
         is_overloaded: Whether the known sizes do not keep up with the arrivals.
     """
 
-    oldest_left_ns: float
-    spare_ns: float
-    row_ns: float
-    rows_per_ns: float
+    oldest_left_ns: float  # until the oldest request misses the target
+    spare_ns: float  # how long a new request may wait
+    row_ns: float  # shortest duration per row
+    rows_per_ns: float  # arrival rate
     max_in_flight: float
-    is_overloaded: bool
+    is_overloaded: bool  # whether requests arrive faster than they run
 
 
 class SizeTrials:
@@ -199,7 +207,7 @@ class SizeTrials:
     def __init__(self, miss_budget: MissBudget) -> None:
         self._miss_budget = miss_budget
         self._next_trial_batch = 0  # number of the batch
-        self._size = 0  # the size of the running trial; 0: no trial runs
+        self._trial_size = 0  # the size of the running trial; 0: no trial runs
         self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle_share = 1.0
         # The requests that may still be late because of the last trial, and the misses that may
@@ -217,7 +225,7 @@ class SizeTrials:
         estimated_misses = self._estimate_misses(size, worst_ns, state.max_in_flight)
         if estimated_misses > max(self._miss_budget.credit, 0) and not state.is_overloaded:
             return False
-        self._size = size
+        self._trial_size = size
         is_learning = batches < LEARNING or state.is_overloaded
         self._next_trial_batch = batches + (_LEARNING_INTERVAL if is_learning else _TRIAL_INTERVAL)
         return True
@@ -241,10 +249,10 @@ class SizeTrials:
             in_flight: The number of requests that are not completed.
             misses: The number of its requests that missed the target.
         """
-        if rows == self._size:
+        if rows == self._trial_size:
             self._delayed_requests = count + in_flight / self._idle_share
             self._chargeable_misses = self._estimate_misses(rows, took_ns, in_flight)
-            self._size = 0
+            self._trial_size = 0
         if self._delayed_requests > 0:
             self._delayed_requests -= count
             charged_misses = min(misses, self._chargeable_misses)
@@ -297,18 +305,18 @@ class AdaptiveBatcher(Batcher):
             self._miss_budget.end_learning()
         self._adjust_aim(count - misses, self._miss_budget.subtract_trial_misses(misses))
 
-    def _adjust_aim(self, on_time: int, misses: int) -> None:
+    def _adjust_aim(self, on_time_count: int, misses: int) -> None:
         """Adjust the aim, which is the latency for which the batcher plans.
 
         Args:
-            on_time: The number of requests that met the target, which raise the aim.
+            on_time_count: The number of requests that met the target, which raise the aim.
             misses: The number of requests that missed it, without those that trials have caused.
                 They lower the aim.
         """
-        self._miss_budget.add_credit(on_time)
-        earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time, 0)
+        self._miss_budget.add_credit(on_time_count)
+        earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time_count, 0)
         self._excess_misses = min(earlier_misses + misses, _MAX_MISSES)
-        raise_factor = 1 + _AIM_STEP * _ALLOWED_MISSES / (1 - _ALLOWED_MISSES) * on_time
+        raise_factor = 1 + _AIM_STEP * _ALLOWED_MISSES / (1 - _ALLOWED_MISSES) * on_time_count
         self._latency_aim_ns *= raise_factor * (1 - _AIM_STEP) ** misses
         target_ns = self._rules.target_ns
         self._latency_aim_ns = min(max(self._latency_aim_ns, _MIN_AIM * target_ns), target_ns)
@@ -351,10 +359,10 @@ class AdaptiveBatcher(Batcher):
     def _wait_or_run(self, now_ns: int, head: QueueHead, reserve_ns: int) -> Batch | WaitUntil:
         """Return the time to wait for further requests, or the batch to run."""
         count = len(head.requests)
-        burst_end_ns, ends_sooner = self._burst_end(head)
+        burst_end_ns, batch_ends_sooner = self._burst_end(head)
         end_ns = self._start_by(head.oldest_ns, head.rows)
         if (
-            ends_sooner
+            batch_ends_sooner
             or (self._waiting_choice.should_wait and self._waiting_choice.waiting_clearly_pays)
             or self._is_out_of_reach
         ):
@@ -398,15 +406,15 @@ class AdaptiveBatcher(Batcher):
         batch_ns = size_times.expected_ns(best_size)  # without the wait
         rows_per_request = rows / count
         max_requests = int((self._rules.max_batch_size - rows) / rows_per_request)
-        for requests, wait_ns in self._arrivals.burst(max_requests):
-            larger_rows = rows + requests * rows_per_request
+        for request_count, wait_ns in self._arrivals.burst(max_requests):
+            larger_rows = rows + request_count * rows_per_request
             added_ns = wait_ns + size_times.expected_ns(round(larger_rows)) - batch_ns
-            ends_sooner = added_ns < -_CLEAR_DIFFERENCE * batch_ns
-            if ends_sooner or (
+            batch_ends_sooner = added_ns < -_CLEAR_DIFFERENCE * batch_ns
+            if batch_ends_sooner or (
                 self._waiting_choice.should_wait
-                and added_ns < (larger_rows - best_size) * self._load.row_ns
+                and added_ns < (larger_rows - best_size) * self._load.row_interval_ns
             ):
-                return self._arrivals.wait_until_ns, ends_sooner
+                return self._arrivals.wait_until_ns, batch_ends_sooner
         return 0, False
 
     def _start_trial(self, now_ns: int, head: QueueHead) -> int:
@@ -452,20 +460,20 @@ class AdaptiveBatcher(Batcher):
 
         The other requests run in a second batch. Return 0 if two batches would be late, too.
         """
-        rows, oldest = 0, NEVER
+        rows, oldest_ns = 0, NEVER
         # Rows, and oldest enqueue time, of the first n requests.
         prefixes: list[tuple[int, int]] = []
         for request in requests:
-            rows, oldest = rows + request.rows, min(oldest, request.enqueued_ns)
-            prefixes.append((rows, oldest))
-        later_rows, later_oldest = 0, NEVER
+            rows, oldest_ns = rows + request.rows, min(oldest_ns, request.enqueued_ns)
+            prefixes.append((rows, oldest_ns))
+        tail_rows, tail_oldest_ns = 0, NEVER
         for count in range(len(requests) - 1, 0, -1):
-            later_rows += requests[count].rows
-            later_oldest = min(later_oldest, requests[count].enqueued_ns)
-            rows, oldest = prefixes[count - 1]
-            if now_ns > self._start_by(oldest, rows):
+            tail_rows += requests[count].rows
+            tail_oldest_ns = min(tail_oldest_ns, requests[count].enqueued_ns)
+            rows, oldest_ns = prefixes[count - 1]
+            if now_ns > self._start_by(oldest_ns, rows):
                 continue
-            if now_ns + self._size_times.p99_ns(rows) <= self._start_by(later_oldest, later_rows):
+            if now_ns + self._size_times.p99_ns(rows) <= self._start_by(tail_oldest_ns, tail_rows):
                 return count
         return 0
 

@@ -50,7 +50,7 @@ class _SizeDuration:
 
     def __init__(self, mean: float, first_execution: int) -> None:
         self.mean = mean
-        self.weight = 1.0
+        self.weight = 1.0  # number of batches in the mean
         self._decayed_count, self._last_execution = 1.0, first_execution
 
     def decayed_count(self, execution: int) -> float:
@@ -77,13 +77,13 @@ class SizeTimes:
     """
 
     def __init__(self, largest_size: int) -> None:
-        self._sizes: dict[int, _SizeDuration] = {}
+        self._sizes: dict[int, _SizeDuration] = {}  # the observed sizes by index
         self._observed: list[int] = []  # the indices of the observed sizes
         self._last_index = _index(largest_size)
-        self._level = 1.0
+        self._level = 1.0  # factor between the current durations and the means
         # The fitted line of duration by size; the durations are divided by `_level`.
         self._setup_ns = self._slope_ns = 0.0
-        self._spread = _INITIAL_SPREAD
+        self._spread = _INITIAL_SPREAD  # relative deviation of durations
         # The latest successive outliers, which are batches whose duration is far from the estimate.
         # Each entry has the level at which the estimate would have been right, and the size.
         self._outliers: deque[tuple[float, _SizeDuration]] = deque(maxlen=_CHANGE_LENGTH)
@@ -97,8 +97,8 @@ class SizeTimes:
         self._optimistic_index = self._best_index.copy()
         # The shortest plausible duration of each observed size.
         self._shortest: dict[int, float] = {}
-        self._is_stale = False
-        self._candidates: dict[int, tuple[int, float]] = {}
+        self._is_stale = False  # whether `_refresh` must update the values by index
+        self._candidates: dict[int, tuple[int, float]] = {}  # `find_trial` by the last index
 
     @property
     def is_known(self) -> bool:
@@ -255,8 +255,8 @@ class SizeTimes:
             if is_uncertain and _size(upper) > target_rate * shortest[upper]:
                 target_rate = _size(upper) / shortest[upper]
                 candidate, worst_duration = _size(upper), times[upper]
-        time = max(target_rate / _MIN_TRIAL_RATIO, rate) * shortest.get(lower, 0.0)
-        if last_index > lower == self._observed[-1] and _size(last_index) > time:
+        min_size = max(target_rate / _MIN_TRIAL_RATIO, rate) * shortest.get(lower, 0.0)
+        if last_index > lower == self._observed[-1] and _size(last_index) > min_size:
             # Larger sizes were never observed, and a batch may take long. The size therefore grows
             # in small steps.
             candidate = _middle_size(lower, last_index)
@@ -369,13 +369,13 @@ class SizeTimes:
         times, lower = self._times, 0
         end_slope = self._slope_ns
         for index in self._observed:
-            mean, high = self._sizes[index].mean, _size(index)
+            mean, high_size = self._sizes[index].mean, _size(index)
             if lower:
-                slope = (mean - times[lower]) / (high - _size(lower))
+                slope = (mean - times[lower]) / (high_size - _size(lower))
             else:
-                slope = min(end_slope, mean / high / 2)
+                slope = min(end_slope, mean / high_size / 2)
             for inner_index in range(lower + 1, index):
-                times[inner_index] = mean - slope * (high - _size(inner_index))
+                times[inner_index] = mean - slope * (high_size - _size(inner_index))
             times[index], lower = mean, index
         for upper_index in range(lower + 1, self._last_index + 1):
             times[upper_index] = times[lower] + end_slope * (_size(upper_index) - _size(lower))
@@ -407,9 +407,9 @@ class _ArrivalStatistics:
     """
 
     def __init__(self) -> None:
-        self.chance = 0.0
-        self.gap_ns = 0.0
-        self.deviation_ns = 0.0
+        self.chance = 0.0  # probability that another request follows soon
+        self.gap_ns = 0.0  # mean time until it arrives
+        self.deviation_ns = 0.0  # mean deviation of this time
         self.observation_count = 0
 
     def record_gap(self, gap_ns: int) -> None:
@@ -426,7 +426,7 @@ class _ArrivalStatistics:
         """Record that no further request arrived within the limit of a short gap."""
         self._update_chance(0.0)
 
-    def _update_chance(self, outcome: float) -> None:
+    def _update_chance(self, outcome: float) -> None:  # 1.0: a request arrived; 0.0: none
         self.observation_count += 1
         self.chance += (outcome - self.chance) / min(self.observation_count, 16)
 
@@ -563,7 +563,7 @@ class Load:
         return self._arrived_rows / max(self._interval_ns, 1.0) / self._busy_instances
 
     @property
-    def row_ns(self) -> float:
+    def row_interval_ns(self) -> float:
         """Return the mean time between the arrivals of two rows, over all instances."""
         return self._interval_ns / self._arrived_rows if self._arrived_rows else 0.0
 

@@ -9,12 +9,12 @@ from operator import attrgetter
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import EndSequences, SequenceRow, Submit, correlation_fields
-from shmserve.ipc.tensors.inference import SEQUENCE_START
+from shmserve.ipc.tensors.schemas import SEQUENCE_START
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
 from shmserve.scheduler.batchers import WaitUntil
 from shmserve.scheduler.batchers.sequences import (
     InstanceSlots,
-    Rows,
+    SequenceBatch,
     Sequences,
     StatefulSequence,
     decide,
@@ -22,7 +22,7 @@ from shmserve.scheduler.batchers.sequences import (
 from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.requests.queue import EXPIRED_TEXT, queue_expired_text
-from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
+from shmserve.scheduler.requests.scheduled import NEVER, Client, Event, ScheduledRequest
 from shmserve.scheduler.statistics import Reason
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ class SequenceDispatcher(Dispatcher):
         self._sequences = Sequences(
             settings.name, rules.idle_ns, rules.max_waiting, rules.spec.iterative_sequence
         )
-        self._slots: dict[bytes, InstanceSlots] = {}
-        self._order_numbers = itertools.count()
+        self._slots_by_peer: dict[bytes, InstanceSlots] = {}
+        self._join_numbers = itertools.count()  # of instances, in the order in which they joined
         self._checked_changes = -1  # the value of `Pool.membership_changes` at the last turn
         self._generated_ids = itertools.count(1)
 
@@ -142,11 +142,11 @@ class SequenceDispatcher(Dispatcher):
         self._rules = self._rules.without_delay()
 
     def run(self, now_ns: int) -> int:
-        sequences = self._sequences
+        sequences, find_by_peer = self._sequences, self._pool.find_by_peer
         if self._checked_changes != self._pool.membership_changes:
             self._checked_changes = self._pool.membership_changes
             self._update_slots(now_ns)
-        instances = [(slots, self._pool.find_by_peer(peer)) for peer, slots in self._slots.items()]
+        instances = [(slots, find_by_peer(peer)) for peer, slots in self._slots_by_peer.items()]
         for slots, instance in instances:
             if slots.running_sequences and instance is not None and instance.execution is None:
                 sequences.finish_batch(slots, now_ns)
@@ -154,7 +154,7 @@ class SequenceDispatcher(Dispatcher):
             text = "sequence %s of model '%s' is closed: it was idle for too long"
             logger.info(text, expired_sequence.id, self._name)
         for slots, ended_slots in sequences.take_unended().items():
-            if self._slots.get(slots.peer) is slots:
+            if self._slots_by_peer.get(slots.peer) is slots:
                 self._executions.post(slots.peer, EndSequences(ended_slots))
         wake_ns = NEVER
         if not self._must_hold():
@@ -168,22 +168,22 @@ class SequenceDispatcher(Dispatcher):
     def _update_slots(self, now_ns: int) -> None:
         """Update the slots after instances joined the pool, began to retire, or left the pool."""
         ready_instances = {instance.peer: instance for instance in self._pool.ready()}
-        for peer in self._slots.keys() - ready_instances.keys():
-            for sequence in self._sequences.remove_instance(self._slots.pop(peer)):
+        for peer in self._slots_by_peer.keys() - ready_instances.keys():
+            for sequence in self._sequences.remove_instance(self._slots_by_peer.pop(peer)):
                 text = _state_lost(sequence)
                 for request in sequence.waiting:
                     self._fail(request, "INTERNAL", text, Reason.BACKEND, now_ns)
         for instance in sorted(ready_instances.values(), key=attrgetter("index")):
             peer = instance.peer
-            if peer not in self._slots:
-                order = (instance.index, next(self._order_numbers))
-                self._slots[peer] = InstanceSlots(peer, order, self._rules.slots)
-                self._sequences.join(self._slots[peer])
+            if peer not in self._slots_by_peer:
+                fill_order = (instance.index, next(self._join_numbers))
+                self._slots_by_peer[peer] = InstanceSlots(peer, fill_order, self._rules.slots)
+                self._sequences.join(self._slots_by_peer[peer])
             if instance.is_retiring:
-                self._sequences.close(self._slots[peer])
+                self._sequences.close(self._slots_by_peer[peer])
 
     def has_work(self, slot: Slot) -> bool:
-        slots = self._slots.get(slot.peer)
+        slots = self._slots_by_peer.get(slot.peer)
         return slots is not None and not slots.is_empty
 
     def _must_hold(self) -> bool:
@@ -196,7 +196,7 @@ class SequenceDispatcher(Dispatcher):
     def _start(self, slots: InstanceSlots, instance: Slot, now_ns: int) -> int:
         """Start the next batch of an idle instance; return when to call again (NEVER: no need)."""
         decision = decide(now_ns, slots, self._rules, self._executions.service_time.reserve_ns)
-        if isinstance(decision, Rows):
+        if isinstance(decision, SequenceBatch):
             if self._tickets is not None and self._tickets.find([instance]) is None:
                 self._tickets.request_tickets([instance], 1)
                 return NEVER

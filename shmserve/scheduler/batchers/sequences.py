@@ -40,10 +40,11 @@ from itertools import islice
 from operator import attrgetter
 
 from shmserve.errors import InvalidArgument, QueueFull
-from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from shmserve.ipc.tensors.schemas import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.frames import Record
-from shmserve.scheduler.batchers import Batch, CloseReason, WaitUntil, dynamic
-from shmserve.scheduler.requests.request import NEVER, Client, ScheduledRequest
+from shmserve.scheduler import batchers
+from shmserve.scheduler.batchers import Batch, CloseReason, WaitUntil
+from shmserve.scheduler.requests.scheduled import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.settings import Batching, Sequencing
 
 # The submitter of a sequence: a client of the scheduler, and the source that the client names.
@@ -51,72 +52,73 @@ Owner = tuple[Client[ScheduledRequest], int]
 
 
 class WaitingRequests:
-    """A FIFO queue of the requests of a sequence, divided into runs.
+    """A FIFO queue of the requests of a sequence, divided into segments.
 
-    A run begins at each request with START. Requests depend on the earlier requests of their run
-    and are removed with them. Every operation takes constant time for each request that it removes.
+    A segment begins at each request with START. Requests depend on the earlier requests of their
+    segment and are removed with them. Every operation takes constant time for each request that
+    it removes.
     """
 
     def __init__(self) -> None:
-        # The first and the last run are never empty; runs between them may be.
-        self._runs: deque[OrderedDict[int, ScheduledRequest]] = deque()
-        # The run of each request, by the request's key.
-        self._runs_by_key: dict[int, OrderedDict[int, ScheduledRequest]] = {}
+        # The first and the last segment are never empty; segments between them may be.
+        self._segments: deque[OrderedDict[int, ScheduledRequest]] = deque()
+        # The segment of each request, by the request's key.
+        self._segments_by_key: dict[int, OrderedDict[int, ScheduledRequest]] = {}
 
     def __len__(self) -> int:
-        return len(self._runs_by_key)
+        return len(self._segments_by_key)
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        return (request for run in self._runs for request in run.values())
+        return (request for segment in self._segments for request in segment.values())
 
     @property
     def first(self) -> ScheduledRequest:
         """Return the request that arrived first."""
-        return next(iter(self._runs[0].values()))
+        return next(iter(self._segments[0].values()))
 
     def append(self, request: ScheduledRequest) -> None:
         """Queue a request at the back."""
-        if not self._runs or request.flags & SEQUENCE_START:
-            self._runs.append(OrderedDict())
-        run = self._runs_by_key[request.key] = self._runs[-1]
-        run[request.key] = request
+        if not self._segments or request.flags & SEQUENCE_START:
+            self._segments.append(OrderedDict())
+        segment = self._segments_by_key[request.key] = self._segments[-1]
+        segment[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:
-        """Queue a request at the front; the requests up to the next START belong to its run."""
-        if not self._runs or self.first.flags & SEQUENCE_START:
-            self._runs.appendleft(OrderedDict())
-        run = self._runs_by_key[request.key] = self._runs[0]
-        run[request.key] = request
-        run.move_to_end(request.key, last=False)
+        """Queue a request at the front; the requests up to the next START belong to its segment."""
+        if not self._segments or self.first.flags & SEQUENCE_START:
+            self._segments.appendleft(OrderedDict())
+        segment = self._segments_by_key[request.key] = self._segments[0]
+        segment[request.key] = request
+        segment.move_to_end(request.key, last=False)
 
     def pop_first(self) -> ScheduledRequest:
         """Remove and return the request that arrived first."""
-        key, request = self._runs[0].popitem(last=False)
-        del self._runs_by_key[key]
-        self._drop_empty_runs()
+        key, request = self._segments[0].popitem(last=False)
+        del self._segments_by_key[key]
+        self._drop_empty_segments()
         return request
 
-    def is_in_last_run(self, request: ScheduledRequest) -> bool:
+    def is_in_last_segment(self, request: ScheduledRequest) -> bool:
         """Check whether removing a request would remove every request behind it."""
-        return bool(self._runs) and request.key in self._runs[-1]
+        return bool(self._segments) and request.key in self._segments[-1]
 
     def remove(self, request: ScheduledRequest) -> list[ScheduledRequest]:
-        """Remove and return a request and the later requests of its run; [] if it is not queued."""
+        """Remove and return a request and the later ones of its segment; [] if it is not queued."""
         removed_requests: list[ScheduledRequest] = []
-        run = self._runs_by_key.get(request.key)
-        while run is not None and request.key in run:
-            key, removed_request = run.popitem()
-            del self._runs_by_key[key]
+        segment = self._segments_by_key.get(request.key)
+        while segment is not None and request.key in segment:
+            key, removed_request = segment.popitem()
+            del self._segments_by_key[key]
             removed_requests.append(removed_request)
-        self._drop_empty_runs()
+        self._drop_empty_segments()
         removed_requests.reverse()
         return removed_requests
 
-    def _drop_empty_runs(self) -> None:
-        while self._runs and not self._runs[0]:
-            self._runs.popleft()
-        while self._runs and not self._runs[-1]:
-            self._runs.pop()
+    def _drop_empty_segments(self) -> None:
+        while self._segments and not self._segments[0]:
+            self._segments.popleft()
+        while self._segments and not self._segments[-1]:
+            self._segments.pop()
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +143,7 @@ class StatefulSequence:
     has_state: bool = False  # whether its instance stores state of this sequence
 
 
-class Rows(Record):
+class SequenceBatch(Record):
     """A decision of the sequence batcher to run these sequences now.
 
     Each sequence has the row of its slot. None stands for a null row, which has no request.
@@ -154,13 +156,13 @@ class Rows(Record):
 class InstanceSlots:
     """The sequence slots of the instance at the address `peer`.
 
-    Each slot has at most one of the `sequences`; some of them are `running_sequences`. `order`
+    Each slot has at most one of the `sequences`; some of them are `running_sequences`. `fill_order`
     decides which instance's slots are taken first.
     """
 
-    def __init__(self, peer: bytes, order: tuple[int, int], slot_count: int) -> None:
+    def __init__(self, peer: bytes, fill_order: tuple[int, int], slot_count: int) -> None:
         self.peer = peer
-        self.order = order
+        self.fill_order = fill_order
         self.sequences: list[StatefulSequence | None] = [None] * slot_count
         self.running_sequences: list[StatefulSequence] = []
         self.is_closed = False  # whether new sequences are rejected
@@ -184,7 +186,7 @@ class InstanceSlots:
 
 def decide(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
-) -> Rows | WaitUntil | None:
+) -> SequenceBatch | WaitUntil | None:
     """Return the rows that an idle instance runs now, or the time at which its wait ends.
 
     Args:
@@ -205,7 +207,7 @@ def decide(
 
 def _decide_direct(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
-) -> Rows | WaitUntil:
+) -> SequenceBatch | WaitUntil:
     ready_slots = sorted(slots.ready_sequences)
     heads = {slot: slots.ready_sequences[slot].waiting.first for slot in ready_slots}
     oldest_slot = min(ready_slots, key=lambda slot: (heads[slot].enqueued_ns, slot))
@@ -226,20 +228,21 @@ def _decide_direct(
             rows[slot] = slot, slots.ready_sequences[slot]
         else:
             reason = CloseReason.SHAPE
-    return Rows(rows, reason)
+    return SequenceBatch(rows, reason)
 
 
 def _decide_oldest(
     now_ns: int, slots: InstanceSlots, rules: Batching, reserve_ns: int
-) -> Rows | WaitUntil | None:
+) -> SequenceBatch | WaitUntil | None:
     heads = (sequence.waiting.first for sequence in slots.ready_sequences.values())
-    decision = dynamic.decide(now_ns, heads, rules, reserve_ns)
+    decision = batchers.decide(now_ns, heads, rules, reserve_ns)
     if isinstance(decision, Batch):
-        return Rows(list(islice(slots.ready_sequences.items(), decision.count)), decision.reason)
+        rows = islice(slots.ready_sequences.items(), decision.count)
+        return SequenceBatch(list(rows), decision.reason)
     return decision
 
 
-_MAX_LOST_IDS = 4096
+_MAX_LOST_IDS = 4096  # remembered ids of sequences whose state was lost
 
 
 class Backlog:
@@ -297,29 +300,29 @@ class Backlog:
 class Sequences:
     """The open sequences of a model.
 
-    A sequence expires after it was idle for `idle_ns`. At most `max_waiting` sequences of an owner
-    may wait for a slot.
+    A sequence expires after it was idle for `max_idle_ns`. At most `max_waiting` sequences of an
+    owner may wait for a slot.
 
-    With `single_request`, each sequence has a single request, which its model may reschedule. The
+    With `is_iterative`, each sequence has a single request, which its model may reschedule. The
     sequence ends with that request.
     """
 
     def __init__(
-        self, model: str, idle_ns: int, max_waiting: int, single_request: bool = False
+        self, model: str, max_idle_ns: int, max_waiting: int, is_iterative: bool = False
     ) -> None:
         self._model = model
-        self._idle_ns = idle_ns
+        self._max_idle_ns = max_idle_ns
         self._max_waiting = max_waiting
-        self._single_request = single_request
+        self._is_iterative = is_iterative
         self._open_sequences: dict[int | str, StatefulSequence] = {}
         # A heap of the free slots. It may contain stale slots, those of closed instances.
         self._free_slots: list[tuple[int, tuple[int, int], InstanceSlots]] = []
-        self._stale_count = 0
+        self._stale_count = 0  # number of stale slots in the heap
         self.backlog = Backlog()
         # The time since which each idle sequence is idle (monotonic ns), oldest first.
         self._idle_sequences: OrderedDict[StatefulSequence, int] = OrderedDict()
         self._unended_slots: dict[InstanceSlots, list[int]] = {}
-        self._lost_ids: OrderedDict[int | str, None] = OrderedDict()
+        self._lost_ids: OrderedDict[int | str, None] = OrderedDict()  # of sequences with lost state
 
     @property
     def open_count(self) -> int:
@@ -335,7 +338,7 @@ class Sequences:
     def join(self, slots: InstanceSlots) -> None:
         """Register an instance, whose slots are free."""
         for slot in range(len(slots.sequences)):
-            heapq.heappush(self._free_slots, (slot, slots.order, slots))
+            heapq.heappush(self._free_slots, (slot, slots.fill_order, slots))
         self._fill()
 
     def remove_instance(self, slots: InstanceSlots) -> list[StatefulSequence]:
@@ -439,7 +442,7 @@ class Sequences:
         Return the removed requests. The sequence ends if no further request can come.
         """
         sequence: StatefulSequence = request.sequence
-        ends_sequence = sequence.waiting.is_in_last_run(request)
+        ends_sequence = sequence.waiting.is_in_last_segment(request)
         removed_requests = sequence.waiting.remove(request)
         if ends_sequence:
             self._close(sequence)
@@ -484,7 +487,7 @@ class Sequences:
         """End a sequence whose instance has not executed an END."""
         if sequence.has_state and sequence.instance_slots is not None:
             self._unended_slots.setdefault(sequence.instance_slots, []).append(sequence.slot)
-        self._release(sequence)
+        self._release_slot(sequence)
 
     def take_unended(self) -> dict[InstanceSlots, list[int]]:
         """Return the slots, by instance, whose sequences have ended without an END.
@@ -495,7 +498,7 @@ class Sequences:
         unended_slots, self._unended_slots = self._unended_slots, {}
         return unended_slots
 
-    def _release(self, sequence: StatefulSequence) -> None:
+    def _release_slot(self, sequence: StatefulSequence) -> None:
         slots = sequence.instance_slots
         assert slots is not None
         slots.mark_not_ready(sequence)
@@ -503,7 +506,7 @@ class Sequences:
         sequence.instance_slots = None
         self._idle_sequences.pop(sequence, None)
         if not slots.is_closed:
-            heapq.heappush(self._free_slots, (sequence.slot, slots.order, slots))
+            heapq.heappush(self._free_slots, (sequence.slot, slots.fill_order, slots))
             self._fill()
 
     # --- executions -------------------------------------------------------------------------------
@@ -527,10 +530,10 @@ class Sequences:
             slots.running_sequences.append(sequence)
             requests.append(request)
             # A sequence that ends without END is released later: its instance is notified first.
-            if request.flags & SEQUENCE_END and not sequence.waiting and not self._single_request:
+            if request.flags & SEQUENCE_END and not sequence.waiting and not self._is_iterative:
                 ended_sequences.append(sequence)
         for sequence in ended_sequences:
-            self._release(sequence)
+            self._release_slot(sequence)
         return requests
 
     def requeue(self, request: ScheduledRequest) -> None:
@@ -548,7 +551,7 @@ class Sequences:
                 continue  # the slot was freed while the batch ran
             if sequence.waiting:
                 slots.mark_ready(sequence)
-            elif sequence.has_ended or self._single_request:
+            elif sequence.has_ended or self._is_iterative:
                 self._close(sequence)
                 self._end_early(sequence)
             else:
@@ -560,14 +563,14 @@ class Sequences:
         """Return the time (monotonic ns) at which `expire_idle` may end a sequence, or NEVER."""
         if not self._idle_sequences:
             return NEVER
-        return next(iter(self._idle_sequences.values())) + self._idle_ns
+        return next(iter(self._idle_sequences.values())) + self._max_idle_ns
 
     def expire_idle(self, now_ns: int) -> list[StatefulSequence]:
         """End the sequences that were idle for too long."""
         expired_sequences: list[StatefulSequence] = []
         while self._idle_sequences:
             sequence, since_ns = next(iter(self._idle_sequences.items()))
-            if now_ns - since_ns < self._idle_ns:
+            if now_ns - since_ns < self._max_idle_ns:
                 break
             self._close(sequence)
             self._end_early(sequence)

@@ -24,7 +24,7 @@ from shmserve.ipc.messages.unions import SupervisorToEnsemble
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.scheduler_client import Links
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.tensors.inference import RequestSchema, Schemas
+from shmserve.ipc.tensors.schemas import RequestSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix, model_shape, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Targets, Tensors
@@ -40,7 +40,7 @@ from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.requests.queue import earlier_deadline, expired_text, plausible_arrival_ns
-from shmserve.scheduler.requests.request import Client, ControlLink, Lookup
+from shmserve.scheduler.requests.scheduled import Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Statistics
@@ -273,20 +273,20 @@ class EnsembleCore(Core[EnsembleRequest]):
         except ShmserveError:
             return
         batch_size = self._signature.max_batch_size
-        blocks = [
+        block_sizes = [
             (size, devices.get(step.outputs[name]))
             for step, target in step_targets
             for name, size in placed_sizes(step, target, graph, batch_size).items()
         ]
-        self._planned_bytes = sum(size for size, _ in blocks)
-        if blocks:
-            self._memory.reserve(blocks)
-            device_bytes = sum(size for size, device in blocks if device is not None)
+        self._planned_bytes = sum(size for size, _ in block_sizes)
+        if block_sizes:
+            self._memory.reserve(block_sizes)
+            device_bytes = sum(size for size, device in block_sizes if device is not None)
             device_text = f" ({device_bytes / 1e6:.1f} MB on CUDA devices)" if device_bytes else ""
             logger.info(
                 "ensemble '%s': planned memory of %d tensors between steps: %.1f MB per request%s",
                 self._signature.name,
-                len(blocks),
+                len(block_sizes),
                 self._planned_bytes / 1e6,
                 device_text,
             )

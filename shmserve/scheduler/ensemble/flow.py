@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.inference import BoundedCache, Schemas
+from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, Value
 
@@ -146,9 +146,9 @@ class ModelProperties:
         device: The CUDA device whose memory the model reads and writes; None: the host's memory.
     """
 
-    decoupled: bool
+    decoupled: bool  # a request may have any number of responses
     optional: frozenset[str]  # the inputs that a request may omit
-    device: int | None
+    device: int | None  # the CUDA device of its inputs and outputs; None: host memory
 
 
 class TensorReader:
@@ -165,7 +165,7 @@ class TensorReader:
         self.index = index
         self.reads = tuple((tensor, origins[tensor] == ONCE_PER_REQUEST) for tensor in tensors)
         self.runs_once = all(is_once for _, is_once in self.reads)
-        self.first_keys = tuple((tensor, 0) for tensor, _ in self.reads)
+        self.first_keys = tuple((tensor, 0) for tensor, _ in self.reads)  # response 0
 
 
 class PlannedStep(TensorReader):
@@ -203,8 +203,8 @@ class TensorRoute(NamedTuple):
         only_reader: The reader, if it is the only one and waits for no other tensor.
     """
 
-    use_count: int
-    is_per_request: bool
+    use_count: int  # how often each value is used; -1: any number of times
+    is_per_request: bool  # whether the tensor exists once per request
     readers: tuple[TensorReader, ...]
     only_reader: TensorReader | None
 
@@ -218,21 +218,22 @@ class Plan:
     """
 
     def __init__(
-        self, graph: Graph, outputs: Iterable[str], find: Callable[[StepNode], ModelProperties]
+        self, graph: Graph, outputs: Iterable[str], model_of: Callable[[StepNode], ModelProperties]
     ) -> None:
         """Make a plan.
 
         Args:
             graph: The ensemble's graph.
             outputs: The outputs that the requests ask for.
-            find: Returns the properties of a step's model; raises Unavailable if it is not served.
+            model_of: Returns the properties of a step's model; raises Unavailable if the model is
+                not served.
         """
         requested_outputs = tuple(dict.fromkeys(outputs))
         needed_steps = graph.needed_steps(requested_outputs)
-        origins = graph.origins(lambda step: find(step).decoupled)
+        origins = graph.origins(lambda step: model_of(step).decoupled)
         self.outputs = frozenset(requested_outputs)
         needed_nodes = [step for step in graph.steps if step.index in needed_steps]
-        self.steps = {s.index: PlannedStep(s, find(s), origins) for s in needed_nodes}
+        self.steps = {s.index: PlannedStep(s, model_of(s), origins) for s in needed_nodes}
         self.response = TensorReader(RESPONSE, requested_outputs, origins)
         all_readers = (*self.steps.values(), self.response)
         self.routes: dict[str, TensorRoute] = {}
@@ -272,7 +273,7 @@ class Firing(NamedTuple):
     """
 
     step: PlannedStep
-    response_index: int
+    response_index: int  # of the decoupled step whose response has the inputs; else 0
     inputs: dict[str, Value]
     kinds: tuple[TensorKind | None, ...]
 
@@ -295,14 +296,14 @@ class Flow:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.has_responded = False
-        self._values: dict[tuple[str, int], Value] = {}
+        self._values: dict[tuple[str, int], Value] = {}  # by tensor and response index
         # Remaining uses of values with more than one use.
         self._remaining_uses: dict[tuple[str, int], int] = {}
         self._fired_readers: set[tuple[int, int]] = set()  # by the indices of reader and response
         # The number of responses so far, by the index of a decoupled step.
         self._response_counts: dict[int, int] = {}
-        self.firings: list[Firing] = []
-        self.responses: list[dict[str, Value]] = []
+        self.firings: list[Firing] = []  # runs of steps to submit
+        self.responses: list[dict[str, Value]] = []  # to send; values by output
         self.absent_outputs: set[str] = set()
 
     def begin(self, inputs: Tensors) -> None:

@@ -27,7 +27,7 @@ from shmserve.ipc.memory.cuda_ipc import CudaExporter, DeviceAllocation, Driver
 from shmserve.ipc.memory.lent import Block, LentMemory, Token
 from shmserve.ipc.memory.mappings import Mappings, open_memory
 from shmserve.ipc.tensors.descriptors import Memory, Range
-from shmserve.ipc.tensors.inference import BoundedCache
+from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import shapes_match
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Value(Token):
         kind: TensorKind | None,
         data: bytes | Range,
         memory: Token | None = None,
-        is_true: bool = True,
+        is_true: bool = True,  # of a condition: whether some element is true
         sequence_override: dict[str, Any] | None = None,
         held_credits: tuple[Token, ...] = (),
     ) -> None:

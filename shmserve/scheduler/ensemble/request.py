@@ -29,7 +29,7 @@ from shmserve.ipc.messages.inference import (
     Submit,
 )
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     SEQUENCE_END,
     SEQUENCE_START,
     BoundedCache,
@@ -43,14 +43,14 @@ from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, combined_override
 from shmserve.scheduler.requests.queue import expired_text, plausible_arrival_ns
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.responses import spans_of
+from shmserve.scheduler.requests.scheduled import (
     CACHED,
     EMPTY_RESPONSE,
     Client,
     Lookup,
     Timing,
 )
-from shmserve.scheduler.requests.responses import spans_of
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics import Reason, Statistics
 
@@ -111,8 +111,8 @@ class RequestProperties(NamedTuple):
     omitted_inputs: tuple[tuple[str, Value], ...]
     outputs: tuple[str, ...]
     placed_outputs: tuple[str, ...]  # outputs with ranges of the client's memory
-    parameters: dict[str, Any]
-    own_schema: bytes
+    parameters: dict[str, Any]  # parameters that are passed to the steps
+    own_schema: bytes  # the schema if it affects the steps' requests; else empty
     rows: int
 
 
@@ -144,17 +144,17 @@ class EnsembleRequest:
     deadline_ns: int
     responded_ns: int
     rows: int
-    running_ids: set[int] = field(default_factory=set)
+    running_ids: set[int] = field(default_factory=set)  # step requests in flight
     state: EnsembleState = RUNNING
     waiting_count: int = 0  # steps that wait because of `max_inflight_requests`
     failure: Failed | None = None
-    input_ns: int = 0
-    infer_ns: int = 0
-    output_ns: int = 0
+    input_ns: int = 0  # total of the steps' input phases
+    infer_ns: int = 0  # total of their inference phases
+    output_ns: int = 0  # total of their output phases
     spans: bytes = b""  # the packed trace spans of the steps
-    unread: UnreadResponses | None = None
+    unread: UnreadResponses | None = None  # responses that the client has not read
     response_count: int = 0
-    succeeded_early: bool = False
+    succeeded_early: bool = False  # unused: `Statistics` sets it for other requests
 
     def transition(self, event: EnsembleEvent) -> EnsembleState:
         """Apply an event: move to the next state and return the previous one.

@@ -53,7 +53,7 @@ class StepRunner:
     _requests: EnsembleRequests
     _submit_numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     waiting_count: int = 0  # steps that wait because of `max_inflight_requests`
-    malformed_messages: int = 0
+    malformed_messages: int = 0  # responses of steps that could not be read
 
     def __post_init__(self) -> None:
         steps = self._graph.steps
@@ -61,7 +61,7 @@ class StepRunner:
             self._step_links, self._find_endpoint
         )
         self._messages = StepMessages(self._graph, self._memory, self.schedulers)
-        self._in_flight = [0] * len(steps)
+        self._in_flight = [0] * len(steps)  # requests in flight by step index
         self._waiting_firings: list[deque[tuple[EnsembleRequest, Firing]]] = [
             deque() for _ in steps
         ]
@@ -309,20 +309,20 @@ class StepLinks(Links):
     Attributes:
         _watch_fd: Watches a descriptor, given the handler for readable data.
         _unwatch_fd: Stops watching a descriptor.
-        _identity: The ensemble's address in this process.
+        _own_address: The ensemble's address in this process.
         _receive_message: Receives the endpoint and each message of a scheduler.
     """
 
     _watch_fd: Callable[[int, Callable[[], None]], None]
     _unwatch_fd: Callable[[int], None]
     _in_process_links: InProcessLinks
-    _identity: bytes
+    _own_address: bytes
     _receive_message: Callable[[str, Any], None]
 
     def __post_init__(self) -> None:
         name = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links = LinkTable(name, self._watch, self._unwatch_fd)
-        self._in_process_links.register(self._identity, self._receive_message)
+        self._in_process_links.register(self._own_address, self._receive_message)
 
     def _watch(self, fd: int) -> None:
         self._watch_fd(fd, partial(self._receive, fd))
@@ -338,11 +338,11 @@ class StepLinks(Links):
             self._links.open(endpoint)
 
     def queue(self, endpoint: str, message: Submit, byte_size: int) -> None:
-        if not self._in_process_links.call(endpoint, self._identity, message):
+        if not self._in_process_links.call(endpoint, self._own_address, message):
             self._links.queue(endpoint, message, byte_size or message_size(message))
 
     def post(self, endpoint: str, message: Cancel | Credit | Release) -> None:
-        if not self._in_process_links.call(endpoint, self._identity, message):
+        if not self._in_process_links.call(endpoint, self._own_address, message):
             self._links.post(endpoint, message)
 
     defer = post  # all queued messages are sent at the end of the turn
@@ -361,5 +361,5 @@ class StepLinks(Links):
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close every link."""
-        self._in_process_links.remove(self._identity)
+        self._in_process_links.remove(self._own_address)
         self._links.close_all()

@@ -28,7 +28,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range, unpack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
     RequestedOutput,
     ResponseSchema,
@@ -89,8 +89,8 @@ class StepTemplate(NamedTuple):
 
     schema: bytes
     schema_reusing_input: bytes
-    placed_outputs: tuple[tuple[str, str], ...]
-    allocations: dict[str, tuple[int, int | None]]
+    placed_outputs: tuple[tuple[str, str], ...]  # (the model's name, the ensemble's name)
+    allocations: dict[str, tuple[int, int | None]]  # output -> (byte size, CUDA device)
     outputs_in_client_memory: frozenset[str]
     response_schemas: Schemas[StepResponse]
 

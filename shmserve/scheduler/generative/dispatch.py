@@ -34,10 +34,9 @@ from shmserve.ipc.messages.unions import GenerationReport
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
-from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey
-from shmserve.scheduler.instances.executions import to_works
+from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey, to_works
 from shmserve.scheduler.instances.pool import LostWork, Slot
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.scheduled import (
     AT_WORK,
     NEVER,
     Client,
@@ -67,9 +66,10 @@ class AssignedRequest:
     request: ScheduledRequest
     slot: Slot | None = None
     generation: Generation[AssignedRequest] | None = None
-    last_reports: dict[int, ResponseSent] = field(default_factory=dict)
+    last_reports: dict[int, ResponseSent] = field(default_factory=dict)  # by sample
+    # The tokens and the finish reason, by sample.
     ended_samples: dict[int, tuple[array[int], str]] = field(default_factory=dict)
-    replayed_tokens: dict[int, array[int]] = field(default_factory=dict)
+    replayed_tokens: dict[int, array[int]] = field(default_factory=dict)  # by sample
 
     @property
     def open_sample_tokens(self) -> dict[int, array[int]]:
@@ -138,8 +138,8 @@ class GenerativeDispatcher(Dispatcher):
         engines = [self._engine(slot) for slot in self._pool.ready()]
         row_capacity = self._engine_settings.max_batch_size * len(engines)
         unprepared_count = sum(item.generation is None for item in self._assigned_requests.values())
-        live_count = sum(engine.live_sequences for engine in engines)
-        return max(len(self._queue) + unprepared_count + live_count - row_capacity, 0)
+        live_sequence_count = sum(engine.live_sequences for engine in engines)
+        return max(len(self._queue) + unprepared_count + live_sequence_count - row_capacity, 0)
 
     def flush(self) -> None:
         """Do nothing: an engine never waits for further requests."""
@@ -147,7 +147,7 @@ class GenerativeDispatcher(Dispatcher):
     # --- turns
 
     def run(self, now_ns: int) -> int:
-        self._sweep(now_ns)
+        self._remove_ended(now_ns)
         self._assign(now_ns)
         for slot in self._pool.ready():
             engine = self._engine(slot)
@@ -168,7 +168,7 @@ class GenerativeDispatcher(Dispatcher):
         engine: Engine[AssignedRequest] = slot.engine
         return engine
 
-    def _sweep(self, now_ns: int) -> None:
+    def _remove_ended(self, now_ns: int) -> None:
         """Remove requests that have ended, were cancelled, or cannot run on any instance."""
         for key, assigned in list(self._assigned_requests.items()):
             if assigned.request.state in AT_WORK and not (
@@ -288,7 +288,7 @@ class GenerativeDispatcher(Dispatcher):
             text = "worker process %d returned an invalid result of a step: %s"
             logger.error(text, slot.pid, error)
             return False
-        self._executions.step_done(slot, message, len(running_step.rows), now_ns)
+        self._executions.record_step_done(slot, message, len(running_step.rows), now_ns)
         for sequence, row in running_step.rows.values():
             request = sequence.generation.owner.request
             if request.timing is not None:

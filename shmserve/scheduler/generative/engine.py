@@ -64,7 +64,7 @@ class Engine(Generic[T]):
         self._beams: dict[int, Beams[T]] = {}  # beam searches by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}  # by the key of the generation
         self._new_sequences: list[NewSequence] = []
-        self._ended_numbers: list[int] = []
+        self._ended_sequence_numbers: list[int] = []
         self._step_count = 0
         # The prefill of a prompt is split at multiples of the chunk if a step has space for a chunk
         # beside all decoding rows.
@@ -99,7 +99,7 @@ class Engine(Generic[T]):
         # If a step has too few rows to fork all samples together, each sample is a sequence from
         # the beginning.
         is_forked = generation.beams is not None or generation.rows <= self.settings.max_batch_size
-        count = 1 if is_forked else generation.samples
+        count = 1 if is_forked else generation.samples  # of sequences that begin now
         tokens_by_sample = dict.fromkeys(range(count), array("i")) if resumed is None else resumed
         for sample, tokens in tokens_by_sample.items():
             number, all_tokens = next(self.sequence_ids), generation.prompt + tokens
@@ -147,7 +147,7 @@ class Engine(Generic[T]):
         sequence.generation.sequences.remove(sequence)
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.ENDED
-        self._ended_numbers.append(sequence.number)
+        self._ended_sequence_numbers.append(sequence.number)
 
     def _free_blocks(self, sequence: Sequence[T]) -> None:
         self.pool.release(sequence.table)
@@ -187,8 +187,8 @@ class Engine(Generic[T]):
         plan.decoding_count = max(len(decoding_sequences), 1)
         # Drafts use the budget that a token per decoding sequence and a prompt chunk leave free.
         has_prompts = len(decoding_sequences) < len(running) + len(waiting_sequences)
-        prompt_share = self._chunk_multiple if has_prompts else 0
-        plan.draft_budget = plan.token_budget - len(decoding_sequences) - prompt_share
+        prompt_token_share = self._chunk_multiple if has_prompts else 0
+        plan.draft_budget = plan.token_budget - len(decoding_sequences) - prompt_token_share
         self._add_rows(plan, decoding_sequences, running)
         self._add_rows(plan, [s for s in running if s.missing_tokens > 1], running)
         waiting_sequences.sort(key=rank)
@@ -199,7 +199,7 @@ class Engine(Generic[T]):
             # All running sequences wait for further beams of their search that do not fit.
             self._preempt(plan, running.pop())
             self._admit(plan, waiting_sequences, running)
-        if not (plan.rows or self._ended_numbers):
+        if not (plan.rows or self._ended_sequence_numbers):
             return None
         return self._finish_plan(plan)
 
@@ -338,8 +338,8 @@ class Engine(Generic[T]):
             free_rows -= sequence.row_count
             if free_rows < 0 or plan.token_budget < 1:
                 return
-            headroom = self.pool.block_count // 64 if running else 0
-            free_blocks = self.pool.available_count - reserved_blocks - headroom
+            headroom_blocks = self.pool.block_count // 64 if running else 0
+            free_blocks = self.pool.available_count - reserved_blocks - headroom_blocks
             if sequence.status is SequenceStatus.SWAPPED:
                 is_admitted = self._swap_in(plan, sequence, free_blocks)
             else:
@@ -370,7 +370,7 @@ class Engine(Generic[T]):
         if self.settings.enable_preemption:
             return max(-(-len(sequence.tokens) // block_size) - len(sequence.table), 0)
         max_blocks = -(-generation.max_computed // block_size)
-        shared = generation.shared_tokens // block_size
+        shared = generation.shared_tokens // block_size  # number of blocks
         # Beams share blocks (copy-on-write).
         own_blocks = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
         held_blocks = min(len(sequence.table), shared) + own_blocks
@@ -417,8 +417,8 @@ class Engine(Generic[T]):
         message = plan.message
         self._step_count = message.step
         message.new_sequences.extend(self._new_sequences)
-        message.ended.extend(self._ended_numbers)
-        self._new_sequences, self._ended_numbers = [], []
+        message.ended.extend(self._ended_sequence_numbers)
+        self._new_sequences, self._ended_sequence_numbers = [], []
         copied_blocks = (len(message.swap_out) + len(message.swap_in)) // 2
         fields = (message.step, plan.rows, plan.work, copied_blocks, plan.draft_count)
         self.running_step = RunningStep(*fields)
@@ -432,8 +432,8 @@ class Engine(Generic[T]):
         if running_step is None or message.step != running_step.step:
             raise ValueError(f"step {message.step} is not the running step")
         results_by_number = {result.sequence: result for result in message.results}
-        sampled = {number for number, (_, row) in running_step.rows.items() if row.samples_next}
-        if results_by_number.keys() != sampled - {*message.skipped}:
+        sampled_ids = {number for number, (_, row) in running_step.rows.items() if row.samples_next}
+        if results_by_number.keys() != sampled_ids - {*message.skipped}:
             raise ValueError("the sequences of the results differ from those of the step")
         self.running_step = None
         running_step.observe(message, self.times, self.counts)

@@ -205,15 +205,15 @@ class Generation(Generic[T]):
     """
 
     owner: T
-    key: int
+    key: int  # the request's key
     arrived_ns: int
     prompt: array[int]
     max_tokens: int
-    samples: int = 1
+    samples: int = 1  # number of samples
     priority: int = 0
     ignores_prefix_cache: bool = False
     allows_drafts: bool = True
-    beams: BeamSearch | None = None
+    beams: BeamSearch | None = None  # the parameters of a beam search
     preemptions: int = 0  # number of preemptions of its sequences
     cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     sequences: list[Sequence[T]] = field(default_factory=list)
@@ -253,13 +253,13 @@ class Sequence(Generic[T]):
     status: SequenceStatus = SequenceStatus.WAITING
     computed_tokens: int = 0
     table: list[int] = field(default_factory=list)  # its blocks, in order
-    host_blocks: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)  # blocks that were swapped out
     sent_blocks: int = 0  # number of first entries of the table that were sent to the worker
     forks: int = 0  # number of samples that begin once all but the last prompt token is computed
     is_held: bool = False  # whether it waits for the other beams of its search
-    has_stopped: bool = False
+    has_stopped: bool = False  # whether its text is complete
     sampled_ns: int = 0  # the time at which the last token was sampled
-    score: float = 0.0
+    score: float = 0.0  # the score of a beam
     block_keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of the full blocks
     registered_blocks: int = 0  # number of first entries of the table in the prefix cache
 
@@ -324,7 +324,7 @@ class Sequence(Generic[T]):
 _TOKENS_PER_LEVEL = 1024.0
 _TOKENS_PER_SECOND = 102.4
 
-Rank = tuple[float, int, int]
+Rank = tuple[float, int, int]  # (rank by the policy, arrival time, sequence number)
 
 
 def ranking(settings: EngineSettings, now_ns: int) -> Callable[[Sequence[Any]], Rank]:

@@ -29,7 +29,7 @@ _INITIAL_PRECISIONS = tuple(spread**-2 for spread in _INITIAL_DEVIATIONS)
 _PAIRS_UNIT = 1e5  # the unit of (query, key) pairs in the model of durations
 # Prompts are split at multiples of CHUNK, because other splits change the bits of the results.
 CHUNK = 16
-_AVERAGE_GAIN = 0.1
+_AVERAGE_GAIN = 0.1  # weight of the newest observation in averages
 _MAX_DURATION_RATIO = 4  # observed durations are capped at this multiple of the expected duration
 PROBE_STEPS = 50  # steps between two probes of a request's draft tokens
 _INITIAL_TOKENS = 2  # weight of the first guess of the acceptance, in observed tokens
@@ -110,30 +110,30 @@ class StepTimes:
         if not (work.decoded_tokens or work.prefilled_tokens):
             return
         precision = (_RELATIVE_NOISE * max(took_ms, 1.0)) ** -2
-        for row, (sums, term) in enumerate(zip(self._normal_matrix, work.terms, strict=True)):
+        for row, (row_sums, term) in enumerate(zip(self._normal_matrix, work.terms, strict=True)):
             right_side = self._right_sides[row]
             self._right_sides[row] = _STEP_DECAY * right_side + precision * term * took_ms
             for column, other_term in enumerate(work.terms):
-                sums[column] = _STEP_DECAY * sums[column] + precision * term * other_term
+                row_sums[column] = _STEP_DECAY * row_sums[column] + precision * term * other_term
         self._weights = _fit_weights(self._normal_matrix, self._right_sides)
 
-    def observe_copies(self, blocks: int, took_ms: float) -> None:
+    def observe_copies(self, block_count: int, took_ms: float) -> None:
         """Learn from the duration of block copies."""
-        self.copy_ms += _AVERAGE_GAIN * (took_ms / blocks - self.copy_ms)
+        self.copy_ms += _AVERAGE_GAIN * (took_ms / block_count - self.copy_ms)
 
-    def observe_drafts(self, tokens: int, took_ms: float) -> None:
+    def observe_drafts(self, token_count: int, took_ms: float) -> None:
         """Learn from the duration of successive draft tokens.
 
         The duration is capped, because a draft model may have read a prompt first.
         """
-        bounded_ms = min(took_ms / tokens, _MAX_DURATION_RATIO * self.draft_ms)
+        bounded_ms = min(took_ms / token_count, _MAX_DURATION_RATIO * self.draft_ms)
         self.draft_ms += _AVERAGE_GAIN * (bounded_ms - self.draft_ms)
 
-    def swap_pays(self, blocks: int, tokens: int) -> bool:
+    def swap_pays(self, block_count: int, token_count: int) -> bool:
         """Check whether copying blocks out and back costs less than recomputing their tokens."""
-        pairs = tokens * tokens
-        recompute_ms = tokens * self.prompt_token_ms + self._weights[3] * pairs / _PAIRS_UNIT
-        return 2 * blocks * self.copy_ms < recompute_ms
+        pairs = token_count * token_count
+        recompute_ms = token_count * self.prompt_token_ms + self._weights[3] * pairs / _PAIRS_UNIT
+        return 2 * block_count * self.copy_ms < recompute_ms
 
     def fitting_tokens(self, work: StepWork, computed_tokens: int, target_ms: float) -> int:
         """Return how many prompt tokens after the computed ones fit a step within the target.
@@ -155,7 +155,7 @@ class StepTimes:
 
         Args:
             decoding: The number of sequences that decode together.
-            acceptance: The probability that a draft token is accepted.
+            acceptance: The probability that a draft token is accepted_count.
             max_length: The maximum number of draft tokens per sequence.
         """
         best_length, best_rate = 0, _MIN_DRAFT_SPEEDUP / self.expected_ms(StepWork(decoding))
@@ -173,30 +173,30 @@ class StepTimes:
 class Acceptance:
     """The acceptance rate of a request's draft tokens, and a pause while it is too low."""
 
-    rate: float = 0.7
+    rate: float = 0.7  # estimated probability that a draft token is accepted
     _remaining_pause_steps: int = 0
     _observed_tokens: int = _INITIAL_TOKENS
 
-    def draft_count(self, drafts: int, threshold: float) -> int:
+    def draft_count(self, drafts: int, min_rate: float) -> int:
         """Return the number of draft tokens of this step: `drafts`, or 0 during a pause.
 
-        A pause begins when the rate is below `threshold`. One step after each pause drafts again.
+        A pause begins when the rate is below `min_rate`. One step after each pause drafts again.
         """
         if self._remaining_pause_steps:
             self._remaining_pause_steps -= 1
             return 0
-        if self.rate < threshold or not drafts:
+        if self.rate < min_rate or not drafts:
             self._remaining_pause_steps = PROBE_STEPS
-            self.rate = max(self.rate, threshold)
+            self.rate = max(self.rate, min_rate)
             return 0
         return drafts
 
-    def observe(self, proposed: int, accepted: int) -> None:
+    def observe(self, proposed_count: int, accepted_count: int) -> None:
         """Update the rate after a step; draft tokens after the first rejected one do not count."""
-        for index in range(min(accepted + 1, proposed)):
+        for index in range(min(accepted_count + 1, proposed_count)):
             self._observed_tokens += 1
             weight = max(1 / self._observed_tokens, _AVERAGE_GAIN)
-            self.rate += weight * ((index < accepted) - self.rate)
+            self.rate += weight * ((index < accepted_count) - self.rate)
 
 
 class RunningStep(NamedTuple):
@@ -210,9 +210,9 @@ class RunningStep(NamedTuple):
     """
 
     step: int  # the number of the step
-    rows: dict[int, tuple[Sequence[Any], Row]]
+    rows: dict[int, tuple[Sequence[Any], Row]]  # by sequence number
     work: StepWork
-    copied_blocks: int
+    copied_blocks: int  # number of block copies
     draft_count: int
 
     def observe(self, message: Stepped, times: StepTimes, counts: GenerationStats) -> None:
@@ -248,7 +248,7 @@ class StepPlan:
         self.draft_budget = 0
         self.rows: dict[int, tuple[Sequence[Any], Row]] = {}
         self.work = StepWork()
-        self.decoding_count = 1
+        self.decoding_count = 1  # number of sequences that decode
         self.draft_count = 0
         self.has_preempted = False
 

@@ -67,7 +67,7 @@ from shmserve.ipc.messages.unions import (
     WorkerToScheduler,
 )
 from shmserve.ipc.processes import SPIN_NS, BusyPoll, PreciseWait
-from shmserve.ipc.tensors.inference import Schemas
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.router import PeerCredRouter, UntrustedRouter, leading_pid, trailing_pid
 from shmserve.ipc.transport.zmtp import Dealer
@@ -77,7 +77,7 @@ from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.runner import InProcessLinks, StepLinks
 from shmserve.scheduler.front import Core, Front
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 
@@ -96,7 +96,7 @@ _NS_PER_MS = 1_000_000
 _SHORT_WAIT_NS = 5 * _NS_PER_MS
 
 ReadableHandler = Callable[[], None]
-ReadyEvents = list[tuple[int, int]]
+ReadyEvents = list[tuple[int, int]]  # (descriptor, epoll events)
 # The links whose `pending` messages are sent by `flush` at the end of a turn.
 Outbox = Dealer | PeerCredRouter | UntrustedRouter | StepLinks
 
@@ -311,7 +311,7 @@ class EnsembleScheduler(HostedScheduler):
 
     def _create_parts(self) -> SchedulerParts:
         start, control = self._start, self._control
-        identity = b"%d.%d" % (os.getpid(), start.number)
+        own_address = b"%d.%d" % (os.getpid(), start.number)
 
         def handle_step_message(endpoint: str, message: Any) -> None:
             self._active_schedulers[self] = None
@@ -325,7 +325,7 @@ class EnsembleScheduler(HostedScheduler):
 
         waiter, in_process_links = self._waiter, self._in_process_links
         links = StepLinks(
-            waiter.watch, waiter.unwatch, in_process_links, identity, handle_step_message
+            waiter.watch, waiter.unwatch, in_process_links, own_address, handle_step_message
         )
         self._memory = EnsembleMemory(self._lent_memory, report_dropped)
         core = EnsembleCore(self._settings, start.config, links, control, self._memory, self._cache)
@@ -411,8 +411,8 @@ class DescriptorWaiter:
                 ready_events = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
         self._busy_poll.observe(live_requests, time.monotonic_ns() - began_ns)
         if len(ready_events) > 1:
-            order = list(self.handlers)
-            ready_events.sort(key=lambda event: order.index(event[0]))
+            watched_fds = list(self.handlers)
+            ready_events.sort(key=lambda event: watched_fds.index(event[0]))
         return ready_events
 
     def _spin_until(self, until_ns: int) -> ReadyEvents:
@@ -424,11 +424,11 @@ class DescriptorWaiter:
         return []
 
     def _wait_until(self, wake_ns: int) -> ReadyEvents:
-        aim_ns = wake_ns - self._mean_wake_delay_ns
-        timeout_ns = max(0, aim_ns - time.monotonic_ns())
+        timer_ns = wake_ns - self._mean_wake_delay_ns
+        timeout_ns = max(0, timer_ns - time.monotonic_ns())
         is_readable = self._short_wait.wait(timeout_ns)
         if timeout_ns and not is_readable:
-            delay_ns = min(max(0, time.monotonic_ns() - aim_ns), _MAX_WAKE_DELAY_NS)
+            delay_ns = min(max(0, time.monotonic_ns() - timer_ns), _MAX_WAKE_DELAY_NS)
             self._mean_wake_delay_ns += (delay_ns - self._mean_wake_delay_ns) // 8
         return self._epoll.poll(0) if is_readable else []
 
@@ -454,8 +454,8 @@ class Host:
         try:
             while not self._is_stopped:
                 # The maximum, because a request of an ensemble is also a request of its steps.
-                live = max([scheduler.live_requests for scheduler in schedulers], default=0)
-                for fd, _ in waiter.wait(wake_ns, live):
+                live_count = max([scheduler.live_requests for scheduler in schedulers], default=0)
+                for fd, _ in waiter.wait(wake_ns, live_count):
                     handler = waiter.handlers.get(fd)
                     if handler is not None:
                         handler()

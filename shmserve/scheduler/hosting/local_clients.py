@@ -27,14 +27,14 @@ from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Failed, Finished, Re
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.processes import trim_heap
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
-from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema, Schemas
+from shmserve.ipc.tensors.schemas import LONGEST_CORRELATION_ID, RequestSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext, is_encoded_trace
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.router import UntrustedRouter, leading_pid
-from shmserve.scheduler.requests.request import ControlLink
+from shmserve.scheduler.requests.scheduled import ControlLink
 
-_REMEMBERED_EXITS = 4096
+_REMEMBERED_EXITS = 4096  # numbers of exited clients that are remembered
 _MAX_MEMORIES = 4096  # regions whose owner was verified
 # The longest plausible transit time of a request from a local client. A longer time would distort
 # the statistics of all clients.
@@ -113,7 +113,7 @@ class LocalClientRules:
         self._capabilities = capabilities
         self._signature = signature
         self._timeout_limit_us = limit_us
-        self._memories: set[tuple[int, Memory]] = set()
+        self._memories: set[tuple[int, Memory]] = set()  # verified regions by client number
         self._schemas: Schemas[_LocalSchema] = Schemas(self._local_schema)
 
     def process_exited(self, client_number: int) -> None:
@@ -165,10 +165,10 @@ class LocalClientRules:
         # The end of a timeout must fit an integer of the message format.
         timeout_us = min(submit.timeout_us, MAX_TIMEOUT_US)
         timeouts = (timeout_us, self._timeout_limit_us)
-        end_times = [arrived_ns + timeout * 1000 for timeout in timeouts if timeout > 0]
+        deadlines_ns = [arrived_ns + timeout * 1000 for timeout in timeouts if timeout > 0]
         if submit.deadline_ns > 0:
-            end_times.append(submit.deadline_ns)
-        return min(end_times, default=0)
+            deadlines_ns.append(submit.deadline_ns)
+        return min(deadlines_ns, default=0)
 
     def _check_data(self, client_number: int, submit: Submit) -> None:
         """Check a request's data against its schema, and the schema against the model."""

@@ -32,16 +32,16 @@ from typing import Any, NamedTuple
 from shmserve.errors import IllegalEvent
 from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
 from shmserve.scheduler.batchers import CloseReason
-from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
+from shmserve.scheduler.requests.scheduled import NEVER, ControlLink, ScheduledRequest, Worker
 
 
 class SlotState(StrEnum):
     """The states of an instance."""
 
-    GONE = "gone"
-    EXPECTED = "expected"
-    IDLE = "idle"
-    BUSY = "busy"
+    GONE = "gone"  # it has no process
+    EXPECTED = "expected"  # its process was announced
+    IDLE = "idle"  # its worker can run a batch
+    BUSY = "busy"  # its worker runs a batch
     DOOMED = "doomed"  # its exit was requested
 
 
@@ -86,7 +86,7 @@ class Execution:
     reason: CloseReason | None  # why the batch closed; None: a step of a generative model
     sent_ns: int
     started_ns: int
-    rows: int = 0
+    rows: int = 0  # total batch size
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +100,7 @@ class Slot:
 
     index: int
     state: SlotState = SlotState.GONE
-    peer: bytes = b""
+    peer: bytes = b""  # the address of its worker
     pid: int = 0
     awaited_pid: int = 0  # the pid of the announced process; 0: unknown
     registration: Worker | None = None  # the last registration of a worker, until it is accepted
@@ -108,7 +108,7 @@ class Slot:
     is_retiring: bool = False
     has_served: bool = False  # its process has completed an execution
     engine: Any = None  # the engine of its process, if the model is generative
-    executions: deque[Execution] = field(default_factory=deque)
+    executions: deque[Execution] = field(default_factory=deque)  # the running one first
     requests: dict[int, ScheduledRequest] = field(default_factory=dict)
 
     @property
@@ -138,7 +138,7 @@ class LostWork(NamedTuple):
     """
 
     executions: list[Execution]
-    open_requests: list[ScheduledRequest]
+    open_requests: list[ScheduledRequest]  # their executions had returned
 
 
 class InstanceTickets:
@@ -154,7 +154,7 @@ class InstanceTickets:
     def __init__(self, control: ControlLink) -> None:
         self._control = control
         self._ticket_numbers = itertools.count(1)
-        self._requested_tickets: dict[int, int] = {}
+        self._requested_tickets: dict[int, int] = {}  # by instance index, as in the next two
         self._granted_tickets: dict[int, int] = {}
         self._used_tickets: dict[int, int] = {}
         self._tickets_to_return: list[int] = []
@@ -224,17 +224,17 @@ class Pool:
 
     _execution_limit_ns: int
     _tickets: InstanceTickets | None = None
-    _max_requests: int = 0
+    _max_requests: int = 0  # open requests per instance; 0: unlimited
     _slots: dict[int, Slot] = field(default_factory=dict)
     _slots_by_peer: dict[bytes, Slot] = field(default_factory=dict)
     # Registrations of unannounced processes by pid.
     _registrations: dict[int, Worker] = field(default_factory=dict)
     free_slots: deque[Slot] = field(default_factory=deque)
-    failure: str = ""
+    failure: str = ""  # why all instances are gone; empty otherwise
     _last_failure: str = ""  # the reason of the last `instance_failed`
     retiring_slots: list[Slot] = field(default_factory=list)
     membership_changes: int = 0  # counts joins, exits and retirements
-    due_ns: int = NEVER
+    due_ns: int = NEVER  # the earliest end of the time limit of an execution
 
     def __post_init__(self) -> None:
         # Returns the instance with this address, or None; a method would cost one more call.

@@ -23,13 +23,13 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.messages.supervision import KillInstance
 from shmserve.ipc.messages.unions import GenerationReport
-from shmserve.ipc.tensors.inference import runs_once
+from shmserve.ipc.tensors.schemas import runs_once
 from shmserve.scheduler.batchers import Batcher
-from shmserve.scheduler.instances.dispatch import Dispatcher
-from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.dispatch import Dispatcher, Executions
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot, SlotState
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.requests.scheduled import (
     AT_WORK,
     EMPTY_RESPONSE,
     ControlLink,
@@ -38,7 +38,6 @@ from shmserve.scheduler.requests.request import (
     State,
     Timing,
 )
-from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Reason, Statistics
 

@@ -29,7 +29,7 @@ from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Submit
 from shmserve.ipc.model_spec import LevelPolicy
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
 from shmserve.ipc.timers import Timers
-from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State
+from shmserve.scheduler.requests.scheduled import NEVER, Client, Event, ScheduledRequest, State
 from shmserve.scheduler.settings import Settings
 
 _NS_PER_US = 1_000
@@ -173,7 +173,7 @@ class RequestQueue:
         self._settings = settings
         self.in_order = PriorityQueue()
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
-        self.model_requests: list[ScheduledRequest] = []
+        self.model_requests: list[ScheduledRequest] = []  # sent by executing models
         self.timers: Timers[ScheduledRequest] = Timers(_has_ended)
         self._next_key = itertools.count(1).__next__
         policies = settings.policies

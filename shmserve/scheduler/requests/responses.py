@@ -25,9 +25,9 @@ from shmserve.ipc.messages.inference import (
     Settled,
     Submit,
 )
-from shmserve.ipc.tensors.inference import Packed
+from shmserve.ipc.tensors.schemas import Packed
 from shmserve.ipc.trace import Span, TraceContext
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.scheduled import (
     AT_WORK,
     NO_SUBMIT,
     Event,
@@ -156,9 +156,9 @@ class Responses:
 
     def send_held_outcomes(self, now_ns: int) -> None:
         """Send the held outcomes whose turn has come."""
-        order = self._ordered_requests
-        while order and order[0].state not in _UNDECIDED_STATES:
-            request = order.popleft()
+        ordered_requests = self._ordered_requests
+        while ordered_requests and ordered_requests[0].state not in _UNDECIDED_STATES:
+            request = ordered_requests.popleft()
             if request.state is State.HELD:
                 outcome, request.outcome = request.outcome, None
                 assert outcome is not None  # every HELD request has an outcome

@@ -21,7 +21,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.control_requests import Refused, ShareMemory, WithdrawMemory
 from shmserve.ipc.messages.publications import Acknowledged
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, unpack_memory
-from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames, zmtp
 from tests.faults.conftest import make_repository
 from tests.faults.garbage.test_garbage_sockets import garbage, has_ended

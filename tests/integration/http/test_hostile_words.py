@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, RequestedOutput, pack_inference
 from tests.rigs.local_clients import Guest, answer
 from tests.support import repositories
 from tests.support.servers import Server, Start

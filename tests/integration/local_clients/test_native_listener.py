@@ -22,7 +22,7 @@ from shmserve.ipc.messages.publications import HealthChanged, ModelPublished
 from shmserve.ipc.messages.supervision import Stop
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, unpack_memory
-from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.tensors.schemas import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
 from tests.rigs.local_clients import Guest, answer, memfd, small_tensor, submit
 from tests.support import repositories

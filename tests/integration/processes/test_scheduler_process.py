@@ -38,7 +38,7 @@ from shmserve.ipc.messages.supervision import (
     encode_start,
 )
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
+from shmserve.ipc.tensors.schemas import Inference, Inferred, pack_inference, pack_inferred
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.router import Router
 from shmserve.ipc.transport.zmtp import Dealer

@@ -33,7 +33,7 @@ from shmserve.ipc.messages.inference import Cancel
 from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Range
-from shmserve.ipc.tensors.inference import TensorSchema
+from shmserve.ipc.tensors.schemas import TensorSchema
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.router import MAX_ARRAY_LEN, UntrustedRouter
 from tests.support.waiting import until

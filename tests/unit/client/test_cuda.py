@@ -33,7 +33,7 @@ from shmserve.ipc.messages.publications import HealthChanged, MemoryDropped, Mod
 from shmserve.ipc.messages.supervision import CheckMemory
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range
-from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
+from shmserve.ipc.tensors.schemas import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.hosting.local_clients import LocalClientListener
 from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMemory

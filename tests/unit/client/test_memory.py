@@ -31,7 +31,7 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.inference import Finished
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     Inferred,
     TensorSchema,

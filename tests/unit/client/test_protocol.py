@@ -15,7 +15,7 @@ from shmserve.ipc.messages.unions import (
     SupervisorToLocalClient,
 )
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, pack_inference
 from shmserve.ipc.transport import frames
 from tests.support.servers import run_python
 

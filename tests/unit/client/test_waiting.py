@@ -21,7 +21,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     Inferred,
     Packed,

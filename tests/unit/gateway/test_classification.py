@@ -11,10 +11,10 @@ from hypothesis.extra import numpy as st_numpy
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.inference.classification import classify_outputs, largest_indices
-from shmserve.gateway.inference.request import InferOutput, InferRequest
+from shmserve.gateway.inference.infer_request import InferOutput, InferRequest
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 
 VALUES = [1.0, 3.5, 2.0, 3.5, -1e-7, 1e20]
 

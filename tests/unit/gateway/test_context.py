@@ -59,10 +59,10 @@ def test_readiness_keeps_prepared_schemas() -> None:
     for is_ready in (False, True):
         models.set_ready("simple", "1", is_ready)
         assert models.resolve("simple", "1") is model
-        assert model.ready is is_ready
+        assert model.is_ready is is_ready
     models.set_ready("simple", "2", False)
     models.set_ready("other", "1", False)
-    assert model.ready
+    assert model.is_ready
 
 
 def generator_publication(name: str, *aliases: str, **fields: Any) -> Any:

@@ -4,7 +4,7 @@ import pytest
 
 from shmserve.config.flags import convert_header_pattern
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.inference.request import select_forwarded_headers
+from shmserve.gateway.inference.infer_request import select_forwarded_headers
 
 HEADERS = [("X-My-Key", "Value One"), ("Host", "h"), ("my-other", "2"), ("X-My-Key", "Value Two")]
 

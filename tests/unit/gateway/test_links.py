@@ -14,11 +14,11 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.http.infer import HttpInference
-from shmserve.gateway.inference.inference import UnaryInference, submit_inference
+from shmserve.gateway.inference.in_flight import UnaryInference, submit_inference
 from shmserve.gateway.links import GatewayRequest, GatewaySchedulers
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
-from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferred
+from shmserve.ipc.tensors.schemas import SEQUENCE_START, Inferred, pack_inferred
 from shmserve.ipc.transport.router import Router
 
 WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)

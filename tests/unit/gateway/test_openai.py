@@ -324,7 +324,7 @@ def test_an_error_of_a_later_prompt_determines_the_status(monkeypatch: pytest.Mo
     error = InvalidArgument("prompt: it is empty")
     queues = [MagicMock(wait=AsyncMock(), first_response=found) for found in (None, error)]
     monkeypatch.setattr(generation, "ResponseQueue", MagicMock(side_effect=queues))
-    monkeypatch.setattr(generation, "build_in_turns", AsyncMock())
+    monkeypatch.setattr(generation, "build_in_pieces", AsyncMock())
     for name, replacement in (("find_error", lambda response: response), ("log_failure", print)):
         monkeypatch.setattr(generation, name, replacement)
     body = {"model": "m", "prompt": "a", "stream": True}

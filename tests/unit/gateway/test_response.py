@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from shmserve.gateway.compression import _FAILED
+from shmserve.gateway.compression import _FAILURE
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, Inferred
+from shmserve.ipc.tensors.schemas import Inference, Inferred
 from tests.rigs.gateway_rig import (
     SIMPLE_CONFIG,
     Rig,
@@ -182,7 +182,7 @@ def test_documented_differences_from_triton(http: Http, expected: tuple[str, int
             f"Unable to parse {HEADER_LENGTH}, value is out of range [ -2147483648, 2147483647 ], "
             "got: 2147483648",
         ),
-        ({"Content-Encoding": "gzip"}, f"{_FAILED}: it is not gzip or zlib data"),
+        ({"Content-Encoding": "gzip"}, f"{_FAILURE}: it is not gzip or zlib data"),
     ],
 )
 def test_headers_are_validated(http: Http, headers: dict[str, str], text: str) -> None:

@@ -16,7 +16,7 @@ from shmserve.ipc.memory.lent import (
 )
 from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from shmserve.ipc.tensors.schemas import Inferred, pack_inferred
 from tests.support import tokens
 
 READER, OTHER_READER = 7, 8

@@ -18,7 +18,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import LoadFailed
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, unpack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     Inferred,
     RequestedOutput,

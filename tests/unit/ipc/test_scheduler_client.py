@@ -19,7 +19,7 @@ from shmserve.ipc.scheduler_client import (
     Successors,
 )
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, Packed, pack_inferred
+from shmserve.ipc.tensors.schemas import Inferred, Packed, pack_inferred
 from tests.rigs.scheduler_rig import in_place_work
 
 OLD, NEW = "ipc://old", "ipc://new"

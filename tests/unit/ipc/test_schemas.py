@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.tensors import descriptors
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, TensorRef, unpack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     BoundedCache,
     Inference,
     Inferred,

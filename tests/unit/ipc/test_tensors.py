@@ -12,7 +12,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef, is_within, require_integer
-from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.tensors.schemas import RequestedOutput
 from shmserve.ipc.tensors.signature import Signature
 
 EDGES = [0, 1, -1, 4095, 4096, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64]

@@ -99,4 +99,4 @@ def test_the_load_of_each_of_several_instances() -> None:
         load.record_batch(now_ns, 24, 8, 16, 24 * MS)
     assert load.rows_per_ns == pytest.approx(16 / 24 / MS, rel=0.05)
     assert load.waiting_rows == pytest.approx(16, rel=0.05)
-    assert load.row_ns == pytest.approx(MS / 2, rel=0.05) and load.is_steady
+    assert load.row_interval_ns == pytest.approx(MS / 2, rel=0.05) and load.is_steady

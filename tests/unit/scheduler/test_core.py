@@ -23,7 +23,7 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.ipc.trace import TraceContext, unpack_spans
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from tests.rigs.scheduler_rig import (
     GATEWAY,
     MS,

@@ -7,7 +7,7 @@ import pytest
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import Drain, Drained, KillInstance, Stop
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 from tests.rigs.scheduler_rig import MS, Rig, pack_response, ready_rig, response_in_arena
 from tests.support.texts import EXPIRED_TEXT
 

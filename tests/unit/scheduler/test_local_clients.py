@@ -11,7 +11,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.inference import MAX_TIMEOUT_US
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext
 from shmserve.scheduler.hosting.local_clients import LocalClientRules

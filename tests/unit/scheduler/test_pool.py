@@ -4,7 +4,7 @@ import pytest
 
 from shmserve.scheduler.batchers import CloseReason
 from shmserve.scheduler.instances.pool import TRANSITIONS, Execution, LostWork, Pool, SlotState
-from shmserve.scheduler.requests.request import NEVER, NO_SUBMIT, Client, ScheduledRequest
+from shmserve.scheduler.requests.scheduled import NEVER, NO_SUBMIT, Client, ScheduledRequest
 
 NOW = 1_000_000
 LIMIT = 500

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shmserve.scheduler.requests.queue import PriorityQueue
-from shmserve.scheduler.requests.request import NEVER, NO_SUBMIT, Client, ScheduledRequest
+from shmserve.scheduler.requests.scheduled import NEVER, NO_SUBMIT, Client, ScheduledRequest
 
 PRIORITY_LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
 CLIENT = Client[ScheduledRequest](b"1.a", print)

@@ -10,7 +10,7 @@ from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import BatchProperties
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
+from shmserve.scheduler.requests.scheduled import NEVER, Client, Event, ScheduledRequest
 from shmserve.scheduler.settings import Settings
 
 NOW = 1_000_000_000

@@ -16,7 +16,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import CacheStart, ResizeCache, StatisticsSnapshot
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     Inferred,
     Packed,

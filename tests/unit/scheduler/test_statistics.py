@@ -14,8 +14,8 @@ from shmserve.ipc.messages.supervision import (
     InstanceExpected,
     StatisticsSnapshot,
 )
-from shmserve.scheduler.instances.executions import ServiceTime
-from shmserve.scheduler.requests.request import Timing
+from shmserve.scheduler.instances.dispatch import ServiceTime
+from shmserve.scheduler.requests.scheduled import Timing
 from shmserve.scheduler.tables import Histogram
 from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok_reply, ready_rig
 
@@ -43,7 +43,7 @@ def test_nothing_is_counted_before_the_first_request() -> None:
     }
     assert shmserve["failures"] == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
     assert set(shmserve["batches_closed"].values()) == {0}
-    entries_that_gateways_read = {*figures._TOTALS, *figures._COUNTS_BY_LABEL.values()}
+    entries_that_gateways_read = {*figures._COPIED_FIGURES, *figures._COUNTS_BY_LABEL.values()}
     assert not entries_that_gateways_read - shmserve.keys()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from shmserve.scheduler.hosting.host import DescriptorWaiter
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.scheduled import NEVER
 
 _HIGH_FD = 1100  # a descriptor above the limit of select(2)
 

@@ -20,11 +20,11 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature, reshape
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.batch import execute as batches
-from shmserve.workers.batch.request import Input, Unpacker
+from shmserve.workers.batch.backend_request import Input, Unpacker
 from shmserve.workers.batch.runner import Gatherer, buffer_capacity
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.worker_rig import (

@@ -28,7 +28,7 @@ from shmserve.ipc.messages.control_requests import FindModel, Refused
 from shmserve.ipc.messages.publications import ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.inference import INLINE_LIMIT
+from shmserve.ipc.tensors.schemas import INLINE_LIMIT
 from shmserve.ipc.transport import zmtp
 from shmserve.workers.bls.calls import UnaryBlsCall
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse

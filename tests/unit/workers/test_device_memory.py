@@ -19,7 +19,7 @@ from shmserve.ipc.memory.cuda_ipc import Driver
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.supervision import CheckMemory
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, TensorRef, unpack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     RequestedOutput,
     pack_inference,

@@ -1,9 +1,9 @@
 """Views or copies of inputs, depending on a model's failures and on whether copies cure them."""
 
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, RequestSchema, pack_inference
+from shmserve.workers.batch.backend_request import Input, Request
 from shmserve.workers.batch.execute import InputPolicy
-from shmserve.workers.batch.request import Input, Request
 
 
 def request(is_shared: bool) -> Request:

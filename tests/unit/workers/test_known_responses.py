@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
     RequestedOutput,
     RequestSchema,
     pack_inference,
 )
 from shmserve.workers.backends import Output, Request, Response
-from shmserve.workers.batch import request
+from shmserve.workers.batch import backend_request
 from tests.rigs.worker_rig import (
     CLIENT_PID,
     FunctionBackend,
@@ -185,7 +185,7 @@ def test_requests_that_differ_outside_the_schema_are_parsed_once(
         read_schemas.append(schema)
         return RequestSchema(schema)
 
-    monkeypatch.setattr(request, "RequestSchema", read_counted)
+    monkeypatch.setattr(backend_request, "RequestSchema", read_counted)
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
     sent_work = [
         Work(

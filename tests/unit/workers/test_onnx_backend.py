@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.tensors.schemas import RequestedOutput
 from shmserve.workers.backends.onnx import (
     OnnxBackend,
     describe,

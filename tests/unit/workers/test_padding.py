@@ -13,8 +13,8 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
+from shmserve.workers.batch.backend_request import CopyCounter, Input, Output, Request, Response
 from shmserve.workers.batch.ragged import Padder
-from shmserve.workers.batch.request import CopyCounter, Input, Output, Request, Response
 from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
 from tests.support.repositories import python_model
 

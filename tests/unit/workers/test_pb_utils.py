@@ -16,7 +16,7 @@ from shmserve.errors import NotFound
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import encode_bytes
-from shmserve.ipc.tensors.inference import Inference, OutputSchema, RequestSchema, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, OutputSchema, RequestSchema, pack_inference
 from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.errors import to_model_error, to_server_error
 from shmserve.workers.backends.python.importable import triton_python_backend_utils as pb_utils
@@ -26,7 +26,7 @@ from shmserve.workers.backends.python.importable.triton_python_backend_utils imp
 )
 from shmserve.workers.backends.python.request import ReceivedRequest, to_response
 from shmserve.workers.backends.python.tensor import Lender
-from shmserve.workers.batch.request import Input, Request
+from shmserve.workers.batch.backend_request import Input, Request
 
 TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 

@@ -21,7 +21,7 @@ from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Submit
 from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
+from shmserve.ipc.tensors.schemas import INLINE_LIMIT, Inference
 from shmserve.workers.backends.python import PythonBackend, log_thread_exception, metrics
 from shmserve.workers.main import WorkerInstance
 from tests.rigs.called_models import CalledModels, finished, work

@@ -21,7 +21,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.tensors.schemas import RequestedOutput
 from shmserve.workers import backends
 from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.backends.pytorch.programs import Argument, ArgumentBinding, ResultBinding

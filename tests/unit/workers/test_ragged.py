@@ -10,8 +10,8 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
+from shmserve.workers.batch.backend_request import Input, Request
 from shmserve.workers.batch.ragged import RaggedRules
-from shmserve.workers.batch.request import Input, Request
 from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32

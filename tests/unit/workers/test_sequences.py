@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import EndSequences, Execute, SequenceRow, Work
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
+from shmserve.ipc.tensors.schemas import Inference, RequestSchema, pack_inference
 from shmserve.workers import sequences as sequence_inputs
 from shmserve.workers.backends.native import NativeBackend
-from shmserve.workers.batch.request import Output, Request, Response
+from shmserve.workers.batch.backend_request import Output, Request, Response
 from shmserve.workers.tensor_specs import generated_names, with_generated_tensors
 from tests.rigs.worker_rig import (
     CLIENT_PID,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.inference import pack_inference
+from shmserve.ipc.tensors.schemas import pack_inference
 from shmserve.workers.backends import Output, OutputStream, Request, Response
 from shmserve.workers.links import HandlerTable, WorkerRequest
 from tests.rigs.worker_rig import (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.tensors.schemas import RequestedOutput
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend

@@ -17,7 +17,7 @@ from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, decode_bytes
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     RequestedOutput,
     pack_inference,

@@ -6,7 +6,7 @@ worker executes them.
 
 engine_file.py                          `engine.yaml`
 prompts.py chat_template.py             from requests to tokens
-engine.py                               execution of steps, with sequences and draft tokens
+worker_engine.py                        execution of steps, with sequences and draft tokens
 parameters.py sampler.py                from logits to tokens
 texts.py                                the text thread: calls the files above and below
 token_texts.py message_parsers.py       from tokens to responses
@@ -31,7 +31,6 @@ from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, OutputStream, Request, Response
 from shmserve.workers.backends.llm import engine_file
-from shmserve.workers.backends.llm.engine import DraftModel, Propose, WorkerEngine, propose_ngrams
 from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_default_sizes
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
@@ -40,7 +39,13 @@ from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import read_inputs
 from shmserve.workers.backends.llm.texts import TextThread
 from shmserve.workers.backends.llm.tool_formats import detect_parsers
-from shmserve.workers.batch.request import Unpacker
+from shmserve.workers.backends.llm.worker_engine import (
+    DraftModel,
+    Propose,
+    WorkerEngine,
+    propose_ngrams,
+)
+from shmserve.workers.batch.backend_request import Unpacker
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.context import client_error
 from shmserve.workers.links import HandlerTable, WorkerRequest
@@ -80,11 +85,11 @@ def complete(
 
     Parameters whose text is empty are not added.
     """
-    added = {name: {"string_value": text} for name, text in parameters.items() if text}
+    added_parameters = {name: {"string_value": text} for name, text in parameters.items() if text}
     completed = {
         **config,
         "model_transaction_policy": {"decoupled": True},
-        "parameters": {**config.get("parameters", {}), **added},
+        "parameters": {**config.get("parameters", {}), **added_parameters},
     }
     for field, tensors in (("input", inputs), ("output", outputs)):
         written_tensors = {entry["name"]: entry for entry in config.get(field) or ()}
@@ -191,7 +196,7 @@ class LlmBackend(Backend):
         tool_parser = settings.tool_parser or tool_parser
         reasoning_parser = settings.reasoning_parser or reasoning_parser
         settings = replace(settings, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-        instances = max_instances_per_device(config.instance_group)
+        instances = max_instances_per_device(config.instance_group)  # number
         return with_default_sizes(settings, checkpoint.architecture, self.context.device, instances)
 
     def _find_proposer(self, settings: EngineSettings) -> Propose | None:
@@ -211,11 +216,11 @@ class LlmBackend(Backend):
         return DraftModel(self._make_passes(draft, settings, 0)).propose
 
     def _make_passes(
-        self, checkpoint: Checkpoint, settings: EngineSettings, host_blocks: int
+        self, checkpoint: Checkpoint, settings: EngineSettings, host_block_count: int
     ) -> Passes:
         device = self.context.device
         model = Transformer(checkpoint, settings.weights, device)
-        cache_sizes = settings.block_size, settings.kv_cache_blocks, host_blocks
+        cache_sizes = settings.block_size, settings.kv_cache_blocks, host_block_count
         passes = Passes(model, KvCache(checkpoint.architecture, *cache_sizes, device))
         passes.capture(settings.max_batch_size, settings.max_model_len)
         return passes

@@ -25,27 +25,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shmserve.errors import Internal, InvalidArgument, clip
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_REASONING_MEMBERS = ("reasoning_content", "thinking", "reasoning")  # of a message
 # The member that has the text of a part, by the type of the part. vLLM has the same types.
 _TEXT_MEMBER_BY_TYPE = {
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
     "thinking": "thinking",
 }
-_TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
+_TYPE_TESTS = ("string", "iterable", "sequence", "mapping")  # tests of Jinja
 # The members of a conversation that are not variables of its template.
 _NON_VARIABLE_NAMES = (
     *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
     "continue_final_message",
 )
 NICE = 10  # the nice value of threads and processes that convert long texts
-_PROMPT_ENDS = ("add_generation_prompt", "continue_final_message")
+_PROMPT_END_OPTIONS = ("add_generation_prompt", "continue_final_message")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued
 # JSON writes a half of a surrogate pair, which no text may contain, as an escape sequence.
 _SURROGATE_ESCAPE, _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 _HALF_PAIR = " is a half of a surrogate pair; send both halves, or another character"
 # As in vLLM's Responses API, a custom tool becomes a function with one string argument.
-_CUSTOM_PARAMETERS = {
+_CUSTOM_TOOL_SCHEMA = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
@@ -178,16 +178,16 @@ class _CompiledTemplate(NamedTuple):
     """
 
     template: Template
-    iterates_parts: bool
-    distinguishes_parts: bool
+    iterates_parts: bool  # over the parts of a content
+    distinguishes_parts: bool  # a list of parts from a string
     has_developer_role: bool
-    names_content: bool
-    names_thinking: bool
-    checks_content: bool
-    checks_null: bool
-    takes_argument_text: bool
+    names_content: bool  # contains the name `content`
+    names_thinking: bool  # contains a tag or a variable of reasoning
+    checks_content: bool  # whether a message has a content
+    checks_null: bool  # whether a content is null
+    takes_argument_text: bool  # writes the arguments of a call as a text
     requires_tool_name: bool
-    variables: frozenset[str]
+    variables: frozenset[str]  # names
 
     @property
     def takes_only_parts(self) -> bool:
@@ -278,7 +278,7 @@ def parse_conversation(text: str) -> dict[str, Any]:
         raise InvalidArgument(f"messages: {clip(repr(messages))} is not {allowed_text}")
     if isinstance(kwargs := chat.get("chat_template_kwargs"), dict):
         # The variables for the end of the prompt also determine how the generated text is parsed.
-        chat |= {name: kwargs[name] for name in _PROMPT_ENDS if kwargs.get(name) is not None}
+        chat |= {name: kwargs[name] for name in _PROMPT_END_OPTIONS if kwargs.get(name) is not None}
     for name in _VARIABLE_TYPES.keys() & chat.keys():
         kind, type_text = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
@@ -331,7 +331,7 @@ def _as_function(value: Any, position: str) -> Any:
     if custom_tool.get("format") not in (None, {"type": "text"}):
         raise InvalidArgument(f"{position}.custom.format: only the type 'text' is supported")
     members = {key: custom_tool[key] for key in custom_tool if key != "format"}
-    function = {**members, "parameters": _CUSTOM_PARAMETERS}
+    function = {**members, "parameters": _CUSTOM_TOOL_SCHEMA}
     return {**other_members, "type": "function", "function": function}
 
 
@@ -365,7 +365,7 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
     - A string becomes a part if the template only accepts parts.
     """
     message = {name: value for name, value in received.items() if value is not None}
-    for name in ("role", "name", "tool_call_id", *_REASONING_NAMES):
+    for name in ("role", "name", "tool_call_id", *_REASONING_MEMBERS):
         if not isinstance(message.get(name), str | None):
             raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
     if not isinstance(message.get("content"), str | list | None):
@@ -374,7 +374,7 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
         raise InvalidArgument(text)
     if message["role"] == "developer" and not template.has_developer_role:
         message["role"] = "system"
-    reasoning = next((message[name] for name in _REASONING_NAMES if name in message), None)
+    reasoning = next((message[name] for name in _REASONING_MEMBERS if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     calls = message.pop("tool_calls", None)
@@ -548,13 +548,13 @@ def decode(name: str, data: bytes) -> str:
 
 
 def render_in_process(
-    template: ChatTemplate, raw: memoryview, take_options: Callable[[dict[str, Any]], Any]
+    template: ChatTemplate, conversation: memoryview, take_options: Callable[[dict[str, Any]], Any]
 ) -> tuple[Any, memoryview]:
     """Render a conversation in a separate process, since JSON and Jinja would hold the GIL.
 
     Args:
         template: The templates of the model.
-        raw: The conversation as JSON.
+        conversation: The conversation as JSON.
         take_options: Removes and returns the options of a conversation that are not for the
             template.
 
@@ -566,7 +566,7 @@ def render_in_process(
         Internal: The process has exited.
     """
     with open(os.memfd_create("chat"), "w+b", 0) as file:
-        file.write(raw)
+        file.write(conversation)
         file.seek(0)
         command = (sys.executable, "-P", __file__, str(file.fileno()))
         pipe = subprocess.PIPE
@@ -576,7 +576,7 @@ def render_in_process(
             try:
                 chat = _exchange(process, [template.sources, template.special_tokens])
                 options = take_options(chat)
-                size = _exchange(process, chat)["size"]
+                size = _exchange(process, chat)["size"]  # of the prompt, in bytes
             finally:
                 process.kill()
         mapped_file = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else b""

@@ -85,7 +85,7 @@ _HOST_DEVICE = -1  # represents the host among the numbers of GPUs
 
 
 def with_default_sizes(
-    settings: EngineSettings, model: Architecture, device: str, instances: int
+    settings: EngineSettings, model: Architecture, device: str, instance_count: int
 ) -> EngineSettings:
     """Return the settings with defaults for sizes that are not set.
 
@@ -95,7 +95,7 @@ def with_default_sizes(
         settings: The settings.
         model: The model's architecture.
         device: The device.
-        instances: The number of instances that share the device's memory.
+        instance_count: The number of instances that share the device's memory.
 
     Raises:
         InvalidArgument: The sizes are inconsistent.
@@ -115,7 +115,7 @@ def with_default_sizes(
     blocks = settings.kv_cache_blocks
     if not blocks:
         weight_bytes = sum(math.prod(shape) for shape in model.weights().values()) * _FLOAT_BYTES
-        free_bytes = _available_bytes(device) / instances - weight_bytes
+        free_bytes = _available_bytes(device) / instance_count - weight_bytes
         available_bytes = max(free_bytes, 0) * _KV_CACHE_SHARE
         max_blocks = settings.max_batch_size * -(-max_length // settings.block_size)
         blocks = max(min(int(available_bytes / block_bytes), max_blocks), 1)

@@ -32,7 +32,7 @@ class Grammars:
         import llguidance
 
         # The default message is the grammar of messages for requests that have none.
-        self._end_tokens, self._tokenizer, self._default_message = end_tokens, None, ""
+        self._end_tokens, self._tokenizer, self._default_message_grammar = end_tokens, None, ""
         self._has_quotes = True  # whether the vocabulary has a token that begins with a quote
         # The library's type hints lack the list of end tokens.
         create_tokenizer: Any = llguidance.LLTokenizer
@@ -42,12 +42,12 @@ class Grammars:
         try:
             self._tokenizer = create_tokenizer(texts.tokenizer.to_str(), **settings)
         except ValueError:  # the library does not support the tokenizer's decoder
-            pieces = _TokenBytes(texts, vocab_size, end_tokens)
-            self._tokenizer = create_tokenizer(pieces, **settings)
-            self._has_quotes = any(piece.startswith(b'"') for piece in pieces.tokens)
+            token_bytes = _TokenBytes(texts, vocab_size, end_tokens)
+            self._tokenizer = create_tokenizer(token_bytes, **settings)
+            self._has_quotes = any(piece.startswith(b'"') for piece in token_bytes.tokens)
             # llguidance tokenizes text that the grammar forces, for which it needs the exact bytes
             # of tokens. These bytes are decoded and may differ, so the model samples each token.
-            self._default_message = f"{NO_FORCING}\nstart: @body"
+            self._default_message_grammar = f"{NO_FORCING}\nstart: @body"
 
     def matcher(
         self, grammar: tuple[str, str], message_grammar: str = "", name: str = "tools"
@@ -81,9 +81,9 @@ class Grammars:
         }
         try:
             body = compilers[kind](text) if kind else ""
-            message = message_grammar or self._default_message
+            message = message_grammar or self._default_message_grammar
             if kind == "json_schema" and not message_grammar:
-                # In some vocabularies, every token that begins a word has a space.
+                # In some vocabularies, each token that begins a word has a space, which is allowed.
                 message = message.replace("@body", "/ ?/ @body")
             new_matcher = matcher(self._tokenizer, _with_body(message, body))
             if not new_matcher.get_error():
@@ -323,7 +323,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended[key] = _representable_limit(key, value)
         elif key == "format" and str(value) in _UUID_FORMATS and "pattern" not in schema:
             extended["pattern"] = _UUID_FORMATS[value]
-        elif key == "format" and value in ("date", "date-time") and "pattern" not in schema:
+        elif key == "format" and value in ("date", "time", "date-time") and "pattern" not in schema:
             extended |= {key: value, "pattern": _FORMAT_PATTERNS[value]}
         elif key == "x-guidance" and not isinstance(value, dict):
             raise ValueError(f"{key}: {clip(repr(value))} is not an object")
@@ -354,7 +354,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
 # decimals, which excludes texts that consist only of these characters; or (?!\.)(?!.*\.\.) as in
 # zod's pattern of email addresses, which excludes texts that begin with the character or contain it
 # twice in a row.
-_CLASS = r"\[(?:[^\]\\]|\\.)+\]"
+_CLASS = r"\[(?:[^\]\\]|\\.)+\]"  # a character class
 _LOOKAHEAD = re.compile(
     rf"\^\(\?(?:=((?:[^()\\[]|\\.|{_CLASS})+)|!\^?({_CLASS}|\\[sdwSDW])\*\$|!(\\\W)|!\.\*(\\\W)\4)\)",
     re.DOTALL,
@@ -375,8 +375,8 @@ def _split_lookaheads(pattern: str) -> list[str]:
     while match := _LOOKAHEAD.match(pattern):
         expected, excluded, first_character, doubled_character = match.groups()
         if first_character or doubled_character:
-            twice = f"^(?:{doubled_character}?[^{doubled_character}])*{doubled_character}?$"
-            patterns.append(f"^(?:[^{first_character}]|$)" if first_character else twice)
+            undoubled = f"^(?:{doubled_character}?[^{doubled_character}])*{doubled_character}?$"
+            patterns.append(f"^(?:[^{first_character}]|$)" if first_character else undoubled)
         elif expected is None and excluded[0] == "[":
             is_negated = excluded[1] == "^"
             patterns.append(f"[{excluded[2:]}" if is_negated else f"[^{excluded[1:]}")

@@ -28,7 +28,6 @@ from shmserve.workers.backends.llm.chat_template import (
     parse_conversation,
     render_in_process,
 )
-from shmserve.workers.backends.llm.engine import Prompt
 from shmserve.workers.backends.llm.grammars import Grammars
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, as_flag, parse
@@ -39,6 +38,7 @@ from shmserve.workers.backends.llm.token_texts import (
     with_pauses,
 )
 from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take_tools
+from shmserve.workers.backends.llm.worker_engine import Prompt
 
 MAX_OBJECTS = 4096  # number of objects of a conversation that is rendered in 20 ms
 _OBJECT_START = b'{"'  # begins an object in JSON without spaces, and cannot occur in a string
@@ -275,7 +275,7 @@ class PromptReader:
         )
         if parameters.is_restricted:  # a step of the engine would otherwise build the arrays
             _ = parameters.bias_arrays, parameters.allowed_array
-        # A sample with a grammar ends with an end token.
+        # A sample with a grammar ends with an end token, even if `ignore_eos` is set.
         ignores_end = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         stop_tokens = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
         end_tokens = stop_tokens if ignores_end else (*self._checkpoint.end_tokens, *stop_tokens)

@@ -47,10 +47,10 @@ class SampledRow:
     """
 
     parameters: GenerationParameters
-    sample: int
-    tokens: Sequence[int]
+    sample: int  # index in the request
+    tokens: Sequence[int]  # of the sequence up to the sampled one
     prompt_length: int
-    end_tokens: tuple[int, ...]
+    end_tokens: tuple[int, ...]  # tokens that end a text
     allowed_bits: Tensor | None = None
 
     @property
@@ -76,8 +76,8 @@ class TokenLogprobs(NamedTuple):
 
     token: int
     logprob: float
-    top: list[tuple[int, float]]
-    rank: int = 1
+    top: list[tuple[int, float]]  # the likeliest (token, log probability)
+    rank: int = 1  # 1: the likeliest token
 
 
 def _mix(value: int) -> int:
@@ -180,9 +180,9 @@ def _penalise(logits: Tensor, row: SampledRow) -> None:
         tokens = torch.from_numpy(np.fromiter(row.tokens, np.int64)).to(logits.device)
         old_logits, penalty = logits[tokens], parameters.repetition_penalty
         logits[tokens] = torch.where(old_logits < 0, old_logits * penalty, old_logits / penalty)
-    generated = torch.tensor(row.tokens[row.prompt_length :], device=logits.device)
-    present, counts = torch.unique(generated.long(), return_counts=True)
-    logits[present] -= parameters.frequency_penalty * counts + parameters.presence_penalty
+    generated_tokens = torch.tensor(row.tokens[row.prompt_length :], device=logits.device)
+    present_tokens, counts = torch.unique(generated_tokens.long(), return_counts=True)
+    logits[present_tokens] -= parameters.frequency_penalty * counts + parameters.presence_penalty
 
 
 def _mask(logits: Tensor, allowed_bits: Tensor) -> None:
@@ -199,7 +199,7 @@ def distribution(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     A greedy row has probability one for its likeliest token.
     """
     parameters = [row.parameters for row in rows]
-    greedy = [index for index, row in enumerate(parameters) if not row.temperature]
+    greedy_rows = [index for index, row in enumerate(parameters) if not row.temperature]
     temperatures = [row.temperature or 1.0 for row in parameters]
     if min(temperatures) < _LOW_TEMPERATURE:
         # Differences from the largest logit do not overflow.
@@ -210,9 +210,9 @@ def distribution(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     if min_logits is not None:
         scaled.masked_fill_(scaled < min_logits.unsqueeze(1), -math.inf)
     probs = scaled.softmax(-1)
-    if greedy:
-        likeliest = logits[greedy].argmax(-1)
-        probs[greedy] = torch.nn.functional.one_hot(likeliest, logits.shape[1]).to(probs.dtype)
+    if greedy_rows:
+        likeliest = logits[greedy_rows].argmax(-1)
+        probs[greedy_rows] = torch.nn.functional.one_hot(likeliest, logits.shape[1]).to(probs.dtype)
     return probs
 
 
@@ -239,13 +239,13 @@ def _nucleus_min_logits(
     """
     vocab_size, device = scaled.shape[1], scaled.device
     width = min(width, vocab_size)
-    values = scaled.topk(width).values
-    counts = torch.tensor([row.top_k or vocab_size for row in parameters], device=device)
+    top_values = scaled.topk(width).values
+    top_ks = torch.tensor([row.top_k or vocab_size for row in parameters], device=device)
     # If top_p is 1, rounding errors of the sums must not remove tokens.
     top_p = [row.top_p if row.top_p < 1 else math.inf for row in parameters]
-    beyond_top_k = torch.arange(width, device=device) >= counts.unsqueeze(1)
-    top_k_values = values.masked_fill(beyond_top_k, -math.inf)
-    log_totals = torch.where(counts <= width, top_k_values.logsumexp(-1), scaled.logsumexp(-1))
+    beyond_top_k = torch.arange(width, device=device) >= top_ks.unsqueeze(1)
+    top_k_values = top_values.masked_fill(beyond_top_k, -math.inf)
+    log_totals = torch.where(top_ks <= width, top_k_values.logsumexp(-1), scaled.logsumexp(-1))
     probabilities = (top_k_values - log_totals.unsqueeze(1)).exp()
     mass_before = probabilities.cumsum(-1) - probabilities
     is_kept = (mass_before < torch.tensor(top_p, device=device).unsqueeze(1)) & ~beyond_top_k
@@ -255,9 +255,9 @@ def _nucleus_min_logits(
         for count, row in zip(kept_counts.tolist(), parameters, strict=True)
     ):
         return _nucleus_min_logits(scaled, parameters, vocab_size)
-    min_logits = values.gather(1, kept_counts.unsqueeze(1) - 1).squeeze(1)
-    unlimited = [not row.top_k and row.top_p >= 1 for row in parameters]
-    return min_logits.masked_fill(torch.tensor(unlimited, device=device), -math.inf)
+    min_logits = top_values.gather(1, kept_counts.unsqueeze(1) - 1).squeeze(1)
+    is_unlimited = [not row.top_k and row.top_p >= 1 for row in parameters]
+    return min_logits.masked_fill(torch.tensor(is_unlimited, device=device), -math.inf)
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ class Proposal:
             tokens are deterministic.
     """
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # the draft tokens
     probabilities: list[Tensor] = field(default_factory=list)
 
 
@@ -307,18 +307,18 @@ def verify(logits: Tensor, rows: Sequence[SampledRow], checks: list[DraftCheck])
 
 
 def _rejection_sample(
-    target: Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
+    target: Tensor, rows: Sequence[SampledRow], proposal: Proposal, last_token: int
 ) -> list[int]:
     """Accept each draft token with the probability min(1, p / q) (Leviathan et al., 2023).
 
-    The first rejected token is replaced by a token sampled from max(p - q, 0). `bonus` follows if
-    all tokens are accepted.
+    The first rejected token is replaced by a token sampled from max(p - q, 0). If all tokens are
+    accepted, `last_token` follows.
 
     Args:
         target: The model's distributions p, [tokens, vocabulary].
         rows: The rows, which supply the random numbers.
         proposal: The draft tokens with their distributions q.
-        bonus: The token that the model samples after all draft tokens.
+        last_token: The token that the model samples after all draft tokens.
     """
     tokens: list[int] = []
     draft_tokens = iter(proposal.tokens)
@@ -333,7 +333,7 @@ def _rejection_sample(
         if float(excess.sum()) <= 1e-6:
             excess = target_probs
         return tokens + pick(excess.unsqueeze(0), [row.draw()])
-    return [*tokens, bonus]
+    return [*tokens, last_token]
 
 
 _CACHED_ROWS = 8  # rows per pass on a CPU: temporaries fit its cache, which saves 2/3 of the time
@@ -344,11 +344,11 @@ def logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogpr
 
     `logits` are unprocessed, [rows, vocabulary].
     """
-    size = _CACHED_ROWS if logits.device.type == "cpu" else max(len(tokens), 1)
+    chunk_size = _CACHED_ROWS if logits.device.type == "cpu" else max(len(tokens), 1)
     results: list[TokenLogprobs] = []
-    for begin in range(0, len(tokens), size):
-        part = tokens[begin : begin + size]
-        scores = logits[begin : begin + size].log_softmax(-1)
+    for begin in range(0, len(tokens), chunk_size):
+        part = tokens[begin : begin + chunk_size]
+        scores = logits[begin : begin + chunk_size].log_softmax(-1)
         indices = torch.tensor(part, device=scores.device).unsqueeze(1)
         token_scores = scores.gather(1, indices).squeeze(1)
         likeliest = scores.topk(min(top, scores.shape[1]))

@@ -32,7 +32,6 @@ from shmserve.ipc.messages.generation import (
     StopStringFound,
 )
 from shmserve.workers.backends import Output, OutputStream, Response
-from shmserve.workers.backends.llm.engine import Prompt, SequenceOutput
 from shmserve.workers.backends.llm.message_parsers import MessageParser
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.prompts import LONG, PromptReader
@@ -45,6 +44,7 @@ from shmserve.workers.backends.llm.token_texts import (
     token_entry,
     with_pauses,
 )
+from shmserve.workers.backends.llm.worker_engine import Prompt, SequenceOutput
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
 from shmserve.workers.links import InstanceLink
 
@@ -88,7 +88,7 @@ class SampleText:
         self.token_count = 0  # number of generated tokens
         self.finish_reason = ""
         self.stop_reason: str | int | None = None
-        self.sent_characters = self.sent_tokens = 0
+        self.sent_characters = self.sent_tokens = 0  # counts
         self.pending_text = echo
         self.pending_tokens: list[int] = []
         self.pending_logprobs: list[ScoredToken] = []
@@ -491,10 +491,10 @@ class TextThread:
 
     def prepare(self, stream: OutputStream, inputs: dict[str, Any], resumed: list[Resumed]) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
-        size = sum(len(text) for text in inputs.values() if isinstance(text, str | memoryview))
+        length = sum(len(text) for text in inputs.values() if isinstance(text, str | memoryview))
         if isinstance(inputs.get("messages"), memoryview):
             self._rendering_executor.submit(self._read_request, stream, inputs, resumed)
-        elif size > LONG or "task" in stream.request.schema.parameters:
+        elif length > LONG or "task" in stream.request.schema.parameters:
             self._slow_job_executor.submit(self._read_request, stream, inputs, resumed)
         else:
             self._read_request(stream, inputs, resumed)

@@ -55,9 +55,9 @@ class CallGrammar(NamedTuple):
         end: The expression after the last call.
     """
 
-    first_calls: list[tuple[str, str]]
-    separator: str
-    call: str
+    first_calls: list[tuple[str, str]]  # (opening text, expression for the rest)
+    separator: str  # expression between calls
+    call: str  # expression for each further call
     end: str = ""
 
 
@@ -70,7 +70,7 @@ class Lark:
         rules: The rules that were added.
     """
 
-    special_tokens: Mapping[str, int]
+    special_tokens: Mapping[str, int]  # by text
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str, is_lazy: bool = False) -> str:
@@ -126,7 +126,7 @@ def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[
         must_exist: Whether a call of an unknown tool is malformed.
     """
     yield from parser.expect("{")
-    complete = has_other_keys = False
+    is_done = has_other_keys = False
     while True:
         key = yield from parser.read_json_string()
         yield from parser.expect(":")
@@ -135,9 +135,9 @@ def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[
             if must_exist and name not in parser.format.tools:
                 raise MalformedCall
             parser.set_name(name)
-        elif key in ("arguments", "parameters") and not complete:
+        elif key in ("arguments", "parameters") and not is_done:
             yield from parser.read_json_arguments()
-            complete = True
+            is_done = True
         else:
             has_other_keys = has_other_keys or key not in ("id", "type")
             yield from parser.read_json(ignore)
@@ -145,9 +145,9 @@ def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[
         if character == ",":
             parser.pull(1)
             continue
-        if not parser.current_call.name or (not complete and (character != "}" or has_other_keys)):
+        if not parser.current_call.name or (not is_done and (character != "}" or has_other_keys)):
             raise MalformedCall
-        if not complete:
+        if not is_done:
             parser.add_arguments("{}")
         if character == "}":  # models may omit the last brace
             parser.pull(1)
@@ -360,9 +360,9 @@ def _qwen_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 
 def _xml_call_rule(lark: Lark, tool: Tool) -> str:
     expressions = [lark.text(f"\n<function={tool.name}>\n")]
-    for name, schema, required in _separate_parameters(tool, "[^>\n]+"):
+    for name, schema, is_required in _separate_parameters(tool, "[^>\n]+"):
         value = _xml_value_rule(lark, name, schema, tool.parameters)
-        expressions.append(value if required else f"{lark.rule(value)}?")
+        expressions.append(value if is_required else f"{lark.rule(value)}?")
     return " ".join([*expressions, lark.text("</function>\n</tool_call>")])
 
 
@@ -628,13 +628,13 @@ def _python_arguments(lark: Lark, tool: Tool) -> str:
     argument.
     """
     first_member, further_members = '""', '""'
-    for name, schema, required in reversed(_separate_parameters(tool, NAME.pattern)):
+    for name, schema, is_required in reversed(_separate_parameters(tool, NAME.pattern)):
         value = f"{lark.text(name + '=')} {lark.json(schema)}"
         rest_rule = lark.rule(further_members)
         begin = f"{value} {rest_rule}"
-        first_member = begin if required else f"{begin} | {lark.rule(first_member)}"
+        first_member = begin if is_required else f"{begin} | {lark.rule(first_member)}"
         with_comma = f"{lark.text(', ')} {value} {rest_rule}"
-        further_members = with_comma if required else f"{with_comma} | {rest_rule}"
+        further_members = with_comma if is_required else f"{with_comma} | {rest_rule}"
     return lark.rule(first_member)
 
 
@@ -676,6 +676,6 @@ TOOL_PARSERS = (*FAMILIES, *ALIASES)
 def detect_parsers(templates: Iterable[str]) -> tuple[str, str]:
     """Return the names of the tool and the reasoning parser for chat templates; "none": unknown."""
     text = "\n".join(templates)
-    calls = (name for name, family in FAMILIES.items() if re.search(family.template_pattern, text))
+    names = (name for name, family in FAMILIES.items() if re.search(family.template_pattern, text))
     reasoning_parsers = (name for name, (_, end) in REASONING.items() if end in text)
-    return next(calls, "none"), next(reasoning_parsers, "none")
+    return next(names, "none"), next(reasoning_parsers, "none")

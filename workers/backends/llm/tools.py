@@ -43,7 +43,7 @@ class ToolRequest:
     """
 
     tools: tuple[Tool, ...]
-    required: bool = False
+    required: bool = False  # whether the message must consist of calls
     allows_parallel_calls: bool = True
 
     @property
@@ -282,7 +282,7 @@ class MessageFormats:
                 f"may set tool_parser, one of {', '.join(TOOL_PARSERS)}"
             )
         tool_syntax = tool_syntax or FAMILIES["hermes"]
-        is_opened = bool(reasoning) and (
+        is_reasoning_open = bool(reasoning) and (
             ending.endswith(opening_tag) or reasoning_depth > 0 or self._always_reasons
         )
         markers = {*tool_syntax.markers, opening_tag, end} & self._special_tokens
@@ -290,7 +290,7 @@ class MessageFormats:
             tool_syntax,
             {tool.name: tool.parameters for tool in request.tools} if request else {},
             reasoning,
-            is_opened,
+            is_reasoning_open,
             request.allows_parallel_calls if request else True,
             hides_reasoning,
             frozenset(self._added_tokens[marker] for marker in markers),
@@ -319,13 +319,13 @@ class MessageFormats:
         if request is not None and has_calls:
             calls = output_format.family.call_grammar(lark, request.tools)
             required = request.required or has_grammar
-            heads = (
+            first = (
                 f"{lark.text(begin) if required else lark.any_text(begin)} {call_rule}"
                 for begin, call_rule in calls.first_calls
             )
             tags = {begin for begin, _ in calls.first_calls}
             may_omit_end = output_format.calls_end_reasoning and tags <= markers
-            start = lark.sequence(calls, lark.alternatives(heads), request.allows_parallel_calls)
+            start = lark.sequence(calls, lark.alternatives(first), request.allows_parallel_calls)
             if not request.required:
                 if has_grammar:
                     start = f"{start} | @body"
@@ -355,14 +355,14 @@ class MessageFormats:
             return None
         markers = output_format.family.markers if output_format.calls_end_reasoning else ()
         ends = {end, *(self._added_tokens.get(tag, end) for tag in markers)}
-        none, others = np.empty(0, np.int64), np.delete(np.arange(vocab_size), end)
+        no_tokens, other_tokens = np.empty(0, np.int64), np.delete(np.arange(vocab_size), end)
 
         def forbidden_after(tokens: Sequence[int]) -> NDArray[np.int64]:
             is_begun = output_format.starts_reasoning or begin in tokens
             if not is_begun or not ends.isdisjoint(tokens):
-                return none
+                return no_tokens
             count = len(tokens) - (tokens.index(begin) + 1 if begin in tokens else 0)
-            return others if count >= budget else none
+            return other_tokens if count >= budget else no_tokens
 
         return forbidden_after
 

@@ -125,8 +125,8 @@ class PythonBackend(Backend):
                     "model_name": context.model_name,
                 }
             )
-        sequences = config.sequence_batching
-        is_iterative = sequences is not None and sequences.iterative_sequence
+        batching = config.sequence_batching
+        is_iterative = batching is not None and batching.iterative_sequence
         if config.decoupled:
             self._decoupled_execution = DecoupledExecution(context, self._model, is_iterative)
         else:

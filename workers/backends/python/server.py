@@ -23,7 +23,7 @@ from shmserve.ipc.messages.control_requests import AskReady, FindModel, LoadMode
 from shmserve.ipc.messages.inference import Caller
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, as_text
-from shmserve.workers.batch.request import Request
+from shmserve.workers.batch.backend_request import Request
 from shmserve.workers.bls.router import C, CallRouter, unsubmitted_error
 from shmserve.workers.memory.workspace import LeasedWorkspace
 

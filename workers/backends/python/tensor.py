@@ -19,7 +19,7 @@ import numpy as np
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES, encode_bytes
 from shmserve.workers.backends.python.errors import TritonModelException, as_text
-from shmserve.workers.batch.request import Array, CopyCounter, Input, Output, Response
+from shmserve.workers.batch.backend_request import Array, CopyCounter, Input, Output, Response
 from shmserve.workers.bls.request import CallInput
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.grpc.wire.fingerprint import HEAD_TAGS, MAX_SHIFT, RAW_INPUT_TAG
-from shmserve.gateway.inference.prepare import ArrivingRequest
-from shmserve.gateway.inference.request import (
+from shmserve.gateway.inference.infer_request import (
     InferInput,
     InferOutput,
     InferRequest,
@@ -29,9 +28,10 @@ from shmserve.gateway.inference.request import (
     check_correlation_id,
     check_member_count,
 )
+from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from shmserve.ipc.tensors.schemas import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.signature import shape_text
 from shmserve.proto.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest
 

@@ -24,7 +24,7 @@ from shmserve.gateway.http.json.parser import (
     member_string,
     mistyped_error,
 )
-from shmserve.gateway.inference.request import (
+from shmserve.gateway.inference.infer_request import (
     InferInput,
     InferOutput,
     InferRequest,
@@ -34,7 +34,7 @@ from shmserve.gateway.inference.request import (
 )
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_INT64, MAX_UINT64
-from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inferred, tensor_schema
+from shmserve.ipc.tensors.schemas import SEQUENCE_END, SEQUENCE_START, Inferred, tensor_schema
 from shmserve.ipc.tensors.signature import check_extent
 
 logger = logging.getLogger(__name__)
@@ -326,8 +326,8 @@ class SentOutput(NamedTuple):
     datatype: str
     shape: tuple[int, ...]
     byte_size: int
-    binary: bool
-    position: int
+    binary: bool  # whether the output follows the JSON text
+    position: int  # in the response
     unpack: Callable[[bytes], tuple[Any, ...]] | None
 
 

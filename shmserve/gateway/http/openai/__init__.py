@@ -20,7 +20,7 @@ messages between processes:
                                             Each prompt becomes an inference request, and the other
                                             members of the body its input `sampling_parameters`.
 
-    2. gateway/http/response_queue.py       submits the request by gateway/inference/inference.py
+    2. gateway/http/response_queue.py       submits the request by gateway/inference/in_flight.py
                                             (Submit), and then collects its responses
 
     3. scheduler/batching.py                queues the request
@@ -35,7 +35,8 @@ messages between processes:
 
 The way of a token from the worker's step to the client:
 
-    7. workers/backends/llm/engine.py       runs the step, which __init__.py of the same folder has
+    7. workers/backends/llm/worker_engine.py
+                                            runs the step, which __init__.py of the same folder has
                                             received: model/ computes the logits, and sampler.py
                                             selects the token (Stepped, after which the scheduler
                                             plans the next step)

@@ -50,9 +50,9 @@ from shmserve.gateway.http.openai.fields import (
     TOKENIZE_FIELDS,
 )
 from shmserve.gateway.http.response_queue import ResponseQueue
-from shmserve.gateway.inference.inference import find_error
-from shmserve.gateway.inference.prepare import build_in_turns
-from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
+from shmserve.gateway.inference.in_flight import find_error
+from shmserve.gateway.inference.infer_request import InferInput, InferOutput, InferRequest
+from shmserve.gateway.inference.prepare import build_in_pieces
 from shmserve.ipc.engine_settings import prompt_too_long
 
 _ENCODING_FORMATS = ("float", "base64")
@@ -214,8 +214,8 @@ def _model_object(
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /tokenize: respond with the tokens of a prompt or of a chat."""
     fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, ["prompt", "messages"])
-    default = await _default_model(gateway, fields)
-    model = await bodies.resolve_generative_model(gateway, fields, default_model=default)
+    default_model = await _default_model(gateway, fields)
+    model = await bodies.resolve_generative_model(gateway, fields, default_model=default_model)
     is_chat = "messages" in fields
     with_texts = bodies.check_member(fields, "return_token_strs", bool, False)
     add_special_tokens = bodies.check_member(fields, "add_special_tokens", bool, not is_chat)
@@ -282,7 +282,7 @@ async def infer_once(
         raise Unsupported(f"model '{model.name}': {problem}")
     requested = [InferOutput(name, binary=True) for name in outputs]
     infer_request = InferRequest("", [infer_input], requested, binary=True, parameters=parameters)
-    built_request = await build_in_turns(gateway, model, infer_request)
+    built_request = await build_in_pieces(gateway, model, infer_request)
     queue = ResponseQueue(gateway, request, built_request, time.monotonic_ns())
     try:
         await queue.wait()

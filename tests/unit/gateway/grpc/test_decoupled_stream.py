@@ -16,7 +16,7 @@ from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from shmserve.ipc.tensors.schemas import Inferred, pack_inferred
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, end, error, identity_config, rig
 from tests.support.waiting import until
 

@@ -13,8 +13,8 @@ import pytest
 from shmserve.gateway.context import GatewayModel
 from shmserve.gateway.http import body as http
 from shmserve.gateway.http.messages import HEADER_LENGTH, WholeBody
+from shmserve.gateway.inference.infer_request import InferRequest
 from shmserve.gateway.inference.prepare import BuiltRequest
-from shmserve.gateway.inference.request import InferRequest
 from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, add_sub, identity_config, publication, rig
 
 pytest.importorskip("grpc")

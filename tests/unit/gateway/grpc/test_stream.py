@@ -10,7 +10,7 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.stream_infer import stream_infer
-from shmserve.gateway.inference.inference import UnaryInference
+from shmserve.gateway.inference.in_flight import UnaryInference
 from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.gateway.listener import ActiveCount
 from shmserve.ipc.messages import inference as m

@@ -16,9 +16,9 @@ from shmserve.gateway.grpc.wire.response import (
     encode_streamed,
     encode_varint,
 )
-from shmserve.gateway.inference.request import ANONYMOUS
+from shmserve.gateway.inference.infer_request import ANONYMOUS
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 from shmserve.proto import grpc_service_pb2 as ours
 
 pytest.importorskip("grpc")

@@ -23,8 +23,8 @@ from shmserve.gateway.http.incoming import TensorReceiver
 from shmserve.gateway.http.messages import HttpRequest, WholeBody
 from shmserve.gateway.inference import body_arrival, prepare
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
+from shmserve.gateway.inference.infer_request import InferInput, InferRequest
 from shmserve.gateway.inference.prepare import ArrivingRequest, BuiltRequest, Resources
-from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena
@@ -226,7 +226,7 @@ def test_a_tensor_in_pieces_is_copied_between_requests(monkeypatch: pytest.Monke
 
     async def build_while_copying() -> Any:
         task = asyncio.create_task(copy_repeatedly())
-        built_request = await prepare.build_in_turns(cast("Any", None), cast("Any", None), request)
+        built_request = await prepare.build_in_pieces(cast("Any", None), cast("Any", None), request)
         task.cancel()
         return built_request
 
@@ -269,7 +269,7 @@ def test_a_request_is_limited_besides_its_tensors(id_size: int, text_size: int) 
 async def test_the_start_of_a_body_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A start of 64 MiB took 20 s when it was copied for each piece."""
     client, piece = Client(), bytes(64 * 1024)
-    monkeypatch.setattr(budget, "_capacity", 128 * MIB)
+    monkeypatch.setattr(budget, "_capacity_bytes", 128 * MIB)
     started_s = time.process_time()
     monkeypatch.setattr(StreamReader, "readany", AsyncMock(return_value=piece))
     assert len(await client.body.read_start(48 * MIB + 1)) == 48 * MIB + len(piece)

@@ -41,7 +41,7 @@ def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def model(name: str) -> SimpleNamespace:
-    return SimpleNamespace(name=name, version="1", ready=True, steps=[])
+    return SimpleNamespace(name=name, version="1", is_ready=True, steps=[])
 
 
 def feed(run_dir: Path) -> live.LiveFigures:

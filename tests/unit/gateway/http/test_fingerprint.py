@@ -18,8 +18,8 @@ from shmserve.gateway.http.json.fingerprint import (
     store_template,
 )
 from shmserve.gateway.http.json.parser import loads
-from shmserve.gateway.inference.request import InferRequest, RequestIdentity
-from shmserve.ipc.tensors.inference import BoundedCache
+from shmserve.gateway.inference.infer_request import InferRequest, RequestIdentity
+from shmserve.ipc.tensors.schemas import BoundedCache
 
 LIMIT = 1 << 20
 

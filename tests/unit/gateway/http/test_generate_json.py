@@ -18,7 +18,7 @@ from shmserve.gateway.http.messages import (
     encode_error_json,
     find_accepted_framing,
 )
-from shmserve.gateway.inference.request import InferRequest
+from shmserve.gateway.inference.infer_request import InferRequest
 from shmserve.ipc.tensors.descriptors import TensorRef
 
 INPUTS = {

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, Inferred
+from shmserve.ipc.tensors.schemas import Inference, Inferred
 from tests.rigs.gateway_rig import (
     SIMPLE_CONFIG,
     Rig,

@@ -29,7 +29,7 @@ from shmserve.ipc.messages.publications import (
 )
 from shmserve.ipc.messages.supervision import Drain, Drained, Stop
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef, pack_range
-from shmserve.ipc.tensors.inference import Inference, Inferred
+from shmserve.ipc.tensors.schemas import Inference, Inferred
 from tests.rigs.gateway_rig import (
     SIMPLE_CONFIG,
     Rig,

@@ -31,13 +31,13 @@ from shmserve.gateway.http.body import _parse_header, header_size
 from shmserve.gateway.http.json import parser, tensors
 from shmserve.gateway.http.json.codec import JsonResponseTemplate, parse_request
 from shmserve.gateway.http.json.parser import JsonFault, loads, loads_large
+from shmserve.gateway.inference.infer_request import InferOutput, InferRequest, RegionRange
 from shmserve.gateway.inference.prepare import check_capacity, raw_request
-from shmserve.gateway.inference.request import InferOutput, InferRequest, RegionRange
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.schemas import Inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 from tests.rigs.gateway_rig import SIMPLE_CONFIG, identity_config

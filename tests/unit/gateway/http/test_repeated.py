@@ -18,7 +18,7 @@ from shmserve.ipc.messages.publications import ModelWithdrawn, SchedulerLost
 from shmserve.ipc.messages.supervision import Drain, Drained
 from shmserve.ipc.scheduler_client import NO_SCHEDULER
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, Inferred
+from shmserve.ipc.tensors.schemas import Inference, Inferred
 from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, Scheduler, add_sub, rig
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Reply, raw_connection, read_reply

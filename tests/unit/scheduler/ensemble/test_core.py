@@ -9,7 +9,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited, SchedulerLost
 from shmserve.ipc.messages.supervision import Drain, Drained
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     Inference,
     Inferred,
     Packed,

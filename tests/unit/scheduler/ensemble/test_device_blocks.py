@@ -10,7 +10,7 @@ from shmserve.ipc.memory.cuda_ipc import CudaExporter
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from shmserve.ipc.tensors.schemas import Inferred, pack_inferred
 from shmserve.scheduler.ensemble.memory import DeviceBlocks
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step, used_device_bytes
 from tests.rigs.fake_cuda import FakeCuda, FakeExporting

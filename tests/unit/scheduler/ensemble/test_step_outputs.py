@@ -9,7 +9,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from shmserve.ipc.tensors.schemas import Inferred, pack_inferred
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, packed_output, step
 from tests.support.messages import inferred_of
 

@@ -249,7 +249,10 @@ def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
     rig.drain()
     engine = rig.engine
     assert not (
-        engine._beams or engine._acceptance or engine._new_sequences or engine._ended_numbers
+        engine._beams
+        or engine._acceptance
+        or engine._new_sequences
+        or engine._ended_sequence_numbers
     )
 
 

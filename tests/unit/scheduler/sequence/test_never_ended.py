@@ -8,7 +8,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.scheduler.batchers.sequences import InstanceSlots, Sequences
-from shmserve.scheduler.requests.request import Client, ScheduledRequest
+from shmserve.scheduler.requests.scheduled import Client, ScheduledRequest
 from tests.rigs.sequence_rig import END, START
 
 MANY_SEQUENCES, SLOTS, MAX_SEQUENCES, IDLE_NS = 100_000, 64, 1000, 1000

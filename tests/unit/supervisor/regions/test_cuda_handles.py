@@ -23,7 +23,7 @@ from shmserve.common.peers import EVERYONE, NO_GROUP, NOBODY, Peer, unix_pid
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.api.shared_memory import decode_uuid
 from shmserve.gateway.grpc.admin import AdminCall
-from shmserve.gateway.inference.request import RegionRange
+from shmserve.gateway.inference.infer_request import RegionRange
 from shmserve.gateway.region_table import RegionReferences, RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.messages import publications as m
@@ -37,7 +37,7 @@ from shmserve.ipc.tensors.descriptors import (
     pack_range,
     unpack_range,
 )
-from shmserve.ipc.tensors.inference import Inference
+from shmserve.ipc.tensors.schemas import Inference
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.supervisor.regions import opener
 from shmserve.supervisor.regions.opener import HandleCheck

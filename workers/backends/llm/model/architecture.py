@@ -67,7 +67,7 @@ class Rope:
 
     theta: float  # the base
     kind: str  # of scaling
-    parameters: Mapping[str, float]
+    parameters: Mapping[str, float]  # of the scaling
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
         """Return the rotation per position of each pair of a head, in radians.
@@ -94,12 +94,12 @@ class Rope:
             return (mscale * log_factor + 1.0) / (mscale_all * log_factor + 1.0)
         return log_factor + 1.0
 
-    def positions(self, original: int) -> int:
-        """Return the maximum number of positions: `original`, extended by a factor as in vLLM."""
+    def positions(self, original_positions: int) -> int:
+        """Return the maximum number of positions, which a factor extends as in vLLM."""
         if self.kind not in ("linear", "yarn"):
-            return original
-        length = self.parameters.get(_ORIGINAL, original)
-        return max(original, int(length * self.parameters["factor"]))
+            return original_positions
+        length = self.parameters.get(_ORIGINAL, original_positions)
+        return max(original_positions, int(length * self.parameters["factor"]))
 
     def _yarn_frequencies(self, head_dim: int) -> torch.Tensor:
         """Return the frequencies of YaRN (Peng et al., 2023).
@@ -150,18 +150,18 @@ class Architecture:
     """
 
     family: str
-    hidden: int
-    intermediate: int
+    hidden: int  # size of the hidden states
+    intermediate: int  # size of the feed-forward part
     layers: int  # number
     heads: int  # number
-    kv_heads: int
+    kv_heads: int  # number
     head_dim: int
     vocab_size: int
-    epsilon: float
-    positions: int
-    window: int
-    tied_embeddings: bool
-    qkv_bias: bool
+    epsilon: float  # of norms
+    positions: int  # maximum length of a sequence
+    window: int  # maximum length without a sliding window; 0: `positions`
+    tied_embeddings: bool  # whether the head is the embedding
+    qkv_bias: bool  # whether these projections have biases
     output_bias: bool
     mlp_bias: bool
     rope: Rope

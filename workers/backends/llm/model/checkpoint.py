@@ -174,14 +174,14 @@ class Checkpoint:
 
     architecture: Architecture
     tokenizer: Tokenizer
-    stored: dict[str, StoredTensor]
+    stored: dict[str, StoredTensor]  # tensors in the files by name
     quantisation: Quantisation
-    end_tokens: tuple[int, ...]
-    eos: int
-    defaults: dict[str, Any] = field(default_factory=dict)
+    end_tokens: tuple[int, ...]  # tokens that end a text
+    eos: int  # token; -1: none
+    defaults: dict[str, Any] = field(default_factory=dict)  # of requests' parameters
     defaults_file: str = "generation_config.json"
-    templates: dict[str, str] = field(default_factory=dict)
-    special_tokens: dict[str, str] = field(default_factory=dict)
+    templates: dict[str, str] = field(default_factory=dict)  # chat templates by name
+    special_tokens: dict[str, str] = field(default_factory=dict)  # texts by name ("eos_token")
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -421,9 +421,9 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
     is_spm = kind in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
     model.ignore_merges, model.fuse_unk, model.byte_fallback = False, is_spm, is_spm
     model.continuing_subword_prefix = model.end_of_word_suffix = ""
-    unknown = _token_content(settings["unk_token"])
-    unknown_id = kind in ("CodeLlamaTokenizer", "GemmaTokenizer") and model.token_to_id(unknown)
-    model.unk_token = None if unknown_id in (None, False) else unknown
+    unk_token = _token_content(settings["unk_token"])
+    unknown_id = kind in ("CodeLlamaTokenizer", "GemmaTokenizer") and model.token_to_id(unk_token)
+    model.unk_token = None if unknown_id in (None, False) else unk_token
     tokenizer.normalizer = None
     if not is_spm:
         uses_regex = kind != "Qwen2Tokenizer"
@@ -445,9 +445,9 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
         tokenizer.normalizer = normalizers.Replace(" ", _SPACE_SYMBOL)
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     else:
-        legacy = settings.get("legacy") and kind == "LlamaTokenizer"
-        scheme = ("always" if legacy else "first") if add_prefix is not False else "never"
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE_SYMBOL, scheme, split=False)
+        is_legacy = settings.get("legacy") and kind == "LlamaTokenizer"
+        prepend = ("always" if is_legacy else "first") if add_prefix is not False else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE_SYMBOL, prepend, split=False)
         if add_prefix is not False or kind == "CodeLlamaTokenizer":
             decoder_steps.append(decoders.Strip(" ", 1))
         bos = _token_content(settings["bos_token"])

@@ -44,9 +44,9 @@ class Method(NamedTuple):
         settings: The supported values of settings.
     """
 
-    values: Mapping[str, tuple[str, ...]]
-    roles: Mapping[str, tuple[str, ...]]
-    settings: Mapping[str, tuple[Any, ...]] = {}
+    values: Mapping[str, tuple[str, ...]]  # data types of the values, by last part of the name
+    roles: Mapping[str, tuple[str, ...]]  # last parts of the names of other tensors, by role
+    settings: Mapping[str, tuple[Any, ...]] = {}  # supported values by setting
 
 
 # Formats of compressed-tensors, then data types and names of the tensors in GPTQ and AWQ files.
@@ -92,10 +92,10 @@ class Quantisation:
     """
 
     method: str = ""
-    zero_offset: int = 0
-    group_sizes: tuple[tuple[int, int], ...] = ()
-    required_roles: tuple[str, ...] = ("scales",)
-    is_interleaved: bool = True
+    zero_offset: int = 0  # added to each stored zero point
+    group_sizes: tuple[tuple[int, int], ...] = ()  # (along rows, along columns)
+    required_roles: tuple[str, ...] = ("scales",)  # of the tensors of each quantised weight
+    is_interleaved: bool = True  # whether an AWQ word has its even values first
 
     @classmethod
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self:
@@ -304,5 +304,5 @@ def _unpack(words: Tensor, bits: int, is_interleaved: bool = False) -> Tensor:
     shifts = torch.arange(32 // bits, dtype=torch.int32)
     if is_interleaved:
         shifts = shifts.view(2, -1).t().reshape(-1)
-    fields = words.unsqueeze(-1) >> shifts * bits
-    return fields.bitwise_and_((1 << bits) - 1).flatten(1)
+    shifted_words = words.unsqueeze(-1) >> shifts * bits
+    return shifted_words.bitwise_and_((1 << bits) - 1).flatten(1)

@@ -94,10 +94,10 @@ def _make_packed(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def _make_plain(weight: Tensor, bias: Tensor | None) -> Linear:
-    columns = weight.t().contiguous()
+    transposed_weight = weight.t().contiguous()
 
     def layer(rows: Tensor) -> Tensor:
-        product = rows @ columns
+        product = rows @ transposed_weight
         return product if bias is None else product + bias
 
     return layer
@@ -121,16 +121,16 @@ def _make_int8(weight: Tensor, bias: Tensor | None) -> Linear:
     engines = torch.backends.quantized.supported_engines
     torch.backends.quantized.engine = "fbgemm" if "fbgemm" in engines else "onednn"
     reduce_range = _products_saturate()
-    packed = _pack_int8(weight)
+    packed_weight = _pack_int8(weight)
     multiply = torch.ops.quantized.linear_dynamic
     vector_norm = torch.linalg.vector_norm
 
     def layer(rows: Tensor) -> Tensor:
         if rows.shape[0] == 1:
-            product: Tensor = multiply(rows, packed, reduce_range)
+            product: Tensor = multiply(rows, packed_weight, reduce_range)
         else:
             scales = vector_norm(rows, math.inf, 1, True).clamp_min_(_MIN_SCALE)
-            product = multiply(rows / scales, packed, reduce_range).mul_(scales)
+            product = multiply(rows / scales, packed_weight, reduce_range).mul_(scales)
         return product if bias is None else product.add_(bias)
 
     return layer

@@ -19,8 +19,7 @@ from tokenizers import Tokenizer
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CancelExecution, CreditExecution
-from shmserve.workers.backends.llm import texts
-from shmserve.workers.backends.llm.engine import Prompt
+from shmserve.workers.backends.llm import texts, worker_engine
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import PromptReader
@@ -32,6 +31,7 @@ from shmserve.workers.backends.llm.token_texts import (
     with_pauses,
 )
 from shmserve.workers.backends.llm.tool_formats import FAMILIES
+from shmserve.workers.backends.llm.worker_engine import Prompt
 from tests.rigs.llm_rig import Scheduler, llm_rig, work
 from tests.support.hf_folders import END, tokenizer_text
 from tests.support.scripted_llm import CALLED, write_scripted
@@ -518,7 +518,7 @@ def test_a_failing_step_ends_calls(scheduler: Scheduler, monkeypatch: pytest.Mon
     scheduler.add(1, max_tokens=5, **GREEDY)
     scheduler.step()
     with monkeypatch.context() as patched:
-        patched.setattr("shmserve.workers.backends.llm.engine.process", lambda *_: 1 / 0)
+        patched.setattr(worker_engine, "process", lambda *_: 1 / 0)
         assert not scheduler.step()
     assert scheduler.stepped is not None and len(scheduler.stepped.skipped) == 1
     assert scheduler.errors[1][0] == "INTERNAL"
@@ -713,7 +713,7 @@ def test_a_grammar_that_fails_ends_its_request_with_an_error(
     scheduler.step()
     with monkeypatch.context() as patched:
         error = InvalidArgument("response_format: the grammar has failed")
-        patched.setattr("shmserve.workers.backends.llm.engine.matcher_error", lambda *_: error)
+        patched.setattr(worker_engine, "matcher_error", lambda *_: error)
         scheduler.step()
     assert scheduler.errors[1] == ("INVALID_ARG", error.message)
     scheduler.run()

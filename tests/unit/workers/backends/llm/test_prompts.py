@@ -19,7 +19,7 @@ from shmserve.workers.backends.llm.prompts import (
     read_inputs,
     read_whole,
 )
-from shmserve.workers.batch.request import Input
+from shmserve.workers.batch.backend_request import Input
 
 
 @pytest.mark.parametrize("text", ["abc" * 50, "é" * 70, "a" + "東京" * 40, "🐙x" * 33, "a", ""])

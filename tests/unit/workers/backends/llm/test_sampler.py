@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from shmserve.workers.backends.llm import engine, grammars, sampler
+from shmserve.workers.backends.llm import grammars, sampler, worker_engine
 from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
 from tests.rigs.llm_rig import llm_rig
 
@@ -175,7 +175,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, call_counted)
 
     for owner, name in (
-        (engine, "allowed_tokens"),
+        (worker_engine, "allowed_tokens"),
         (grammars, "_bitmask"),
         (grammars.Grammars, "matcher"),
         (sampler, "_mask"),

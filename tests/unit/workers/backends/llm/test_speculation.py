@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.workers.backends.llm.engine import ngram_draft
+from shmserve.workers.backends.llm.worker_engine import ngram_draft
 from tests.rigs.llm_rig import llm_rig
 from tests.unit.workers.backends.llm.conftest import generate
 

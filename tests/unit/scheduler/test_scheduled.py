@@ -3,7 +3,7 @@
 import pytest
 
 from shmserve.errors import IllegalEvent
-from shmserve.scheduler.requests.request import (
+from shmserve.scheduler.requests.scheduled import (
     NO_SUBMIT,
     TRANSITIONS,
     Client,

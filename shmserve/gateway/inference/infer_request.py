@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unsupported
-from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID
+from shmserve.ipc.tensors.schemas import LONGEST_CORRELATION_ID
 
 # The maximum number of inputs, of outputs and of parameters. So many are handled in about 10 ms.
 # Millions would fit into a request, and would block each process that handles them for seconds.
@@ -42,9 +42,9 @@ class InferInput:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    count: int
+    count: int  # the number of elements
     data: Any = None
-    binary_size: int = -1
+    binary_size: int = -1  # the number of bytes in the body, or -1
     memory_range: RegionRange | None = None
 
 
@@ -59,7 +59,7 @@ class InferOutput:
     """
 
     name: str
-    binary: bool
+    binary: bool  # whether it is sent as binary data
     memory_range: RegionRange | None = None
     class_count: int = 0
 
@@ -84,12 +84,12 @@ class InferRequest:
     binary: bool = False
     parameters: dict[str, Any] = field(default_factory=dict)
     correlation_id: int | str = 0
-    flags: int = 0
-    timeout_us: int = 0
+    flags: int = 0  # SEQUENCE_START and SEQUENCE_END
+    timeout_us: int = 0  # the limit of the time in the queue; 0: none
     priority: int = 0
     version: str = ""
-    has_empty_final: bool = False
-    deadline_us: int = 0
+    has_empty_final: bool = False  # triton_enable_empty_final_response
+    deadline_us: int = 0  # the limit of the whole time; 0: none
 
     def with_identity(self, identity: RequestIdentity) -> InferRequest:
         """Return a copy with another id and position in a sequence."""

@@ -17,7 +17,7 @@ from shmserve.errors import IllegalEvent
 from shmserve.ipc import timers
 from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages.inference import BatchFinished, Submit
-from shmserve.ipc.tensors.inference import Packed
+from shmserve.ipc.tensors.schemas import Packed
 from shmserve.ipc.transport.router import leading_pid
 
 NEVER = timers.NEVER
@@ -177,10 +177,10 @@ class Lookup(NamedTuple):
         copies: The blocks with copies of large outputs. They are lent to the client, or freed.
     """
 
-    key: bytes
+    key: bytes  # the request's cache key after a miss, else empty
     response: Packed
-    ns: int
-    copies: Sequence[Block]
+    ns: int  # the duration of the lookup
+    copies: Sequence[Block]  # copies of large outputs
 
     @property
     def is_hit(self) -> bool:
@@ -199,7 +199,7 @@ class Outcome(NamedTuple):
     An empty `code` is success. `timing` is None if the worker died.
     """
 
-    code: str
+    code: str  # the error code; empty: success
     message: str
     response: Packed
     timing: Timing | None
@@ -228,27 +228,27 @@ class ScheduledRequest:
 
     key: int
     client: Client[ScheduledRequest]
-    id: int
+    id: int  # the client's number of the request
     rows: int
     shape_key: bytes
     arrived_ns: int
     enqueued_ns: int
     deadline_ns: int
-    queue_limit_ns: int
-    flush_by_ns: int
+    queue_limit_ns: int  # the end of the queue timeout
+    flush_by_ns: int  # the time before which its batch should run
     submit: Submit
-    level: int = 0
-    is_delayed: bool = False
+    level: int = 0  # the priority level; 1 is the highest
+    is_delayed: bool = False  # whether its queue timeout moved it behind other requests
     state: State = State.QUEUED
     worker_exits: int = 0  # the exits of workers that executed the request
     outcome: Outcome | None = None
     worker: Worker | None = None
-    response_count: int = 0
-    responded_ns: int = 0
-    credited_responses: int = 0
+    response_count: int = 0  # responses that a decoupled model has sent
+    responded_ns: int = 0  # the time of the last response
+    credited_responses: int = 0  # responses that the client has read
     timing: Timing | None = None  # the phases of the execution, once it has returned
     sequence: Any = None  # a `batchers.sequences.StatefulSequence`
-    flags: int = 0
+    flags: int = 0  # sequence flags
     succeeded_early: bool = False  # whether the request succeeded before its execution returned
     lookup: Lookup | None = None
 

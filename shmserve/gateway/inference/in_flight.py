@@ -38,7 +38,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.inference import Response, make_submit
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     SEQUENCE_START,
     BoundedCache,
     Inferred,
@@ -201,16 +201,16 @@ class UnaryInference(GatewayRequest):
     Attributes:
         built_request: The request.
         on_response: The callback for the response. It is not called after `cancel`.
-        is_templated: Whether the response may be encoded by a template.
+        allows_template: Whether the response may be encoded by a template.
         message: The response, until it is taken.
         encoded: The response as its template has encoded it, or None.
     """
 
     built_request: BuiltRequest
     on_response: Callable[[Any], None]
-    is_templated: bool = field(default=True, kw_only=True)
+    allows_template: bool = field(default=True, kw_only=True)
     message: Response | None = field(init=False, default=None)
-    encoded: Any = field(init=False, default=None)
+    encoded: Any = field(init=False, default=None)  # as encoded by a template
 
     def handle_response(self, message: Response) -> None:
         if not self.has_ended:
@@ -221,7 +221,7 @@ class UnaryInference(GatewayRequest):
         if built_request.trace is not None:
             built_request.trace.on_response(message)
         if (
-            self.is_templated
+            self.allows_template
             and built_request.response_templates is not None
             and type(message) is m.Finished
         ):
@@ -230,7 +230,7 @@ class UnaryInference(GatewayRequest):
                 try:
                     self.encoded = template.fill(built_request.infer_request.id, message.data)
                 except Exception:
-                    self.encoded = None  # the error is reported when the response is encoded again
+                    self.encoded = None  # encoding it again reports the error
         self.on_response(self)
 
     def take(self) -> m.Finished | m.Responded:
@@ -279,7 +279,7 @@ class StreamingInference(GatewayRequest):
     on_response: Callable[[StreamingInference, StreamedResponse], None]
     response_templates: BoundedCache[bytes, Any] = field(init=False)
     _window: ReadWindow = field(init=False)
-    _unsent_count: int = field(init=False, default=0)
+    _unsent_responses: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         # Each response in a region overwrites the previous one, so only one may be unread.
@@ -290,9 +290,9 @@ class StreamingInference(GatewayRequest):
 
     def handle_response(self, message: Response) -> None:
         if isinstance(message, m.Finished):
-            packed = (message.schema, message.data)
-            message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)
-        self._unsent_count += 1
+            schema_and_data = (message.schema, message.data)
+            message = m.Responded(message.id, "", "", *schema_and_data, True, spans=message.spans)
+        self._unsent_responses += 1
         if self.has_ended and self.built_request.trace is not None:
             self.built_request.trace.on_response(message)
         self.on_response(self, message)
@@ -333,9 +333,9 @@ class StreamingInference(GatewayRequest):
 
     def credit(self, inferred: Inferred | None) -> None:
         """Record that the response with these outputs was sent, and grant credit for it."""
-        self._unsent_count -= 1
+        self._unsent_responses -= 1
         if self.has_ended:
-            if not self._unsent_count and self.built_request.trace is not None:
+            if not self._unsent_responses and self.built_request.trace is not None:
                 self.built_request.trace.finish()
             return
         sizes = () if inferred is None else (_byte_size(tensor.data) for tensor in inferred.outputs)
@@ -405,7 +405,7 @@ def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
     Raises:
         Internal: The size does not match the shape.
     """
-    location = tensor.data
+    location = tensor.data  # the bytes, or their range in shared memory
     data = location if isinstance(location, bytes) else gateway.mappings.view(location)
     check_output_size(tensor, len(data))
     return data

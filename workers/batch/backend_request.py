@@ -21,7 +21,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.tensors.inference import (
+from shmserve.ipc.tensors.schemas import (
     OutputSchema,
     RequestSchema,
     Schemas,
@@ -80,14 +80,14 @@ class Input:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    raw: Any
+    raw: Any  # bytes in host or device memory
     memory_range: Range | None = None
-    model: str = ""
-    on_device: bool = False
-    is_shared: bool = False
-    is_state: bool = False
-    is_writable: bool = False
-    batch: Any = None
+    model: str = ""  # name, for error texts
+    on_device: bool = False  # whether `raw` is in device memory
+    is_shared: bool = False  # whether the model must not write to `raw`
+    is_state: bool = False  # whether it is a sequence's state that must not change
+    is_writable: bool = False  # whether the model may change `raw`
+    batch: Any = None  # bytes of the whole batch of which `raw` is a part
     array: Array | None = None
 
     def detach(self) -> int:
@@ -155,7 +155,7 @@ class Output(NamedTuple):
 
     name: str
     datatype: str
-    data: Any
+    data: Any  # a numpy array or a torch tensor
 
     @classmethod
     def of_values(cls, name: str, datatype: str, values: Iterable[Any]) -> Output:
@@ -227,16 +227,16 @@ class Request:
 
     work: Work
     schema: RequestSchema
-    batch_size: int
-    inputs: dict[str, Input]
-    requested_outputs: dict[str, OutputSchema]
+    batch_size: int  # rows of each input; 0: no batching
+    inputs: dict[str, Input]  # by name
+    requested_outputs: dict[str, OutputSchema]  # by name
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     response_templates: dict[Any, Any] = field(default_factory=dict)
-    is_aliased: bool = False
-    byte_size: int = 0
-    has_shared_inputs: bool = False
-    states: tuple[str, ...] = ()
+    is_aliased: bool = False  # whether an output is written over an input
+    byte_size: int = 0  # of all inputs
+    has_shared_inputs: bool = False  # whether an input may be in shared memory
+    states: tuple[str, ...] = ()  # names of the outputs that are kept for a sequence
 
     def range_of_input(self, array: Array) -> Range | None:
         """Return the memory range of the input whose method `numpy` has returned this array.
@@ -271,8 +271,8 @@ class _RequestProperties:
     inputs: list[TensorSchema]
     batch_size: int
     requested_outputs: dict[str, OutputSchema]
-    outputs_with_range: list[str]
-    string_inputs: list[str]
+    outputs_with_range: list[str]  # names
+    string_inputs: list[str]  # names of the BYTES inputs
     response_templates: dict[Any, Any] = field(default_factory=dict)
 
 
