@@ -83,7 +83,7 @@ class Grammars:
             body = compilers[kind](text) if kind else ""
             message = message_grammar or self._default_message_grammar
             if kind == "json_schema" and not message_grammar:
-                # In some vocabularies, every token that begins a word has a space.
+                # In some vocabularies, each token that begins a word has a space, which is allowed.
                 message = message.replace("@body", "/ ?/ @body")
             new_matcher = matcher(self._tokenizer, _with_body(message, body))
             if not new_matcher.get_error():
@@ -323,7 +323,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended[key] = _representable_limit(key, value)
         elif key == "format" and str(value) in _UUID_FORMATS and "pattern" not in schema:
             extended["pattern"] = _UUID_FORMATS[value]
-        elif key == "format" and value in ("date", "date-time") and "pattern" not in schema:
+        elif key == "format" and value in ("date", "time", "date-time") and "pattern" not in schema:
             extended |= {key: value, "pattern": _FORMAT_PATTERNS[value]}
         elif key == "x-guidance" and not isinstance(value, dict):
             raise ValueError(f"{key}: {clip(repr(value))} is not an object")

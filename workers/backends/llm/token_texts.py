@@ -222,7 +222,7 @@ class TokenTexts:
         """Return the index in `text` of the character in which each token begins.
 
         `text` is the decoding of the tokens. A leading space that the decoder strips has the
-        index 0.
+        index 0. The result never decreases.
         """
         indices: list[int] = []
         length = 0
@@ -232,10 +232,10 @@ class TokenTexts:
             character_count = sum(byte & 0xC0 != 0x80 for byte in data)
             indices.append(length - (not is_skipped and self.begins_inside_character(token)))
             length += character_count
-        if self._word_suffix:
-            return [min(offset, len(text)) for offset in indices]
-        stripped_length = max(length - len(text), 0)
-        return [max(offset - stripped_length, 0) for offset in indices]
+        stripped_length = 0 if self._word_suffix else max(length - len(text), 0)
+        offsets = (min(max(index - stripped_length, 0), len(text)) for index in indices)
+        # A byte after a skipped token may continue no character.
+        return list(itertools.accumulate(offsets, max))
 
 
 class BadWords:
@@ -339,7 +339,7 @@ class Detokenizer:
         The tokens of the new text become the next context.
         """
         pending_tokens = self._tokens[self._context_count :]
-        # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
+        # Byte-fallback decoders replace the bytes before an invalid byte, too, even in the context.
         is_extended = text.startswith(self._context_text)
         new_text = text[len(self._context_text) :] if is_extended else self._decode(pending_tokens)
         self._tokens, self._context_count = pending_tokens, len(pending_tokens)

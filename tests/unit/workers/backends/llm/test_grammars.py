@@ -207,6 +207,8 @@ def test_the_pattern_of_a_time_takes_precedence_over_its_format() -> None:
 
 def test_no_time_is_a_leap_second() -> None:
     assert not accepts({"type": "string", "format": "date-time"}, "2026-06-30T23:59:60Z")
+    assert not accepts({"type": "string", "format": "time"}, "23:59:60Z")
+    assert accepts({"type": "string", "format": "time"}, "23:59:59.5Z")
 
 
 @pytest.mark.parametrize("pattern", ["^(?!http).*$", "^(?=a)b|c$", "(?<=a)b"])

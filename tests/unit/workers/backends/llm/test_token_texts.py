@@ -128,6 +128,13 @@ def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
     assert texts.offsets(tokens, texts.decode(tokens), False) == [0, 3, 7, 10, 14]
 
 
+def test_the_offsets_of_a_prompt_never_decrease() -> None:
+    tokenizer = VOCABULARIES["fallback"]
+    tokens = [token(tokenizer, piece) for piece in ("sea", "</s>", "<0x9F>", "▁a")]
+    texts = TokenTexts(tokenizer)
+    assert texts.offsets(tokens, texts.decode(tokens, True), True) == [0, 3, 3, 3]
+
+
 def suffix_vocabulary() -> Tokenizer:
     """Return a vocabulary like that of GPT-1, whose tokens mark the end of a word."""
     pieces = ["<s>", "</s>", "sea</w>", "s", "ea</w>", "the</w>", "the", ",</w>", "</w>"]
