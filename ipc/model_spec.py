@@ -18,6 +18,18 @@ from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.transport.frames import Document, Record, from_map
 
+# The built-in backends, listed because a scan of the installed packages would take longer than the
+# import of a class. Other packages register backends by entry points of `BACKEND_GROUP`.
+BUILT_IN_BACKENDS = {
+    "ascend": "shmserve.workers.backends.ascend:AscendBackend",
+    "llm": "shmserve.workers.backends.llm:LlmBackend",
+    "native": "shmserve.workers.backends.native:NativeBackend",
+    "onnxruntime": "shmserve.workers.backends.onnx:OnnxBackend",
+    "python": "shmserve.workers.backends.python:PythonBackend",
+    "pytorch": "shmserve.workers.backends.pytorch:PytorchBackend",
+    "vllm": "shmserve.workers.backends.vllm:VllmBackend",
+}
+BACKEND_GROUP = "shmserve.backends"
 # Names of parameters in the configurations of models.
 STRATEGY_PARAMETER = "batching_strategy"
 TARGET_PARAMETER = "target_p99_ms"
@@ -402,14 +414,14 @@ class ModelSpec(Document):
     input: tuple[TensorSpec, ...] = ()
     output: tuple[TensorSpec, ...] = ()
     batch_input: tuple[BatchTensor, ...] = ()
-    batch_output: tuple[BatchTensor, ...] = ()
+    batch_output: tuple[BatchTensor, ...] = ()  # outputs of whole batches
     optimization: Optimization = Optimization()
     dynamic_batching: DynamicBatching | None = None
     sequence_batching: SequenceBatching | None = None
     ensemble_scheduling: EnsembleScheduling | None = None
     instance_group: tuple[InstanceGroup, ...] = ()
     default_model_filename: str = ""
-    metric_tags: dict[str, str] = field(default_factory=dict)
+    metric_tags: dict[str, str] = field(default_factory=dict)  # labels of metrics
     parameters: dict[str, str] = field(default_factory=dict, metadata={"convert": _parameter_texts})
     model_warmup: tuple[WarmupSample, ...] = ()
     decoupled: bool = _config_field("model_transaction_policy.decoupled", False)

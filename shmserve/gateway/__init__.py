@@ -2,7 +2,6 @@
 
 The files that an HTTP request passes through, in order:
 
-    http/main.py                    serves the listeners that the supervisor has opened
     listener.py                     accepts connections: the access rules of a listener, the
                                     identity of its clients, and the limits of its connections
     http/incoming.py                parses bytes into requests (http/messages.py), within limits of
@@ -42,6 +41,7 @@ The files that a gRPC request passes through:
 Other files:
 
     process.py, settings.py         the process of a gateway, and its settings
+    http/main.py, grpc/main.py      serve the listeners that the supervisor has opened
     region_table.py                 the registered shared memory regions
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
     inference/classification.py     outputs as their largest values, with labels

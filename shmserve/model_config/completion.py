@@ -11,7 +11,7 @@ from typing import Any
 from shmserve.errors import suggestion
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER as ENGINE
 from shmserve.ipc.engine_settings import LLM_BACKEND
-from shmserve.ipc.model_spec import MODEL_SETTINGS
+from shmserve.ipc.model_spec import BACKEND_GROUP, BUILT_IN_BACKENDS, MODEL_SETTINGS
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.parse import from_json
 from shmserve.proto.model_config_pb2 import (
@@ -25,7 +25,7 @@ from shmserve.proto.model_config_pb2 import (
 LIBTORCH = "pytorch_libtorch"
 ONNX = "onnxruntime_onnx"
 # The backend of each platform. Platform is Triton's older term for a backend.
-PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}
+PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}  # backends by platform
 # Platforms and files of Triton's backends that this server lacks, for errors that name the backend.
 _FOREIGN_PLATFORMS = {
     "tensorrt_plan": "tensorrt",
@@ -41,8 +41,6 @@ _FOREIGN_FILES = {
     "model.xml": "openvino",
     "model.dali": "dali",
 }
-BACKENDS = frozenset({"ascend", "llm", "native", "onnxruntime", "python", "pytorch", "vllm"})
-_PLUGIN_GROUP = "shmserve.backends"  # the group of entry points that register further backends
 ENSEMBLE = "ensemble"
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 _TORCH_FILES = ("model.pt", "model.pt2")
@@ -73,8 +71,8 @@ class ModelDefaults:
     """
 
     dynamic_batching: bool = False
-    max_batch_size: int | None = None
-    max_queue_delay_us: int | None = None
+    max_batch_size: int | None = None  # None: the default is 0
+    max_queue_delay_us: int | None = None  # None: the default is 0
 
 
 def detect_backend(config: ModelConfig, model_name: str, files: Collection[str]) -> ModelConfig:
@@ -155,15 +153,16 @@ def _detect_backend_name(config: ModelConfig, files: Collection[str]) -> str:
 
 def plugin_backends() -> set[str]:
     """Return the names of the backends that other packages register by entry points."""
-    return {entry.name for entry in entry_points(group=_PLUGIN_GROUP)} - BACKENDS
+    names = {entry.name for entry in entry_points(group=BACKEND_GROUP)}
+    return names - BUILT_IN_BACKENDS.keys()
 
 
 def unknown_backend_error(config: ModelConfig) -> str:
     """Return the error text for a backend that this server does not have, or ""."""
     name = config.backend
-    if not name or name in BACKENDS:
+    if not name or name in BUILT_IN_BACKENDS:
         return ""
-    backend_names = BACKENDS | plugin_backends()
+    backend_names = BUILT_IN_BACKENDS.keys() | plugin_backends()
     if name in backend_names:
         return ""
     hint = f", use platform: '{ENSEMBLE}'" if name == ENSEMBLE else suggestion(name, backend_names)
@@ -213,11 +212,11 @@ def _fill_scheduling(config: ModelConfig) -> None:
         if not config.dynamic_batching.preferred_batch_size:
             config.dynamic_batching.preferred_batch_size.extend(preferred_sizes)
     elif config.HasField("sequence_batching"):
-        sequences = config.sequence_batching
-        if sequences.max_sequence_idle_microseconds == 0:
-            sequences.max_sequence_idle_microseconds = _DEFAULT_SEQUENCE_IDLE_US
-        if sequences.HasField("oldest") and not sequences.oldest.preferred_batch_size:
-            sequences.oldest.preferred_batch_size.extend(preferred_sizes)
+        batching = config.sequence_batching
+        if batching.max_sequence_idle_microseconds == 0:
+            batching.max_sequence_idle_microseconds = _DEFAULT_SEQUENCE_IDLE_US
+        if batching.HasField("oldest") and not batching.oldest.preferred_batch_size:
+            batching.oldest.preferred_batch_size.extend(preferred_sizes)
 
 
 def _fill_pinned_memory(config: ModelConfig) -> None:

@@ -13,15 +13,15 @@ settings.py             the scheduling of a model version
 requests/               scheduled.py    the state machine of a request, as a table; its client
                         queue.py        admission, order by priority, deadlines
                         responses.py    messages to clients; ordering
-batchers/               __init__.py     the interface: (queue, time) -> a batch, or a wait
-                        dynamic.py, adaptive.py
-                                        the batchers of requests without sequences
+batchers/               __init__.py     the interface: (queue, time) -> a batch, or a wait; the
+                                        dynamic batcher
+                        adaptive.py     the batcher that meets a target of latency
                         estimates.py    the estimates of the adaptive batcher
                         sequences.py, sequence_dispatch.py
                                         the sequence batcher: slots, strategies, its dispatcher
 instances/              pool.py         slots: which instances are ready, free, busy; tickets
-                        dispatch.py     from the queue to the instances: dispatchers
-                        executions.py   messages to workers; the recent service time
+                        dispatch.py     from the queue to the instances: dispatchers,
+                                        and messages to workers; the recent service time
                         results.py      messages of workers; retries of requests of lost workers
 response_cache.py       responses of earlier requests
 statistics.py           the counters of a model version and their report

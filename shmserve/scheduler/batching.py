@@ -36,8 +36,12 @@ from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatcher
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.generative.dispatch import GenerativeDispatcher
-from shmserve.scheduler.instances.dispatch import BatchDispatcher, Dispatcher, batcher_of
-from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.dispatch import (
+    BatchDispatcher,
+    Dispatcher,
+    Executions,
+    batcher_of,
+)
 from shmserve.scheduler.instances.pool import InstanceTickets, Pool
 from shmserve.scheduler.instances.results import Results
 from shmserve.scheduler.requests.queue import RequestQueue, expired_text

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from shmserve import logs
 from shmserve.common import fd_limits, host
@@ -51,7 +51,6 @@ from shmserve.supervisor.models.manager import (
     LifecycleExecutor,
     ModelManager,
     ModelPublisher,
-    ModelRequest,
 )
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.processes.children import ProcessTable, Zygote, worker_preloads
@@ -230,7 +229,6 @@ def compose(
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
-    context.serve_requests(get_args(ModelRequest), models.handle)
     ControlApi(context, regions, kept_regions, handle_check, registry, readiness)
 
     def refusal_reason() -> str:

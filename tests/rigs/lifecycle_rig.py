@@ -11,8 +11,8 @@ from typing import Any, cast
 from shmserve.errors import Internal
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.manager import ModelPublisher, Publication
 from shmserve.supervisor.models.orders import LoadPlan, Order
 from shmserve.supervisor.models.registry import ModelRegistry, statuses

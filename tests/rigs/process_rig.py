@@ -18,7 +18,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events import EventPublisher
-from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.scheduler_process import Group, SchedulerHosts
 from shmserve.supervisor.processes.children import Child
@@ -116,6 +116,7 @@ class Processes:
         )
         self._hosts = SchedulerHosts(self.context)
         self._handlers: dict[Address, Callable[[Any], None]] = {}
+        self.serve = MagicMock()
 
     def version(self, spec: VersionSpec, group: Group = SINGLE_MODEL_GROUP) -> ModelVersion:
         """Return a version without processes whose model completes no configuration."""

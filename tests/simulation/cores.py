@@ -42,7 +42,7 @@ _MAX_ENTRIES = {
     "Pool._slots": 64,
     "Pool._slots_by_peer": 64,
     "Pool.free_slots": 64,
-    "SequenceDispatcher._slots": 64,
+    "SequenceDispatcher._slots_by_peer": 64,
     "Executions._early_releases": 64,
     "Executions._unknown_releases": 4096,
     "BlockPool.references": 1 << 10,

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported, missing_package, suggestion
-from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.model_spec import BACKEND_GROUP, BUILT_IN_BACKENDS, ModelSpec
 from shmserve.workers.batch.backend_request import Input, Output, Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import OutputStream, ResponseWriter
 from shmserve.workers.context import ModelContext, Stopwatch
@@ -27,19 +27,8 @@ __all__ = [
     "find",
 ]
 
-GROUP = "shmserve.backends"  # group of entry points
-# Listed here, because a scan of the installed packages would take longer than the import.
-_BUILT_IN = {
-    "ascend": "shmserve.workers.backends.ascend:AscendBackend",
-    "llm": "shmserve.workers.backends.llm:LlmBackend",
-    "native": "shmserve.workers.backends.native:NativeBackend",
-    "onnxruntime": "shmserve.workers.backends.onnx:OnnxBackend",
-    "python": "shmserve.workers.backends.python:PythonBackend",
-    "pytorch": "shmserve.workers.backends.pytorch:PytorchBackend",
-    "vllm": "shmserve.workers.backends.vllm:VllmBackend",
-}
 # The extras of shmserve that install the packages of a backend.
-_EXTRAS = {"llm": "llm", "pytorch": "torch", "vllm": "vllm"}
+_EXTRAS = {"llm": "llm", "pytorch": "torch", "vllm": "vllm"}  # pip extras by backend
 
 
 class Backend(ABC):
@@ -235,7 +224,7 @@ def find(config: ModelSpec) -> type[Backend]:
 
 def _find_class(config: ModelSpec) -> type[Backend]:
     name = config.backend
-    class_path = _BUILT_IN.get(name)
+    class_path = BUILT_IN_BACKENDS.get(name)
     if class_path is not None:
         path, _, attribute = class_path.partition(":")
         try:
@@ -246,7 +235,7 @@ def _find_class(config: ModelSpec) -> type[Backend]:
                 raise
             raise Unavailable(missing_package(f"backend '{name}'", error, extra)) from None
         return _check_class(name, getattr(module, attribute))
-    for entry_point in entry_points(group=GROUP, name=name):
+    for entry_point in entry_points(group=BACKEND_GROUP, name=name):
         return _check_class(name, entry_point.load())
     raise InvalidArgument(
         f"unable to find backend '{name}' for model '{config.name}', "
@@ -256,7 +245,7 @@ def _find_class(config: ModelSpec) -> type[Backend]:
 
 def names() -> set[str]:
     """Return the names of the built-in backends and of those that other packages register."""
-    return {entry.name for entry in entry_points(group=GROUP)} | set(_BUILT_IN)
+    return {entry.name for entry in entry_points(group=BACKEND_GROUP)} | BUILT_IN_BACKENDS.keys()
 
 
 def _check_class(name: str, backend: Any) -> type[Backend]:

@@ -34,8 +34,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shmserve.ipc.transport.frames import Record
-from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, PendingRequest, WaitUntil
-from shmserve.scheduler.batchers.dynamic import QueueHead, closed_batch, gather
+from shmserve.scheduler.batchers import (
+    Batch,
+    Batcher,
+    CloseReason,
+    PendingRequest,
+    QueueHead,
+    WaitUntil,
+    closed_batch,
+    gather,
+)
 from shmserve.scheduler.batchers.estimates import Arrivals, Load, SizeTimes
 from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.scheduler.settings import Batching

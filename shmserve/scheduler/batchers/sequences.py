@@ -42,7 +42,8 @@ from operator import attrgetter
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.schemas import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.frames import Record
-from shmserve.scheduler.batchers import Batch, CloseReason, WaitUntil, dynamic
+from shmserve.scheduler import batchers
+from shmserve.scheduler.batchers import Batch, CloseReason, WaitUntil
 from shmserve.scheduler.requests.scheduled import NEVER, Client, ScheduledRequest
 from shmserve.scheduler.settings import Batching, Sequencing
 
@@ -234,7 +235,7 @@ def _decide_oldest(
     now_ns: int, slots: InstanceSlots, rules: Batching, reserve_ns: int
 ) -> SequenceBatch | WaitUntil | None:
     heads = (sequence.waiting.first for sequence in slots.ready_sequences.values())
-    decision = dynamic.decide(now_ns, heads, rules, reserve_ns)
+    decision = batchers.decide(now_ns, heads, rules, reserve_ns)
     if isinstance(decision, Batch):
         rows = islice(slots.ready_sequences.items(), decision.count)
         return SequenceBatch(list(rows), decision.reason)

@@ -34,8 +34,7 @@ from shmserve.ipc.messages.unions import GenerationReport
 from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
-from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey
-from shmserve.scheduler.instances.executions import to_works
+from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey, to_works
 from shmserve.scheduler.instances.pool import LostWork, Slot
 from shmserve.scheduler.requests.scheduled import (
     AT_WORK,

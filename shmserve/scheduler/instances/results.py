@@ -25,8 +25,7 @@ from shmserve.ipc.messages.supervision import KillInstance
 from shmserve.ipc.messages.unions import GenerationReport
 from shmserve.ipc.tensors.schemas import runs_once
 from shmserve.scheduler.batchers import Batcher
-from shmserve.scheduler.instances.dispatch import Dispatcher
-from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.dispatch import Dispatcher, Executions
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot, SlotState
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.responses import Responses

@@ -3,14 +3,14 @@
 A load passes through these modules:
 
     manager.py             receives the request, and executes what the lifecycle decides
-    lifecycle.py           the state machine that executes the orders of each model in turn (pure)
+    lifecycle.py           the state machine that executes the orders of each model in turn
     orders.py              orders, the state of a model, and the steps of a load
     load_planner.py        reads folder and configuration, and completes the configuration
     repository.py          folders, versions and fingerprints on disk
     model_version.py       a version: a scheduler, and instances or an ensemble's steps
     scheduler_process.py   its scheduler, and the processes that host schedulers
-    instance_processes.py  its worker processes
-    instances.py           the version to load, the states of instances, changes of instances
+    instances.py           its instances, each of which has a worker process
+    instance.py            an instance: its states; changes of their number; loads that hang
     registry.py            the models by name, their statuses, readiness checks
 
 Orders also come from these modules:

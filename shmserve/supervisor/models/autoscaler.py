@@ -35,7 +35,7 @@ from shmserve.ipc.messages.publications import InstancesChanged
 from shmserve.ipc.messages.supervision import CountChange
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.instances import Bounds, bounds_of
+from shmserve.supervisor.models.instance import Bounds, bounds_of
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.registry import ModelRegistry

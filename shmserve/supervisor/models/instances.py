@@ -1,413 +1,584 @@
-"""Model versions and their instances: states of worker processes, updates of sets of instances.
+"""The instances of a model version, each of which has a worker process.
 
-If the `instance_group` of a serving version changes, every instance whose kind, device and rate
-limit are still configured keeps running under its own index and name. A failed instance is always
-replaced.
+Instances are loaded together and restarted with backoff; after too many consecutive failures the
+version has failed. Instances are added and retired while the version serves.
+
+supervisor                        worker
+   spawn          ------------>   WorkerStarted
+   CompleteConfig ------------>   ConfigCompleted       (the first instance only)
+   LoadInstance   ------------>   InstanceLoaded
+                                  LoadFailed instead of any response; the worker then exits
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
-import re
-import signal
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
-from shmserve.errors import IllegalEvent, Unavailable
-from shmserve.ipc.model_spec import (
-    MAX_INSTANCES,
-    MIN_INSTANCES,
-    ModelSpec,
-    RateLimit,
-    parse_instance_bound,
+from shmserve.common.tasks import wait_any
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.publications import ProcessExited
+from shmserve.ipc.messages.supervision import WorkerStart, encode_start
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.instance import (
+    Instance,
+    InstanceState,
+    InstanceUpdate,
+    bounds_of,
+    create_inbox,
+    expand_instances,
+    find_changes,
+    format_stacks,
+    stacks_of,
+    wait_for_load,
+    with_instance_count,
 )
-from shmserve.supervisor.models.repository import ReadConfig
-from shmserve.supervisor.processes.children import Child, RestartBackoff
+from shmserve.supervisor.models.load_planner import VersionSpec
+from shmserve.supervisor.models.scheduler_process import Lifetime, VersionScheduler
+from shmserve.supervisor.processes.children import Child
 
 logger = logging.getLogger(__name__)
 
-FIRST_REPORT_S = 30.0
-# Maximum number of unread messages of a worker; a correct worker never sends so many.
-_MAX_UNREAD_MESSAGES = 16
-_STACK_WAIT_S = 0.1
-_MAX_STACK_WAITS = 10
-_MAX_STACK_BYTES = 1 << 20
-_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
+_WORKER_ENTRY = "shmserve.workers.main:run"
+_MIN_STOP_PATIENCE_S = 5.0
+# A load or an unload waits this long for requests in flight on the instances that it removes.
+REQUEST_PATIENCE_S = 1.0
+_MAX_FAILED_LOADS = 5
+# The consecutive crashes without an executed request after which an instance has failed. They take
+# about 5 s if the model loads immediately.
+_MAX_CRASHES = 10
+_MAX_PAUSE_S = 30.0  # maximum pause before the restart of a process that is killed repeatedly
+_LOADING_STATES = {InstanceState.STARTING, InstanceState.LOADING}
+_SERVING_STATES = {InstanceState.READY, InstanceState.RETIRING}
+_DOWN_STATES = {InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED}
+
 
 T = TypeVar("T")
 
-
-class StepModel(NamedTuple):
-    """The model that an ensemble step runs; version "" is the latest."""
-
-    name: str
-    version: str
+# Returns the final configuration of a spec, given the properties that its model has reported.
+ConfigFinaliser = Callable[[VersionSpec, dict[str, Any]], ModelSpec]
 
 
-def steps_of(config: ModelSpec) -> list[StepModel]:
-    """Return the models of an ensemble's steps in order; other configurations have no steps."""
-    ensemble = config.ensemble_scheduling
-    steps = ensemble.step if ensemble is not None else ()
-    return [StepModel(step.model_name, step.version) for step in steps]
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpec:
-    """A model version to load.
-
-    Attributes:
-        config: The configuration, normalised and validated before auto-completion.
-        read_config: The parsed configuration, from which `config` is completed.
-    """
-
-    name: str
-    version: str
-    model_dir: Path
-    config: ModelSpec
-    labels: dict[str, list[str]] = field(default_factory=dict)  # the label texts of each output
-    fingerprint: str = ""  # a digest of the version's files without its configuration
-    read_config: ReadConfig | None = field(default=None, compare=False)
-
-    @property
-    def steps(self) -> list[StepModel]:
-        """Return the models of an ensemble's steps."""
-        return steps_of(self.config)
-
-
-@dataclass(slots=True)
-class Lifetime:
-    """The shutdown state that the parts of a model version share."""
-
-    is_retiring: bool = False  # whether the version finishes its requests
-    is_stopping: bool = False  # whether the version's processes are being stopped
-
-
-class InstanceState(StrEnum):
-    """The state of an instance's process."""
-
-    STARTING = "starting"
-    LOADING = "loading"
-    READY = "ready"
-    RETIRING = "retiring"  # it finishes its requests, then exits
-    WAITING = "waiting"  # it has exited, and is restarted after a pause
-    FAILED = "failed"  # it has exited too often, and is not restarted
-    STOPPED = "stopped"
-
-
-_ON_STOP = {"stop": InstanceState.STOPPED}
-_ON_FAILURE = {"exited": InstanceState.WAITING, "load_failed": InstanceState.WAITING, **_ON_STOP}
-TRANSITIONS: Mapping[InstanceState, Mapping[str, InstanceState]] = {
-    InstanceState.STARTING: {"started": InstanceState.LOADING, **_ON_FAILURE},
-    InstanceState.LOADING: {"loaded": InstanceState.READY, **_ON_FAILURE},
-    InstanceState.READY: {
-        "retire": InstanceState.RETIRING,
-        "exited": InstanceState.WAITING,
-        **_ON_STOP,
-    },
-    InstanceState.RETIRING: {"exited": InstanceState.STOPPED, **_ON_STOP},
-    InstanceState.WAITING: {
-        "restart": InstanceState.STARTING,
-        "abandon": InstanceState.FAILED,
-        "load_failed": InstanceState.WAITING,  # reported after the exit of the process
-        **_ON_STOP,
-    },
-    InstanceState.FAILED: _ON_STOP,
-    InstanceState.STOPPED: {
-        "exited": InstanceState.STOPPED,
-        "load_failed": InstanceState.STOPPED,
-        **_ON_STOP,
-    },
-}
-
-
-def create_inbox() -> asyncio.Queue[Any]:
-    """Return a new bounded queue for the messages that a worker sends about itself."""
-    return asyncio.Queue(_MAX_UNREAD_MESSAGES)
+def first_error(error: BaseException) -> BaseException:
+    """Return the error, or the first error of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @dataclass(slots=True, eq=False)
-class Instance:
-    """An instance of a model, with its worker process while the process exists.
+class Instances:
+    """The instances of a version.
+
+    Methods that load raise ShmserveError, with a text for operators, if the model or its process
+    fails.
 
     Attributes:
-        stacks_fd: The worker's file descriptor for stack traces, from `WorkerStarted`.
-        checks_ready: Whether the model implements its own readiness check.
-        device_byte_size: The accelerator memory that the loaded model uses.
-        hangs: Whether the log has reported that the load takes long.
+        config: The configuration; final once it has been completed.
+        reported_config: The properties that the model reported for its configuration.
+        defers_attach: Whether new instances stay connected to the old scheduler, which drains,
+            until the next `attach`.
     """
 
-    index: int
-    name: str
-    device: str
-    kind: str  # the group's kind without the prefix KIND_
-    device_id: int
-    rate_limit: RateLimit = field(default_factory=RateLimit)
-    state: InstanceState = InstanceState.STARTING
-    child: Child | None = None
-    stacks_fd: int = -1
-    inbox: asyncio.Queue[Any] = field(default_factory=create_inbox)
-    ready_at: float = 0.0  # on the monotonic clock
-    backoff: RestartBackoff = field(default_factory=RestartBackoff)
-    crashes: int = 0  # crashes since the instance last executed a request
-    failed_loads: int = 0  # consecutive failed loads
-    checks_ready: bool = False
-    device_byte_size: int = 0
-    hangs: bool = False
+    _context: SupervisorContext
+    _spec: VersionSpec
+    _scheduler: VersionScheduler
+    _lifetime: Lifetime
+    _on_change: Callable[[], None]  # called when an instance becomes ready, dies or has failed
+    _finalise_config: ConfigFinaliser
+    config: ModelSpec = field(init=False)
+    labels: dict[str, list[str]] = field(init=False)  # the label texts of each output
+    reported_config: dict[str, Any] = field(init=False, default_factory=dict)
+    failure: str = field(init=False, default="")  # why no instance is restarted
+    defers_attach: bool = field(init=False, default=False)
+    _warned_topics: set[str] = field(init=False, default_factory=set)
+    _abandon_reason: str = field(init=False, default="")  # why the last instance was abandoned
+    _instances: list[Instance] = field(init=False)
+    # The number of instances of the version that this version replaces.
+    _replaced_count: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.config, self.labels = self._spec.config, self._spec.labels
+        self._instances = expand_instances(self.config)
+
+    def adopt_count(self, replaced: Instances) -> None:
+        """Start as many instances as the replaced version has, if it is scaled automatically."""
+        if bounds_of(replaced.config) is not None:
+            self._replaced_count = replaced.count
+            self._instances = expand_instances(self.config, self._replaced_count)
 
     @property
-    def alive(self) -> bool:
-        """Return whether the instance has a process that is not known to have ended."""
-        return self.child is not None and self.child.alive
+    def problem(self) -> str:
+        """Return the reason why no instance will accept requests again, or empty."""
+        return self.failure
 
     @property
-    def placement(self) -> tuple[str, int, RateLimit]:
-        """Return kind, device and rate limit; instances with equal values are interchangeable."""
-        return self.kind, self.device_id, self.rate_limit
+    def can_serve(self) -> bool:
+        """Return whether an instance accepts requests."""
+        return any(instance.state is InstanceState.READY for instance in self._instances)
 
-    def transition(self, event: str) -> None:
-        """Apply an event to the state; raise IllegalEvent if the state does not allow it."""
+    @property
+    def count(self) -> int:
+        """Return the number of instances that serve or will serve."""
+        return sum(instance.state not in _DOWN_STATES for instance in self._instances)
+
+    @property
+    def hangs(self) -> bool:
+        """Return whether a load of an instance takes so long that it was reported."""
+        return any(instance.hangs for instance in self._instances)
+
+    @property
+    def all_serve(self) -> bool:
+        """Return whether no instance is starting or restarting; failed ones are ignored."""
+        return self.count == self.states().count(InstanceState.READY)
+
+    def states(self) -> list[InstanceState]:
+        """Return the state of each instance, in order."""
+        return [instance.state for instance in self._instances]
+
+    def children(self) -> list[Child]:
+        """Return the processes of the instances, whether they run or have exited."""
+        return [instance.child for instance in self._instances if instance.child is not None]
+
+    def pids(self) -> list[int]:
+        """Return the running processes."""
+        return [child.pid for child in self.children() if child.alive]
+
+    def serving_exits(self) -> list[asyncio.Future[str]]:
+        """Return the futures of the exits of the processes that execute requests."""
+        serving_instances = [i for i in self._instances if i.state in _SERVING_STATES]
+        return [i.child.exited for i in serving_instances if i.child is not None]
+
+    def pids_on(self, device_id: int) -> list[int]:
+        """Return the processes that serve on a GPU."""
+        on_device = [i for i in self._instances if (i.kind, i.device_id) == ("GPU", device_id)]
+        serving_instances = [i for i in on_device if i.state in _SERVING_STATES]
+        return [i.child.pid for i in serving_instances if i.child is not None]
+
+    def pids_with_readiness_check(self) -> list[int]:
+        """Return the serving processes whose models implement a readiness check."""
+        ready = [i for i in self._instances if i.state is InstanceState.READY and i.checks_ready]
+        return [i.child.pid for i in ready if i.child is not None]
+
+    @property
+    def device_byte_size(self) -> int:
+        """Return the accelerator memory in bytes that the running processes used after loading."""
+        return sum(instance.device_byte_size for instance in self._instances if instance.alive)
+
+    @property
+    def checks_ready(self) -> bool:
+        """Return whether the model implements a readiness check."""
+        return any(instance.checks_ready for instance in self._instances)
+
+    # --- loads
+
+    async def complete_config(self) -> None:
+        """Complete the configuration with the first instance, and reserve resources for all."""
+        first = self._instances[0]
+        await self._spawn(first, self._spec.config, len(self._instances))
+        self._send(first, m.CompleteConfig(self._spec.config))
+        self.reported_config = (await self._receive_in_time(first, m.ConfigCompleted)).config
+        self.config = self._finalise_config(self._spec, self.reported_config)
+        instances = expand_instances(self.config, self._replaced_count)
+        if [i.device for i in instances] == [i.device for i in self._instances]:
+            first.rate_limit = instances[0].rate_limit
+            instances[0] = first
+        self._instances = instances
+        if first not in instances and first.child is not None:
+            # The completed configuration has no instance with this process's device.
+            first.child.kill()
+            await first.child.until_exit()
+        self._scheduler.reserve(self.config, self._instances)
+
+    async def load(self) -> None:
+        """Load the model in every instance; raise an ExceptionGroup if an instance fails."""
+        await self._load_all(self._instances, self.config, len(self._instances))
+
+    async def _load_all(
+        self, instances: list[Instance], config: ModelSpec, instance_count: int
+    ) -> None:
+        async with asyncio.TaskGroup() as task_group:
+            for instance in instances:
+                task_group.create_task(self._load(instance, config, instance_count))
+
+    async def _load(self, instance: Instance, config: ModelSpec, instance_count: int) -> None:
+        """Load the model in the process of an instance; start the process if needed.
+
+        Args:
+            instance: The instance.
+            config: The configuration to load.
+            instance_count: The number of instances of the version, which share the processors.
+        """
+        if instance.child is None:
+            await self._spawn(instance, config, instance_count)
+        self._announce(instance)
+        endpoint = self._scheduler.instances_endpoint
+        self._send(instance, m.LoadInstance(config, endpoint))
+        message = await self._receive_in_time(instance, m.InstanceLoaded)
+        instance.mark_loaded(message.checks_ready, message.device_byte_size)
+        current_endpoint = self._scheduler.instances_endpoint
+        # The scheduler may have been replaced while the model loaded.
+        if current_endpoint != endpoint and not self.defers_attach:
+            self._send(instance, m.Attach(current_endpoint))
+        self._on_change()
+
+    async def _spawn(self, instance: Instance, config: ModelSpec, instance_count: int) -> None:
+        spec, server_config = self._spec, self._context.config
+        bounds, processors = bounds_of(self.config), len(os.sched_getaffinity(0))
+        title = f"worker {spec.name}.{instance.index} {instance.device}"
+        start = WorkerStart(
+            number=self._scheduler.number,
+            index=instance.index,
+            model_name=spec.name,
+            version=spec.version,
+            model_dir=spec.model_dir,
+            run_dir=self._context.run_dir,
+            device=instance.device,
+            kind=instance.kind,
+            device_id=instance.device_id,
+            instance_name=instance.name,
+            backend_config={
+                key: value
+                for backend, key, value in server_config.backend_config
+                if backend in ("", config.backend)
+            },
+            arena_byte_size=server_config.arena_byte_size,
+            threads=max(
+                1, processors // max(1, bounds.maximum if bounds is not None else instance_count)
+            ),
+            log=self._context.log,
+            environment=config.environment,
+        )
+        instance.inbox = create_inbox()
+        child = await self._context.worker_zygote.spawn(title, _WORKER_ENTRY, encode_start(start))
+        instance.child = child
+        child.exited.add_done_callback(partial(self._handle_exit, instance, child))
+
+        def receive(message: Any) -> None:
+            if isinstance(message, m.ModelWarned):
+                if message.topic not in self._warned_topics:
+                    self._warned_topics.add(message.topic)
+                    logger.warning("%s", message.text)
+            elif instance.child is child and not instance.inbox.full():
+                instance.inbox.put_nowait(message)
+
+        self._context.register_peer(child.pid, "worker", receive)
+        self._check_needed(instance)
+        instance.stacks_fd = (await self._receive_response(instance, m.WorkerStarted)).stacks_fd
+        instance.transition("started")
+
+    async def _receive_in_time(self, instance: Instance, message_type: type[T]) -> T:
+        """Receive the response to a step that runs the model's code, which may hang."""
+        limit_s = self._context.config.load_timeout_s
+        response = self._receive_response(instance, message_type)
+        folder = self._spec.model_dir
+        return await wait_for_load(response, instance, folder, limit_s, self._on_change)
+
+    async def _receive_response(self, instance: Instance, message_type: type[T]) -> T:
+        """Return the worker's next message, which must be of this kind.
+
+        Raises:
+            ShmserveError: The load failed.
+            Unavailable: The worker died.
+        """
+        child = instance.child
+        problem = f"the process of instance '{instance.name}' ended while loading"
+        assert child is not None
+        next_message = asyncio.ensure_future(instance.inbox.get())
         try:
-            self.state = TRANSITIONS[self.state][event]
-        except KeyError:
-            raise IllegalEvent(f"event {event} in state {self.state}") from None
+            await wait_any(next_message, child.exited)
+        finally:
+            next_message.cancel()
+        if not next_message.done() and instance.inbox.empty():
+            self._check_needed(instance)
+            raise Unavailable(f"{problem} ({child.reason})")
+        # If the worker has ended, its last message may contain the reason.
+        message = next_message.result() if next_message.done() else instance.inbox.get_nowait()
+        if isinstance(message, m.LoadFailed):
+            error = from_code(message.code, message.message)
+            if message.frames:
+                error.add_note(message.frames)
+            raise error
+        if not isinstance(message, message_type):
+            text = f"instance '{instance.name}' sent an unexpected {type(message).__name__}"
+            raise InvalidArgument(f"{text} while it was loading")
+        self._check_needed(instance)
+        if not instance.alive:  # the process died right after its message
+            raise Unavailable(problem)
+        return message
 
-    def mark_loaded(self, checks_ready: bool, device_byte_size: int) -> None:
-        """Set the state to ready, and store the properties that the worker has reported."""
-        self.checks_ready, self.device_byte_size = checks_ready, device_byte_size
-        self.transition("loaded")
-        self.ready_at = time.monotonic()
-        self.failed_loads = 0
+    def _check_needed(self, instance: Instance) -> None:
+        if not self._is_needed(instance):  # the process may have started after the stop
+            if instance.child is not None:
+                instance.child.kill()
+            raise Unavailable(f"instance '{instance.name}' was stopped while it was loading")
 
-    async def discard(self) -> Child | None:
-        """Kill the process that failed to load, if it is alive, and return the process."""
-        child = self.child
-        if child is not None and child.alive:
-            child.kill_reason = "it has not loaded"
-            child.kill()
-            await child.until_exit()
-        self.child = None
-        self.transition("load_failed")
-        return child
+    def _announce(self, instance: Instance) -> None:
+        """Notify the scheduler of an instance that will attach, and of its process, if any."""
+        pid = instance.child.pid if instance.child is not None else 0
+        self._scheduler.send(m.InstanceExpected(instance.index, pid))
 
+    def _send(self, instance: Instance, message: Any) -> None:
+        if instance.child is not None:
+            self._context.control.send(instance.child.pid, message)
 
-class Bounds(NamedTuple):
-    """The minimum and the maximum number of instances of a model that is scaled automatically."""
+    # --- changes of the number of instances
 
-    minimum: int
-    maximum: int
+    def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
+        """Return the update to the instances of `config`, the final configuration of `spec`."""
+        config_differs, scaled_config = config != self.config, config
+        if bounds_of(config) is not None and not config_differs:
+            # A load without changes keeps the current number of instances.
+            scaled_config = with_instance_count(config, self.count)
+        changes = find_changes(self._instances, scaled_config, self.count)
+        return InstanceUpdate(spec, config, config_differs, *changes)
 
+    async def add(self, update: InstanceUpdate) -> None:
+        """Load the added instances of an update, which then serve immediately.
 
-def bounds_of(config: ModelSpec) -> Bounds | None:
-    """Return the bounds of a validated configuration, or None for a fixed number of instances."""
-    maximum = parse_instance_bound(config.parameters.get(MAX_INSTANCES, ""))
-    minimum = parse_instance_bound(config.parameters.get(MIN_INSTANCES, ""))
-    return None if maximum is None else Bounds(minimum or 1, maximum)
+        Raises:
+            ShmserveError: An instance could not be loaded.
+        """
+        self._scheduler.reserve(update.config, update.added)
+        self._instances += update.added
+        count = len(self._instances) - len(update.removed)
+        try:
+            await self._load_all(update.added, update.config, count)
+        except ExceptionGroup as failures:
+            raise first_error(failures) from None
 
+    def commit(self, update: InstanceUpdate) -> None:
+        """Adopt the configuration of an update, and retire the instances that it removes."""
+        self.config = update.config
+        self.retire(update.removed)
 
-def with_instance_count(config: ModelSpec, count: int) -> ModelSpec:
-    """Return a configuration with one instance group changed to `count` instances.
+    async def resize(self, count: int) -> None:
+        """Change the number of instances of a version that is scaled automatically.
 
-    The instances are distributed evenly over the devices. Only `instance_group` is changed:
-    `source`, the JSON for clients, still has the configured number.
-    """
-    (group,) = config.instance_group
-    devices = [(gpu,) for gpu in group.gpus] if group.kind == "KIND_GPU" else [group.gpus]
-    shares = [(count + index) // len(devices) for index in reversed(range(len(devices)))]
-    pairs = zip(devices, shares, strict=True)
-    groups = (replace(group, gpus=gpus, count=share) for gpus, share in pairs if share)
-    return replace(config, instance_group=tuple(groups))
+        Raises:
+            ShmserveError: An instance could not be loaded; nothing is changed.
+        """
+        added, removed = find_changes(self._instances, with_instance_count(self.config, count))
+        try:
+            await self.add(InstanceUpdate(self._spec, self.config, False, added, removed))
+        except ShmserveError:
+            self.retire(added)
+            raise
+        self.retire(removed)
 
+    def retire(self, instances: list[Instance]) -> None:
+        """Retire instances, which finish their requests and end."""
+        for instance in instances:
+            if instance not in self._instances:
+                continue  # the instance has ended
+            if instance.state is InstanceState.READY:
+                instance.transition("retire")
+            else:
+                self._instances.remove(instance)
+                self._scheduler.release(instance)
+                if instance.child is not None:
+                    instance.child.kill()
+            self._scheduler.send(m.RetireInstance(instance.index))
+        if self._store_failure():
+            self._on_change()
 
-def expand_instances(config: ModelSpec, running_count: int = 0) -> list[Instance]:
-    """Return the instances of a configuration, in order; an ensemble has none.
+    @staticmethod
+    async def await_exits(retired_instances: list[Instance]) -> None:
+        """Wait for the exits of retired instances, but at most a second for their requests."""
+        exits = {i.child.exited: i for i in retired_instances if i.child is not None}
+        if exits:
+            await asyncio.wait(exits, timeout=REQUEST_PATIENCE_S)
+        idle_exits = [e for e, i in exits.items() if i.state is not InstanceState.RETIRING]
+        if idle_exits:
+            await asyncio.wait(idle_exits)
 
-    Args:
-        config: The configuration of the model.
-        running_count: The number of instances to keep, if the configuration has bounds.
-    """
-    instances, bounds = _expand(config), bounds_of(config)
-    if bounds is None:
-        return instances
-    count = max(len(instances), bounds.minimum, min(running_count, bounds.maximum))
-    return instances if len(instances) == count else _expand(with_instance_count(config, count))
+    def on_retired(self, pid: int) -> None:
+        """End a retiring instance that has finished its requests."""
+        instance = self._instance_of(pid)
+        if instance is not None and instance.state is InstanceState.RETIRING:
+            self._context.background(self._end(instance))
 
+    def _instance_of(self, pid: int) -> Instance | None:
+        """Return the instance that currently runs in a process, if any."""
+        matches = (i for i in self._instances if i.child is not None and i.child.pid == pid)
+        return next(matches, None)
 
-def _expand(config: ModelSpec) -> list[Instance]:
-    instances: list[Instance] = []
-    counts: Counter[str] = Counter()  # groups of equal names are numbered together
-    for group in config.instance_group:
-        on_gpu = group.kind == "KIND_GPU"
-        for device_id in group.gpus if on_gpu else (0,):
-            prefix = f"{group.name}_gpu{device_id}" if on_gpu else group.name
-            device, kind = f"gpu:{device_id}" if on_gpu else "cpu", group.kind.removeprefix("KIND_")
-            for _ in range(group.count):
-                name, limit = f"{prefix}_{counts[prefix]}", group.rate_limiter
-                counts[prefix] += 1
-                instances.append(Instance(len(instances), name, device, kind, device_id, limit))
-    return instances
+    async def _end(self, instance: Instance) -> None:
+        self._send(instance, m.Stop())
+        instance.transition("stop")
+        patience_s = max(self._context.config.exit_timeout_s, _MIN_STOP_PATIENCE_S)
+        if not await self._context.end(instance.child, patience_s):
+            logger.error(
+                "instance '%s' is killed: its `unload`, `finalize` or execution exceeds %g s",
+                instance.name,
+                patience_s,
+            )
 
+    # --- changes of schedulers
 
-class InstanceUpdate(NamedTuple):
-    """A change of a version's instances to the instances of another spec.
+    def notify_new_scheduler(self, worker_pids: list[int]) -> None:
+        """Notify a new scheduler of its instances, and of the exits since it was started.
 
-    Attributes:
-        spec: The spec that the version will have.
-        config: The final configuration of `spec`.
-        config_differs: Whether `config` differs from the current configuration.
-        added: The instances to start.
-        removed: The instances to retire.
-    """
+        Args:
+            worker_pids: The worker processes that ran when the scheduler was started.
+        """
+        for pid in set(worker_pids) - set(self.pids()):
+            self._scheduler.send(ProcessExited(pid, ""))
+        for instance in self._instances:
+            if instance.state is InstanceState.RETIRING:
+                # Clients have resubmitted the instance's requests to the new scheduler.
+                self._context.background(self._end(instance))
+            elif instance.state is InstanceState.FAILED:
+                self._send_instance_gone(instance)
+            elif instance.state is not InstanceState.STOPPED:
+                self._announce(instance)
 
-    spec: VersionSpec
-    config: ModelSpec
-    config_differs: bool
-    added: list[Instance]
-    removed: list[Instance]
+    def attach(self) -> None:
+        """Connect every ready instance to the current scheduler."""
+        self.defers_attach = False
+        attach = m.Attach(self._scheduler.instances_endpoint)
+        for instance in self._instances:
+            if instance.state is InstanceState.READY:
+                self._send(instance, attach)
 
+    # --- exits of processes
 
-def find_changes(
-    current: Sequence[Instance], config: ModelSpec, running_count: int = 0
-) -> tuple[list[Instance], list[Instance]]:
-    """Return the instances to add and to remove for a configuration; change no instance.
+    def kill_overdue(self, pid: int, reason: str) -> None:
+        """Kill an instance that exceeded its time limit, unless its process has been replaced."""
+        instance = self._instance_of(pid)
+        if instance is not None and instance.child is not None:
+            instance.child.kill_reason = reason
+            self._context.background(self._kill(instance, instance.child))
 
-    Args:
-        current: The instances of the version.
-        config: The new configuration.
-        running_count: The number of instances to keep, see `expand_instances`.
-    """
-    removed = [i for i in current if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
-    usable_instances = [i for i in removed if i.state is not InstanceState.FAILED]
-    added = expand_instances(config, running_count)
-    for same_name in (True, False):
-        for instance in added[:]:
-            equivalent = (i for i in usable_instances if i.placement == instance.placement)
-            match = next((i for i in equivalent if i.name == instance.name or not same_name), None)
-            if match is not None:
-                usable_instances.remove(match)
-                removed.remove(match)
-                added.remove(instance)
-    used_indexes = {instance.index for instance in current}
-    free_indexes = (index for index in itertools.count() if index not in used_indexes)
-    for instance in added:
-        instance.index = next(free_indexes)
-    return added, removed
+    @staticmethod
+    async def _kill(instance: Instance, child: Child) -> None:
+        stacks = format_stacks(await stacks_of(instance))
+        logger.error(
+            "instance '%s' is killed: %s; its stacks: %s", instance.name, child.kill_reason, stacks
+        )
+        child.kill()
 
+    def _handle_exit(self, instance: Instance, child: Child, _: object) -> None:
+        """Restart an instance whose process has ended; its scheduler was notified before."""
+        if instance.child is not child or instance not in self._instances:
+            return
+        previous_state = instance.state
+        instance.transition("exited")
+        if self._lifetime.is_stopping:
+            return  # `stop` waits for the exit
+        if instance.state is InstanceState.STOPPED:
+            self._instances.remove(instance)
+            self._scheduler.release(instance)
+        if previous_state not in _SERVING_STATES:
+            return  # the coroutine that starts or ends the process waits for the exit
+        instance.child = None
+        logger.error("process %s ended (%s)", child.title, child.reason)
+        if instance.state is not InstanceState.STOPPED:
+            self._on_change()
+            self._context.background(self._restart(instance, child))
 
-# --- loads that hang
+    def _is_needed(self, instance: Instance) -> bool:
+        return not self._lifetime.is_stopping and instance in self._instances
 
+    def on_served(self, pid: int) -> None:
+        """Reset the crash counter of an instance that has executed a request."""
+        instance = self._instance_of(pid)
+        if instance is not None:
+            instance.crashes = 0
+            instance.backoff.record_work()
 
-async def stacks_of(instance: Instance) -> str:
-    """Return the stacks of a worker's threads as faulthandler writes them, innermost frames first.
-
-    The worker writes its stacks on SIGUSR2, even while the model's code blocks. The result is empty
-    if the worker has exited or writes nothing.
-    """
-    child = instance.child
-    if child is None or not child.alive:  # another process may already have the pid
-        return ""
-    try:
-        path = f"/proc/{child.pid}/fd/{instance.stacks_fd}"
-        if not os.readlink(path).startswith("/memfd:stacks"):
-            return ""  # the model has closed the file, and opened another one
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:  # the worker has ended, or its model has closed the file
-        return ""
-    try:
-        os.ftruncate(fd, 0)
-        child.kill(signal.SIGUSR2)
-        await _await_written(child, fd)
-        return os.read(fd, _MAX_STACK_BYTES).decode(errors="replace")
-    finally:
-        os.close(fd)
-
-
-async def _await_written(child: Child, fd: int) -> None:
-    """Wait until the file no longer grows: faulthandler writes in pieces and signals no end."""
-    size = 0
-    for _ in range(_MAX_STACK_WAITS):
-        await asyncio.sleep(_STACK_WAIT_S)
-        previous_size, size = size, os.fstat(fd).st_size
-        if not child.alive or 0 < size == previous_size:
+    async def _restart(self, instance: Instance, exited_child: Child) -> None:
+        exited_at = time.monotonic()
+        pause_s = self._pause_s(instance, exited_child, exited_at - instance.ready_at)
+        # A long lifetime also resets the number of consecutive crashes.
+        earlier_crashes = min(instance.crashes, instance.backoff.exits - 1)
+        instance.crashes = earlier_crashes + (not exited_child.was_killed)
+        if earlier_crashes < instance.crashes == _MAX_CRASHES and self._is_needed(instance):
+            reason = f"its process ended {_MAX_CRASHES} times in a row ({exited_child.reason})"
+            self._abandon(instance, f"{reason}, and it executed no request in between")
+            return
+        while self._is_needed(instance):
+            if pause_s:
+                await asyncio.sleep(pause_s)
+            if not self._is_needed(instance):
+                return
+            instance.transition("restart")
+            instance.child = None
+            try:
+                await self._load(instance, self.config, len(self._instances))
+            except ShmserveError as error:
+                child = await instance.discard()
+                if not self._is_needed(instance):
+                    return
+                was_killed = child is not None and child.was_killed
+                instance.failed_loads += not was_killed
+                text = "\n".join((error.message, *getattr(error, "__notes__", ())))
+                logger.error("instance '%s' could not be restarted: %s", instance.name, text)
+                if instance.failed_loads < _MAX_FAILED_LOADS:
+                    pause_s = self._pause_s(instance, child, 0)
+                    continue
+                self._abandon(instance, error.message)
+                return
+            pid = instance.child.pid if instance.child is not None else 0
+            downtime_s = time.monotonic() - exited_at
+            logger.info(
+                "%s runs again: pid %d, %.1f s after its exit", exited_child.title, pid, downtime_s
+            )
             return
 
+    @staticmethod
+    def _pause_s(instance: Instance, exited_child: Child | None, lifetime_s: float) -> float:
+        """Return the seconds until the restart.
 
-def find_model_frame(stacks: str, folder: Path) -> str:
-    """Return the innermost frame of code in a model's folder; "" for none.
-
-    The thread that loads the model is searched first. An example of a result is "initialize, line 7
-    of 1/model.py".
-    """
-    threads = sorted(stacks.split("\n\n"), key=lambda thread: "/workers/main.py" not in thread)
-    for path, line, function in _FRAME.findall("\n".join(threads)):
-        if path.startswith(f"{folder}/"):
-            return f"{function}, line {line} of {path.removeprefix(f'{folder}/')}"
-    return ""
-
-
-def format_stacks(stacks: str) -> str:
-    """Format stacks as one log line: threads separated by "|", innermost frames first."""
-    threads = filter(None, map(_FRAME.findall, stacks.split("\n\n")))
-    lines = (" < ".join(f"{name} ({path}:{line})" for path, line, name in part) for part in threads)
-    return " | ".join(lines) or "not available"
-
-
-async def wait_for_load(
-    load: Awaitable[T], instance: Instance, folder: Path, max_s: float, on_hang: Callable[[], None]
-) -> T:
-    """Wait for a load; log the instance's stacks after 30 s and then at doubling intervals.
-
-    Args:
-        load: Completes when the instance has loaded its model.
-        instance: The instance that loads.
-        folder: The folder with the model's code.
-        max_s: The time limit of the load in seconds; 0 for none.
-        on_hang: Called with the first report, after `instance.hangs` is set.
-
-    Raises:
-        Unavailable: The limit has expired. The text names the frame that the model hangs in.
-    """
-    report_task = asyncio.ensure_future(_report_hang(instance, on_hang))
-    try:
-        async with asyncio.timeout(max_s or None):
-            return await load
-    except TimeoutError:
-        stacks = await stacks_of(instance)
-        logger.error(
-            "instance '%s' has not loaded within %g s; its stacks: %s",
-            instance.name,
-            max_s,
-            format_stacks(stacks),
-        )
-        frame = find_model_frame(stacks, folder)
-        raise Unavailable(
-            f"the model has not loaded within {max_s:g} s (--load-timeout-secs)"
-            + (f": it hangs in {frame}" if frame else "")
-        ) from None
-    finally:
-        report_task.cancel()
-        instance.hangs = False
-
-
-async def _report_hang(instance: Instance, on_hang: Callable[[], None]) -> None:
-    pause_s, total_s = FIRST_REPORT_S, 0.0
-    while True:
-        await asyncio.sleep(pause_s)
-        total_s, pause_s = total_s + pause_s, 2 * pause_s
-        stacks = format_stacks(await stacks_of(instance))
+        A process that is killed from outside does not count as a crash. Its instance therefore
+        never fails, but the pauses grow.
+        """
+        pause_s = instance.backoff.pause_s(lifetime_s)
+        excess_exits = instance.backoff.exits - _MAX_CRASHES
+        if exited_child is None or not exited_child.was_killed or excess_exits < 0:
+            return pause_s
+        pause_s = min(2.0**excess_exits, _MAX_PAUSE_S)
         logger.warning(
-            "instance '%s' has been loading for %g s; its stacks: %s",
+            "instance '%s' restarts in %g s: its process was killed or ended %d times",
             instance.name,
-            total_s,
-            stacks,
+            pause_s,
+            instance.backoff.exits,
         )
-        if not instance.hangs:
-            instance.hangs = True
-            on_hang()
+        return pause_s
+
+    def _abandon(self, instance: Instance, reason: str) -> None:
+        instance.transition("abandon")
+        logger.error("instance '%s' is not restarted any more: %s", instance.name, reason)
+        self._send_instance_gone(instance)
+        self._abandon_reason = reason
+        self._store_failure()
+        self._on_change()
+
+    def _store_failure(self) -> bool:
+        """Store the failure if no instance serves or will serve; return whether there is one."""
+        states = self.states()
+        if InstanceState.FAILED in states and _DOWN_STATES.issuperset(states):
+            self.failure = self._abandon_reason
+        return bool(self.failure)
+
+    def _send_instance_gone(self, instance: Instance) -> None:
+        reason = f"model '{self._spec.name}' failed: its instances are not restarted"
+        self._scheduler.send(m.InstanceGone(instance.index, reason))
+
+    # --- the version's end
+
+    async def stop(self) -> None:
+        """Finalize the model in every process that has loaded it, and wait for all exits."""
+        for instance in self._instances:
+            # A restarted process may hang in `load`, and would then outlast any `finalize`.
+            if instance.state in _LOADING_STATES and instance.child is not None:
+                instance.child.kill()
+        await asyncio.gather(*(self._end(i) for i in self._instances if i.alive))

@@ -1,7 +1,8 @@
-"""The lifecycle of models: a state machine that executes the orders of each model in turn (pure).
+"""The lifecycle of models: a state machine that executes the orders of each model in turn.
 
 The state machine decides; `LifecycleActions` executes the decisions and reports back by events.
 `Order` changes the state of a model: `start`, `offer`, then `take_over`, or `drop` if a load fails.
+It calls running versions directly, to pass on counters and to add and remove instances.
 
 load:    read -> the step models are loaded -> versions that differ start, or instances are added ->
          published -> every client has acknowledged them as ready -> they serve, old versions
@@ -18,7 +19,7 @@ from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import (
     DUPLICATE,

@@ -12,9 +12,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from google.protobuf import text_format
@@ -31,10 +31,46 @@ from shmserve.ipc.model_spec import ENVIRONMENT, ModelSpec
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository
-from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
 from shmserve.supervisor.models.repository import CONFIG_FILE, ModelFolder, ReadConfig
 
 logger = logging.getLogger(__name__)
+
+
+class StepModel(NamedTuple):
+    """The model that an ensemble step runs; version "" is the latest."""
+
+    name: str
+    version: str
+
+
+def steps_of(config: ModelSpec) -> list[StepModel]:
+    """Return the models of an ensemble's steps in order; other configurations have no steps."""
+    ensemble = config.ensemble_scheduling
+    steps = ensemble.step if ensemble is not None else ()
+    return [StepModel(step.model_name, step.version) for step in steps]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpec:
+    """A model version to load.
+
+    Attributes:
+        config: The configuration, normalised and validated before auto-completion.
+        read_config: The parsed configuration, from which `config` is completed.
+    """
+
+    name: str
+    version: str
+    model_dir: Path
+    config: ModelSpec
+    labels: dict[str, list[str]] = field(default_factory=dict)  # the label texts of each output
+    fingerprint: str = ""  # a digest of the version's files without its configuration
+    read_config: ReadConfig | None = field(default=None, compare=False)
+
+    @property
+    def steps(self) -> list[StepModel]:
+        """Return the models of an ensemble's steps."""
+        return steps_of(self.config)
 
 
 class LoadPlanner:
@@ -56,7 +92,7 @@ class LoadPlanner:
         """
         self._config = config
         self._overrides_dir = run_dir / "overrides"
-        self._environments_dir = endpoints.environments(run_dir)
+        self._environments_dir = endpoints.environments_dir(run_dir)
         self._accelerators = accelerators
         self._file_models: dict[str, ModelFolder] = {}
         for model_file in config.model_files:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, get_args
 
 from shmserve.common.names import check_model_name, is_traversal
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
@@ -29,10 +29,9 @@ from shmserve.ipc.messages.publications import (
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.instance_processes import REQUEST_PATIENCE_S, Instances
-from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.instances import REQUEST_PATIENCE_S, Instances
 from shmserve.supervisor.models.lifecycle import Lifecycle
-from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.load_planner import LoadPlanner, VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.on_demand import OnDemand
 from shmserve.supervisor.models.orders import (
@@ -375,6 +374,7 @@ class ModelManager:
         self._registry, self._lifecycle = executor.registry, executor.lifecycle
         self._wait_for, self.on_demand = executor.wait_for, executor.on_demand
         self._scan_lock, self._alias_lock = asyncio.Lock(), asyncio.Lock()
+        self._context.serve_requests(get_args(ModelRequest), self._handle)
 
     async def start(self) -> bool:
         """Load the models that the control mode selects, and publish the on-demand models.
@@ -414,7 +414,7 @@ class ModelManager:
 
     # --- requests of gateways and models
 
-    async def handle(self, pid: int, request: ModelRequest) -> dict[str, Any] | None:
+    async def _handle(self, pid: int, request: ModelRequest) -> dict[str, Any] | None:
         """Handle a request of a gateway or a model; return the payload of the response."""
         match request:
             case m.LoadModel(name=name, config=config, files=files):

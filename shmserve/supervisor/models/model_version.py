@@ -23,10 +23,16 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import MemoryDropped, ModelPublished, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.instance_processes import ConfigFinaliser, Instances, first_error
-from shmserve.supervisor.models.instances import InstanceUpdate, Lifetime, VersionSpec
+from shmserve.supervisor.models.instance import InstanceUpdate
+from shmserve.supervisor.models.instances import ConfigFinaliser, Instances, first_error
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.repository import incomplete_files
-from shmserve.supervisor.models.scheduler_process import Group, SchedulerHosts, VersionScheduler
+from shmserve.supervisor.models.scheduler_process import (
+    Group,
+    Lifetime,
+    SchedulerHosts,
+    VersionScheduler,
+)
 from shmserve.supervisor.processes.children import RestartBackoff
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import GraphProblem
-from shmserve.supervisor.models.instances import InstanceUpdate, VersionSpec
+from shmserve.supervisor.models.instance import InstanceUpdate
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.repository import DUPLICATE_MODEL
 from shmserve.supervisor.models.scheduler_process import Group

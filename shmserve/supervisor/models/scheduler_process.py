@@ -23,7 +23,8 @@ from shmserve.ipc.messages.supervision import CacheStart, HostStart, SchedulerSt
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events import counters_event
-from shmserve.supervisor.models.instances import Instance, Lifetime, VersionSpec
+from shmserve.supervisor.models.instance import Instance
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.processes.children import Child
 from shmserve.supervisor.processes.control_socket import SchedulerAddress
 from shmserve.supervisor.resources.rate_limiter import Needs
@@ -39,6 +40,14 @@ class Group(NamedTuple):
 
     title: str
     names: frozenset[str]
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """The shutdown state that the parts of a model version share."""
+
+    is_retiring: bool = False  # whether the version finishes its requests
+    is_stopping: bool = False  # whether the version's processes are being stopped
 
 
 class SchedulerHandle:

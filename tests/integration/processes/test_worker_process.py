@@ -34,7 +34,7 @@ from shmserve.ipc.messages.supervision import WorkerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.schemas import Inferred, pack_inference
 from shmserve.ipc.transport.router import Router
-from shmserve.supervisor.models.instances import Instance, find_model_frame, stacks_of
+from shmserve.supervisor.models.instance import Instance, find_model_frame, stacks_of
 from shmserve.supervisor.processes.children import Child
 from tests.rigs.arrivals import encode_zmtp, receive_arrived, send_raw
 from tests.rigs.forker import WORKER, Forked, forker

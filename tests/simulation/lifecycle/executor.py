@@ -14,7 +14,8 @@ from shmserve.ipc.messages.supervision import WorkerStart
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events import EventPublisher
-from shmserve.supervisor.models.instances import Instance, VersionSpec, bounds_of
+from shmserve.supervisor.models.instance import Instance, bounds_of
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.manager import LifecycleExecutor, ModelPublisher
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import ModelEntry, Order

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.messages.publications import ModelPublished
-from shmserve.supervisor.models.instances import InstanceState, VersionSpec
+from shmserve.supervisor.models.instance import InstanceState
 from shmserve.supervisor.models.lifecycle import Lifecycle
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion, differ_in_instances_only
 from shmserve.supervisor.models.orders import ModelEntry, Order, OrderKind, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry, ModelState, ModelSummary, statuses

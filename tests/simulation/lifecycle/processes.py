@@ -11,7 +11,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.messages.supervision import SchedulerStart, WorkerStart, decode_start
-from shmserve.supervisor.models.instances import Instance
+from shmserve.supervisor.models.instance import Instance
 from shmserve.supervisor.processes.children import Child
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress, pid_of
 from tests.simulation.lifecycle.audience import SimulatedAudience, draw_delay_ns

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.instances import VersionSpec
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.orders import LoadPlan, LoadSource
 from tests.simulation.world import World
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shmserve.supervisor.models.instances import Instance
+from shmserve.supervisor.models.instance import Instance
 from tests.simulation.lifecycle.executor import SimulatedExecutor
 from tests.simulation.lifecycle.loop import SimulatedLoop
 from tests.simulation.lifecycle.repository import ENSEMBLES, MAX_INSTANCES

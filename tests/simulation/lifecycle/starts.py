@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shmserve.supervisor.models.instances import Instance
+from shmserve.supervisor.models.instance import Instance
 
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_LIFETIME_S = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.instances import Instance, InstanceState, bounds_of
+from shmserve.supervisor.models.instance import Instance, InstanceState, bounds_of
 from shmserve.supervisor.models.model_version import ModelVersion
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, WaitUntil
+from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, DynamicBatcher, WaitUntil
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher, MissBudget, WaitingChoice
-from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.batchers.estimates import Arrivals, SizeTimes
 from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_simulation import (

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.tensors.padding import Pad, PaddedBatch, Padding
-from shmserve.scheduler.batchers import Batch, CloseReason, WaitUntil
-from shmserve.scheduler.batchers.dynamic import decide
+from shmserve.scheduler.batchers import Batch, CloseReason, WaitUntil, decide
 from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.scheduler.settings import Batching
 

@@ -14,7 +14,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceExpected,
     StatisticsSnapshot,
 )
-from shmserve.scheduler.instances.executions import ServiceTime
+from shmserve.scheduler.instances.dispatch import ServiceTime
 from shmserve.scheduler.requests.scheduled import Timing
 from shmserve.scheduler.tables import Histogram
 from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok_reply, ready_rig

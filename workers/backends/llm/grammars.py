@@ -83,7 +83,7 @@ class Grammars:
             body = compilers[kind](text) if kind else ""
             message = message_grammar or self._default_message_grammar
             if kind == "json_schema" and not message_grammar:
-                # In some vocabularies, every token that begins a word has a space.
+                # In some vocabularies, each token that begins a word has a space, which is allowed.
                 message = message.replace("@body", "/ ?/ @body")
             new_matcher = matcher(self._tokenizer, _with_body(message, body))
             if not new_matcher.get_error():

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models import instance_processes
-from shmserve.supervisor.models.instances import (
+from shmserve.supervisor.models import instances
+from shmserve.supervisor.models.instance import (
     Instance,
     InstanceState,
     InstanceUpdate,
-    VersionSpec,
     expand_instances,
     find_changes,
 )
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion, differ_in_instances_only
 from shmserve.supervisor.models.repository import find, version_fingerprint
 from tests.rigs.process_rig import CONFIG, Processes, plan, run_loop_turns
@@ -188,7 +188,7 @@ async def test_a_version_fails_when_the_last_starting_instance_is_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its other instances were abandoned before, while the addition could still have served."""
-    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
+    monkeypatch.setattr(instances, "_MAX_FAILED_LOADS", 1)
     processes = Processes()
     model = await start_version(processes, 1)
     enlarged = update(model, 2)

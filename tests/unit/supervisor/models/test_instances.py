@@ -14,13 +14,16 @@ import pytest
 from shmserve.errors import IllegalEvent, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models import instance_processes, instances
-from shmserve.supervisor.models.instances import (
+from shmserve.supervisor.models import instance as instance_module
+from shmserve.supervisor.models import instances
+from shmserve.supervisor.models.instance import (
     TRANSITIONS,
     Instance,
     InstanceState,
+    _await_written,
     bounds_of,
     expand_instances,
+    find_model_frame,
     stacks_of,
     with_instance_count,
 )
@@ -146,7 +149,7 @@ def stack_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pending_calls.append(instance.name)
         return STACKS
 
-    monkeypatch.setattr(instances, "stacks_of", stacks_of)
+    monkeypatch.setattr(instance_module, "stacks_of", stacks_of)
     return pending_calls
 
 
@@ -170,7 +173,7 @@ def test_stacks_are_read_once_complete(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr("asyncio.sleep", write_while_sleeping)
     with stacks.open("a+b") as file:
-        asyncio.run(instances._await_written(SimpleNamespace(alive=True), file.fileno()))  # type: ignore[arg-type]
+        asyncio.run(_await_written(SimpleNamespace(alive=True), file.fileno()))  # type: ignore[arg-type]
     assert stacks.read_text() == STACKS
 
 
@@ -197,13 +200,13 @@ async def test_stacks_are_not_written_to_a_file_of_the_model(tmp_path: Path) -> 
     ],
 )
 def test_the_reported_frame_is_of_the_loading_thread(stacks: str, expected_frame: str) -> None:
-    assert instances.find_model_frame(stacks, Path("/tmp")) == expected_frame
+    assert find_model_frame(stacks, Path("/tmp")) == expected_frame
 
 
 async def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
     stack_requests: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
+    monkeypatch.setattr(instance_module, "FIRST_REPORT_S", 0.01)
     async with running_version() as (processes, model):
         processes.loads_hang = True
         load_task = asyncio.ensure_future(model.start())
@@ -236,7 +239,7 @@ async def test_a_load_over_the_limit_reports_where_it_hangs(silent_type: type[An
 async def test_a_hanging_restart_is_retried_and_abandoned(
     stack_requests: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 2)
+    monkeypatch.setattr(instances, "_MAX_FAILED_LOADS", 2)
     async with running_version(*LIMIT) as (processes, model):
         await model.start()
         processes.loads_hang = True

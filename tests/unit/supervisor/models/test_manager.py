@@ -20,8 +20,8 @@ from shmserve.ipc.messages.publications import (
     ReadinessChanged,
 )
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models import instances
-from shmserve.supervisor.models.instances import StepModel, VersionSpec
+from shmserve.supervisor.models import instance as instance_module
+from shmserve.supervisor.models.load_planner import StepModel, VersionSpec
 from shmserve.supervisor.models.manager import (
     LifecycleExecutor,
     ModelManager,
@@ -125,7 +125,7 @@ async def test_an_unload_waits_for_the_load_that_runs(load_stage: str) -> None:
 @pytest.mark.parametrize("is_reported", [True, False])
 async def test_hanging_loads_are_left(monkeypatch: pytest.MonkeyPatch, is_reported: bool) -> None:
     """The unload arrives before the hang is reported, or after it."""
-    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
+    monkeypatch.setattr(instance_module, "FIRST_REPORT_S", 0.05)
     processes = Processes()
     processes.loads_hang = True
     manager = models(processes, Repository())
@@ -196,7 +196,7 @@ async def test_a_file_that_changes_while_its_model_is_read() -> None:
 
 async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The load is abandoned, and repeated when the files return."""
-    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.01)
+    monkeypatch.setattr(instance_module, "FIRST_REPORT_S", 0.01)
     processes, repository = Processes(), Repository()
     manager, poller = server(processes, repository)
     object.__setattr__(processes.context.config, "repository_poll_s", 0.001)
@@ -376,7 +376,7 @@ async def test_a_stop_does_not_wait_for_versions_that_need_one_another() -> None
 async def test_an_unload_does_not_wait_for_an_ensemble_whose_step_hangs_in_its_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
+    monkeypatch.setattr(instance_module, "FIRST_REPORT_S", 0.05)
     processes, repository = Processes(), Repository()
     manager = models(processes, repository)
     await manager.load("m")

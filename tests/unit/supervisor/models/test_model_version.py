@@ -13,9 +13,11 @@ import pytest
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import ProcessExited, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models import instance_processes
-from shmserve.supervisor.models.instances import InstanceState, Lifetime, VersionSpec
+from shmserve.supervisor.models import instances
+from shmserve.supervisor.models.instance import InstanceState
+from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.model_version import EnsembleInstances, ModelVersion
+from shmserve.supervisor.models.scheduler_process import Lifetime
 from shmserve.supervisor.processes.children import Child
 from tests.rigs.process_rig import FakeChild, Processes, plan, run_loop_turns
 
@@ -89,7 +91,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An instance that will not be restarted is reported as gone, too."""
-    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
+    monkeypatch.setattr(instances, "_MAX_FAILED_LOADS", 1)
     processes = Processes()
     model = processes.version(plan())
     records: list[Any] = []
@@ -117,7 +119,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
 @pytest.mark.parametrize("serves", [False, True])
 async def test_a_crash_loop_ends_an_instance(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
     """An instance that has executed a request in between restarts after a longer backoff."""
-    max_crashes = instance_processes._MAX_CRASHES
+    max_crashes = instances._MAX_CRASHES
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
 
     text = "its process ended 10 times in a row (signal 6), and it executed no request in between"
@@ -140,16 +142,16 @@ async def test_a_crash_loop_ends_an_instance(monkeypatch: pytest.MonkeyPatch, se
 @pytest.mark.parametrize("at_load", [False, True])
 async def test_killed_workers_are_restarted(monkeypatch: pytest.MonkeyPatch, at_load: bool) -> None:
     """The pauses grow until a long run; a crash of the worker is no kill."""
-    max_crashes, pauses = instance_processes._MAX_CRASHES, list[float]()
+    max_crashes, pauses = instances._MAX_CRASHES, list[float]()
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
     processes, model = await start_version()
-    paused = instance_processes.Instances._pause_s
+    paused = instances.Instances._pause_s
 
     def note_pause(*row: Any) -> float:
         pauses.append(paused(*row))
         return 0.0
 
-    monkeypatch.setattr(instance_processes.Instances, "_pause_s", staticmethod(note_pause))
+    monkeypatch.setattr(instances.Instances, "_pause_s", staticmethod(note_pause))
     processes.children[0].kill(signal.SIGABRT)
     await run_loop_turns(1)
     async with asyncio.timeout(10):
@@ -187,7 +189,7 @@ async def test_a_crash_after_a_long_life_is_no_crash_loop(monkeypatch: pytest.Mo
     """Rare exits of a model without requests are no crash loop, either."""
     monkeypatch.setattr("shmserve.supervisor.processes.children._HEALTHY_S", -1.0)
     processes, model = await start_version()
-    for death in range(instance_processes._MAX_CRASHES + 1):
+    for death in range(instances._MAX_CRASHES + 1):
         async with asyncio.timeout(10):
             await model.until_ready()
         (processes.children[-1] if death else processes.children[0]).kill()

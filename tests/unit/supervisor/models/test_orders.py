@@ -14,8 +14,9 @@ import pytest
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models import instance_processes, instances
-from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
+from shmserve.supervisor.models import instance as instance_module
+from shmserve.supervisor.models import instances
+from shmserve.supervisor.models.load_planner import StepModel, VersionSpec, steps_of
 from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, ModelPublisher
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
@@ -234,7 +235,7 @@ async def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> Non
 async def test_an_ensemble_reports_a_step_that_failed_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
+    monkeypatch.setattr(instances, "_MAX_FAILED_LOADS", 1)
     async with asyncio.timeout(10):
         server = Server(s=[], e=["s"])
         await server.load("e")
@@ -406,7 +407,7 @@ async def test_an_abandoned_load_cancels_its_steps_loads(
     more_names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load of the step continues if another ensemble or a request waits for it."""
-    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
+    monkeypatch.setattr(instance_module, "FIRST_REPORT_S", 0.05)
     async with asyncio.timeout(10):
         server = Server(s=[], e=["s"], f=["s"])
         server.loads_hang = True
