@@ -108,7 +108,10 @@ async def main():
     another.kill()
     await another.exited
     print(children.is_reserved(another.pid), children.is_reserved(last))
+    zygotes = [child for child in children.all() if child.title.endswith("zygote")]
     zygote.stop()
+    for child in zygotes:  # a zygote that outlives its parent reports that the parent was killed
+        await child.until_exit()
 
 asyncio.run(main())
 """
