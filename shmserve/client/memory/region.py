@@ -257,8 +257,9 @@ def _open_descriptor(source: Any) -> int:
             raise NotFound(f"there is no shared memory '{name}' in {_SHM_FOLDER}") from None
         except PermissionError:
             raise PermissionDenied(f"shared memory '{name}': reading and writing denied") from None
-        except OSError as error:
-            text = f"'{name}' cannot be used as shared memory: {error.strerror}"
+        except (OSError, ValueError) as error:  # a ValueError if the name is no path, as "a\0b"
+            reason = getattr(error, "strerror", None) or error
+            text = f"'{name}' cannot be used as shared memory: {reason}"
             raise InvalidArgument(text) from None
     fd = getattr(source, "_fd", source)  # SharedMemory's descriptor
     try:
