@@ -48,7 +48,7 @@ def sibling_run_directory(default_directory: Path, name: str) -> Path:
     return default_directory.with_name(f"{default_directory.name}-{name}")
 
 
-def environments(run_dir: Path) -> Path:
+def environments_dir(run_dir: Path) -> Path:
     """Return the folder of the unpacked Python environments of models."""
     return run_dir / "environments"
 

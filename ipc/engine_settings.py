@@ -95,10 +95,10 @@ class SpeculationSettings:
         accept_threshold: The acceptance rate below which proposals are paused.
     """
 
-    enabled: bool = False
+    enabled: bool = False  # whether drafts are proposed
     method: str = _choice("ngram", "draft", "ngram")
     draft_model: str = ""
-    num_spec_tokens: int = _number(4, 1, 32)
+    num_spec_tokens: int = _number(4, 1, 32)  # number of draft tokens
     adaptive_length: bool = True
     accept_threshold: float = _number(0.3, 0, 1)
 
@@ -120,7 +120,7 @@ class EngineSettings:
     """
 
     profile: str = _choice("", "", *PROFILES)  # a preset of the other settings, or ""
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # further names of the model for clients
     max_batch_size: int = _number(32, 1, 1024)  # sequences
     max_tokens_per_batch: int = _number(2048, 1, 1 << 20)
     max_waiting_requests: int = _number(512, 1, 1 << 20)
@@ -131,10 +131,10 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     enable_preemption: bool = True
     preemption_mode: str = _choice("auto", *PREEMPTION_MODES)
-    swap_space_gb: float = _number(0.25, 0, 4096)
-    swap_blocks: int = _number(0, 0, 1 << 24)
+    swap_space_gb: float = _number(0.25, 0, 4096)  # of host memory
+    swap_blocks: int = _number(0, 0, 1 << 24)  # number, derived from `swap_space_gb`
     block_size: int = _number(16, 1, 1024)  # tokens
-    kv_cache_blocks: int = _number(0, 0, 1 << 24)
+    kv_cache_blocks: int = _number(0, 0, 1 << 24)  # number; 0: as many as fit
     target_itl_ms: float = _number(0.0, 0, 1e6)
     max_wait_time_ms: float = _number(30_000.0, 0, 1e9)
     weights: str = _choice("fp32", "fp32", "bf16", "int8")

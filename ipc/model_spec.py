@@ -414,14 +414,14 @@ class ModelSpec(Document):
     input: tuple[TensorSpec, ...] = ()
     output: tuple[TensorSpec, ...] = ()
     batch_input: tuple[BatchTensor, ...] = ()
-    batch_output: tuple[BatchTensor, ...] = ()
+    batch_output: tuple[BatchTensor, ...] = ()  # outputs of whole batches
     optimization: Optimization = Optimization()
     dynamic_batching: DynamicBatching | None = None
     sequence_batching: SequenceBatching | None = None
     ensemble_scheduling: EnsembleScheduling | None = None
     instance_group: tuple[InstanceGroup, ...] = ()
     default_model_filename: str = ""
-    metric_tags: dict[str, str] = field(default_factory=dict)
+    metric_tags: dict[str, str] = field(default_factory=dict)  # labels of metrics
     parameters: dict[str, str] = field(default_factory=dict, metadata={"convert": _parameter_texts})
     model_warmup: tuple[WarmupSample, ...] = ()
     decoupled: bool = _config_field("model_transaction_policy.decoupled", False)

@@ -134,17 +134,17 @@ def kill_marked_descendants(supervisor_pid: int, run_dir: object) -> None:
     mark_variable = os.fsencode(f"{_MARK_VARIABLE}={supervisor_pid} {run_dir}")
     known_pids: set[int] = set()
     for _ in range(_MAX_SCANS):
-        marked_pids, is_decided = set(), True
+        marked_pids, is_scan_complete = set(), True
         for pid in {int(path.name) for path in Path("/proc").glob("[0-9]*")} - {os.getpid()}:
             with contextlib.suppress(OSError):  # the process belongs to another user, or has exited
                 environ = _environment(pid)
                 if mark_variable in environ.split(b"\0"):
                     marked_pids.add(pid)
-                    is_decided &= _kill(pid)
+                    is_scan_complete &= _kill(pid)
                 elif not environ and os.readlink(f"/proc/{pid}/exe"):  # not a thread of the kernel
-                    is_decided = False
+                    is_scan_complete = False
         # A process may have started another one during the scan.
-        if is_decided and marked_pids <= known_pids:
+        if is_scan_complete and marked_pids <= known_pids:
             return
         known_pids |= marked_pids
         time.sleep(_SCAN_PAUSE_S)

@@ -102,15 +102,15 @@ class Span(NamedTuple):
     model: str
     version: str
     request_id: str
-    arrived_ns: int
+    arrived_ns: int  # creation of the request
     enqueued_ns: int
     compute_start_ns: int
     input_end_ns: int
     output_start_ns: int
     compute_end_ns: int
     responded_ns: int
-    batch_size: int
-    close_reason: str
+    batch_size: int  # of the request's batch
+    close_reason: str  # why the batch was closed
 
     def packed(self) -> bytes:
         """Return the encoding for `Finished.spans`, in which spans are concatenated."""

@@ -223,11 +223,11 @@ _LOAD_FAILED = re.compile(r"(?s)failed to load '[^']*' version \d+: ([A-Z][a-z ]
 def _start_error(log: str, status: int | None, timeout: float) -> ShmserveError:
     """Return the error of a server that has ended, or that is not ready in time."""
     lines = [line.strip() for line in _ERROR_LINE.findall(log)]
-    kinds = {kind.title: kind for kind in KINDS}
+    error_classes = {error_class.title: error_class for error_class in KINDS}
     matches = [match for match in map(_LOAD_FAILED.match, lines) if match]
     if matches:
-        kind = kinds.get(matches[0][1], ShmserveError)
-        return kind("\n".join(dict.fromkeys(match[2] for match in matches)))
+        error_class = error_classes.get(matches[0][1], ShmserveError)
+        return error_class("\n".join(dict.fromkeys(match[2] for match in matches)))
     if status is None:
         return Unavailable(f"the server is not ready after {timeout} s:\n" + log[-2000:])
     printed = re.sub(r"(?m)^shmserve: ", "", log.strip())  # by a command that ended before its log

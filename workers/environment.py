@@ -67,7 +67,7 @@ def enter(start: WorkerStart) -> None:
     Raises:
         InvalidArgument: The environment cannot be used; the message has the remedy.
     """
-    environments_dir = endpoints.environments(start.run_dir)
+    environments_dir = endpoints.environments_dir(start.run_dir)
     python = _check_interpreter(_find_interpreter(_locate_environment(start), environments_dir))
     root = str(python.parent.parent)
     variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}

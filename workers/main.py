@@ -104,7 +104,7 @@ def run(start_record: bytes) -> None:
             environment.enter(start)
         except ShmserveError as error:
             environment_error = error
-    stacks_fd = _set_signals()
+    stacks_fd = _set_signals()  # SIGUSR2 writes stacks to it
     threading.excepthook = log_thread_exception
     device = _torch_device_name(start.device)
     set_process_title(f"worker {model}.{index} {device}")

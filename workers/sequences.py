@@ -76,7 +76,7 @@ class ControlInput(Record):
     name: str
     kind: str
     datatype: str
-    values: tuple[bytes, bytes] = (b"", b"")
+    values: tuple[bytes, bytes] = (b"", b"")  # encoded (false, true)
 
     def encode(self, row: SequenceRow) -> bytes:
         """Return the bytes of the control for a row."""
@@ -143,8 +143,8 @@ class StateSpec(Record):
     output_name: str
     datatype: str
     shape: tuple[int, ...]
-    initial_value: bytes
-    same_buffer: bool
+    initial_value: bytes  # of the state
+    same_buffer: bool  # whether the model writes its output to the input's buffer
 
 
 class _StateValue(Record):
@@ -320,8 +320,8 @@ class SequenceExecutor(Executor):
         self._states = States(states, self._backend.read_only_inputs)
         # The outputs that are also sent to clients.
         self._client_outputs = frozenset(output.name for output in config.output)
-        sequences = config.sequence_batching
-        self._has_fixed_rows = sequences is not None and sequences.oldest is None
+        batching = config.sequence_batching
+        self._has_fixed_rows = batching is not None and batching.oldest is None
         self._max_part_bytes = 1 << 63  # unlimited, because the rows of a batch run together
         self._rows: list[SequenceRow] = []  # of the running batch
 

@@ -24,8 +24,8 @@ def with_generated_tensors(config: ModelSpec) -> ModelSpec:
     These tensors are controls and states of sequences, `batch_input`, and lengths and masks of
     padded inputs.
     """
-    sequences = config.sequence_batching
-    states = sequences.state if sequences is not None else ()
+    batching = config.sequence_batching
+    states = batching.state if batching is not None else ()
     added_inputs = (
         *(TensorSpec(control.name, control.datatype, (1,)) for control in read_controls(config)),
         *(TensorSpec(state.input_name, state.datatype, state.dims) for state in states),
@@ -78,7 +78,7 @@ class FileTensor:
     name: str
     datatype: str
     dims: tuple[int, ...]
-    symbols: tuple[str, ...] = ()
+    symbols: tuple[str, ...] = ()  # names of variable dimensions, or ""
 
     @property
     def leading_symbol(self) -> str:

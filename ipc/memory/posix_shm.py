@@ -27,12 +27,12 @@ _RESERVED_PREFIXES = ("triton_python_backend_shm_region_", "sem.", "nccl-")
 class SharedObject:
     """An open shared memory object; the caller that opened it owns `fd`. Sizes are in bytes."""
 
-    fd: int
+    fd: int  # descriptor
     device: int  # of the file system
     inode: int
     uid: int
     gid: int
-    mode: int
+    mode: int  # permission bits
     size: int  # bytes
 
     @property

@@ -34,7 +34,7 @@ class Refused(Message):
     `message` is meant for the client.
     """
 
-    id: int
+    id: int  # number of the request
     code: str
     message: str
 
@@ -66,7 +66,7 @@ class UnloadModel(ControlRequest, Message):
     """
 
     name: str
-    unload_dependents: bool
+    unload_dependents: bool  # also the models loaded only for this ensemble
 
 
 class IndexRepository(ControlRequest, Message):
@@ -91,7 +91,7 @@ class ChangeLogging(ControlRequest, Message):
     The reply contains all settings, as in `SetLogging`.
     """
 
-    changes: dict[str, Any]
+    changes: dict[str, Any]  # of the settings
 
 
 class ChangeTracing(ControlRequest, Message):
@@ -102,7 +102,7 @@ class ChangeTracing(ControlRequest, Message):
     """
 
     model: str
-    changes: dict[str, Any]
+    changes: dict[str, Any]  # of the settings
 
 
 class WantModel(ControlRequest, Message):
@@ -154,7 +154,7 @@ class RegisterRegion(ControlRequest, Message):
     offset: int
     byte_size: int
     uid: int  # user of the client
-    groups: list[int]
+    groups: list[int]  # gids of the client
     is_leased: bool  # whether the region ends with the connection
     pin: bool  # whether workers pin it for their devices
 
@@ -174,7 +174,7 @@ class RegisterCudaRegion(ControlRequest, Message):
     offset: int
     byte_size: int
     uid: int
-    groups: list[int]
+    groups: list[int]  # gids of the client
     exporter_pid: int  # process that owns the memory
 
 
@@ -187,7 +187,7 @@ class UnregisterRegion(ControlRequest, Message):
 
     name: str
     uid: int
-    groups: list[int]
+    groups: list[int]  # gids of the client
     is_cuda: bool = False
 
 
@@ -307,7 +307,7 @@ class TicketGranted(Message):
     The scheduler holds the resources until it sends `TicketReturned`.
     """
 
-    ticket: int
+    ticket: int  # number of the ticket
 
 
 class TicketReturned(Message):
@@ -316,7 +316,7 @@ class TicketReturned(Message):
     `was_used` is true if the ticket was used. The supervisor releases the ticket's resources.
     """
 
-    ticket: int
+    ticket: int  # number of the ticket
     was_used: bool  # whether an execution has used the resources
 
 

@@ -32,12 +32,12 @@ class Resumed(Record):
         sent_tokens: The number of tokens already sent to the client.
     """
 
-    sample: int
-    tokens: bytes
-    sent_characters: int
+    sample: int  # number of the sample
+    tokens: bytes  # int32, little endian
+    sent_characters: int  # number of characters sent to the client
     finish_reason: str = ""
-    is_end_sent: bool = False
-    sent_tokens: int = 0
+    is_end_sent: bool = False  # whether the client has received the end
+    sent_tokens: int = 0  # number of tokens sent to the client
 
 
 class Prepare(Message):
@@ -62,10 +62,10 @@ class BeamSearch(Record):
         end_tokens: The tokens that end a hypothesis.
     """
 
-    width: int
+    width: int  # number of hypotheses
     length_penalty: float
     early_stopping: str
-    end_tokens: list[int]
+    end_tokens: list[int]  # tokens that end a hypothesis
 
 
 class Prepared(Message):
@@ -84,15 +84,15 @@ class Prepared(Message):
             log probabilities are requested.
     """
 
-    key: int
-    prompt: bytes
-    max_tokens: int
-    samples: int = 1
-    priority: int = 0
-    needs_whole_prompt: bool = False
+    key: int  # of the request
+    prompt: bytes  # tokens, int32
+    max_tokens: int  # of each sample
+    samples: int = 1  # number of samples
+    priority: int = 0  # lower values run first
+    needs_whole_prompt: bool = False  # even if a prefix is cached
     allows_drafts: bool = True
     beams: list[BeamSearch] = field(default_factory=list)
-    replays_tokens: bool = False
+    replays_tokens: bool = False  # whether earlier tokens are computed again
 
 
 class NewSequence(Record):
@@ -123,13 +123,13 @@ class Row(Record):
             sequence follows the tokens of the row.
     """
 
-    sequence: int
-    start: int
-    count: int
-    kept_blocks: int
-    blocks: list[int]
-    draft_count: int = 0
-    samples_next: bool = True
+    sequence: int  # number of the sequence
+    start: int  # position of the first token
+    count: int  # number of tokens
+    kept_blocks: int  # number of leading blocks of the table that remain
+    blocks: list[int]  # new blocks, which follow the kept ones
+    draft_count: int = 0  # number of draft tokens to propose
+    samples_next: bool = True  # whether the next token is sampled
 
 
 class Step(Message):
@@ -162,12 +162,12 @@ class RowResult(Record):
         scores: The log probabilities of the candidates.
     """
 
-    sequence: int
-    tokens: list[int]
+    sequence: int  # number of the sequence
+    tokens: list[int]  # the new tokens
     finish_reason: str = ""
     draft_count: int = 0
-    candidates: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
+    candidates: list[int] = field(default_factory=list)  # the best tokens of a beam
+    scores: list[float] = field(default_factory=list)  # log probabilities of the candidates
 
 
 class Stepped(Message):
@@ -184,14 +184,14 @@ class Stepped(Message):
         skipped: Sequences that were not computed, because their requests have ended.
     """
 
-    step: int
+    step: int  # number of the step
     results: list[RowResult]
     gather_ns: int
     forward_ns: int
     sample_ns: int
     draft_ns: int = 0
     text_ns: int = 0
-    skipped: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)  # sequences whose requests have ended
 
 
 class ResponseSent(Message):
@@ -205,11 +205,11 @@ class ResponseSent(Message):
         sent_tokens: The number of its tokens sent so far.
     """
 
-    key: int
-    sample: int
-    sent_characters: int
+    key: int  # of the request
+    sample: int  # number of the sample
+    sent_characters: int  # number of characters sent to the client
     is_end_sent: bool = False
-    sent_tokens: int = 0
+    sent_tokens: int = 0  # number of tokens sent to the client
 
 
 class StopStringFound(Message):
@@ -232,7 +232,7 @@ class Hypothesis(Record):
 
     tokens: bytes
     finish_reason: str
-    score: float
+    score: float  # of the tokens
 
 
 class Choose(Message):
@@ -241,5 +241,5 @@ class Choose(Message):
     The worker responds to the client with these hypotheses, best first.
     """
 
-    key: int
+    key: int  # of the request
     hypotheses: list[Hypothesis]

@@ -35,21 +35,21 @@ class Submit(Message):
         callers: The executions that wait for the response, as `Caller` lines; "": none.
     """
 
-    id: int
-    schema: bytes
-    data: list[Any]
+    id: int  # number of the request on this link
+    schema: bytes  # of the tensors
+    data: list[Any]  # bytes or memory ranges of the tensors
     arrived_ns: int
-    deadline_ns: int
-    timeout_us: int
-    priority: int
+    deadline_ns: int  # monotonic; 0: none
+    timeout_us: int  # 0: none
+    priority: int  # 0: the model's default
     request_id: str = ""
-    flags: int = 0
-    correlation_id: int = 0
+    flags: int = 0  # start and end of a sequence
+    correlation_id: int = 0  # of a sequence; 0: none
     correlation_text: str = ""
-    source: int = 0
-    trace: str = ""
-    deadline_origin: str = ""
-    callers: str = ""
+    source: int = 0  # number of the client at a gateway
+    trace: str = ""  # trace context, or ""
+    deadline_origin: str = ""  # for the error of an expired request
+    callers: str = ""  # executions that wait, as `Caller` lines
 
 
 class Caller(NamedTuple):
@@ -62,7 +62,7 @@ class Caller(NamedTuple):
     """
 
     pid: int
-    key: int
+    key: int  # of the request
     model: str
 
     @property
@@ -126,7 +126,7 @@ class Finished(Message):
 
     id: int  # number of the request
     schema: bytes
-    data: list[Any]
+    data: list[Any]  # of the outputs
     input_ns: int = field(default=0, compare=False)  # time for the inputs
     infer_ns: int = field(default=0, compare=False)  # time in the model
     output_ns: int = field(default=0, compare=False)  # time for the outputs
@@ -146,7 +146,7 @@ class Responded(Message):
     code: str  # of an error; "": none
     message: str
     schema: bytes
-    data: list[Any]
+    data: list[Any]  # of the outputs
     final: bool  # whether it is the last response
     input_ns: int = field(default=0, compare=False)
     infer_ns: int = field(default=0, compare=False)
@@ -203,7 +203,7 @@ class Work(Record):
     data: list[Any]  # of the tensors
     request_id: str = ""
     flags: int = 0  # start and end of a sequence
-    correlation_id: int = 0
+    correlation_id: int = 0  # of a sequence; 0: none
     correlation_text: str = ""
     timeout_us: int = 0
     priority: int = 0
@@ -227,7 +227,7 @@ class Reply(Record):
     code: str  # of an error; "": none
     message: str
     schema: bytes = b""
-    data: list[Any] = field(default_factory=list)
+    data: list[Any] = field(default_factory=list)  # of the outputs
 
 
 class SequenceRow(Record):
@@ -239,7 +239,7 @@ class SequenceRow(Record):
     slot: int  # of the sequence's state
     key: int  # of the request; 0: none
     flags: int = 0  # start and end of a sequence
-    correlation_id: int = 0
+    correlation_id: int = 0  # of a sequence; 0: none
     correlation_text: str = ""
 
 
@@ -253,9 +253,9 @@ class Execute(Message):
         rows: For a batch of sequences, the rows, which refer to the requests.
     """
 
-    batch: int
+    batch: int  # number of the batch
     requests: list[Work]
-    in_flight: int = 1
+    in_flight: int = 1  # number of requests at the scheduler
     rows: list[SequenceRow] = field(default_factory=list)
 
 
@@ -274,7 +274,7 @@ class CancelExecution(Message):
     The worker does not write the outputs of the request. `Cancel` describes `keeps_reading`.
     """
 
-    key: int
+    key: int  # of the request
     keeps_reading: bool = False  # whether responses are still read
 
 
@@ -284,7 +284,7 @@ class CreditExecution(Message):
     The model may send `responses` further responses to the request.
     """
 
-    key: int
+    key: int  # of the request
     responses: int  # number of responses that were read
 
 
@@ -294,7 +294,7 @@ class ReleaseOutputs(Message):
     The worker frees the blocks at these offsets of its arena, whose id is `memory`.
     """
 
-    client_pid: int
+    client_pid: int  # of the reader
     offsets: list[int]  # of the outputs
     memory: int = field(default=0, compare=False)  # id of the memory
 
@@ -350,7 +350,7 @@ class ExecutionResponded(Message):
     code: str
     message: str
     schema: bytes
-    data: list[Any]
+    data: list[Any]  # of the outputs
     final: bool  # whether it is the last response
     computed_ns: int  # time when the model returned it
     written_ns: int  # time when the outputs were written

@@ -180,7 +180,7 @@ class RegionPublished(Message):
     uid: int
     group: int  # gid of the owner
     ack_number: int  # for `Acknowledged`
-    draining: bool = False
+    draining: bool = False  # whether the region is only listed
 
 
 class RegionDrained(Message):

@@ -166,8 +166,8 @@ class Drain(Message):
         has_successor: Whether another server accepts clients at the gateway's sockets.
     """
 
-    awaits_sequences: bool = False
-    has_successor: bool = False
+    awaits_sequences: bool = False  # whether open sequences count as in flight
+    has_successor: bool = False  # whether another server accepts clients
 
 
 class Drained(Message):

@@ -61,7 +61,7 @@ class CudaHandle(Record):
     """
 
     raw: bytes
-    device: int
+    device: int  # ordinal
     uuid: bytes = b""
 
 
@@ -84,17 +84,17 @@ class Memory(Record):
         object: The inode or the device handle, which is equal for all memories of one object.
     """
 
-    id: int
-    pid: int
-    fd: int
+    id: int  # of the memory
+    pid: int  # of the process that holds `fd` open
+    fd: int  # in the process `pid`
     inode: int
     byte_size: int
-    sealed: bool
-    copied: bool = False
-    pinned: bool = False
+    sealed: bool  # whether the object cannot shrink
+    copied: bool = False  # whether it is accessed by system calls, not mapped
+    pinned: bool = False  # whether workers on CUDA devices pin it
     cuda: CudaHandle | None = None
     packed: bytes = field(init=False, compare=False, repr=False)
-    object: int | bytes = field(init=False, compare=False, repr=False)
+    object: int | bytes = field(init=False, compare=False, repr=False)  # inode or handle
 
     @classmethod
     def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle, pid: int = 0) -> Memory:

@@ -39,11 +39,11 @@ class Pad(Record):
 
     name: str
     dims: Shape
-    value: float
-    buckets: tuple[Shape, ...]
-    lengths_input: str
-    mask_input: str
-    max_waste: float
+    value: float  # of padding elements
+    buckets: tuple[Shape, ...]  # padded shapes, ascending
+    lengths_input: str  # input for the true lengths
+    mask_input: str  # input for the padding mask
+    max_waste: float  # maximum fraction of padding
 
     def padded_shape(self, largest: Shape) -> Shape | None:
         """Return the padded shape for the largest sizes of a batch, or None if no bucket fits."""
@@ -115,11 +115,11 @@ class PaddedBatch:
 
     _padding: Padding
     _constant_part: bytes | None = None  # of the shape keys
-    _largest_shapes: Sequence[Shape] = ()
+    _largest_shapes: Sequence[Shape] = ()  # by input
     _rows: int = 0  # number of rows
     _pads: tuple[Pad, ...] = field(init=False)
-    _true_elements: list[int] = field(init=False)
-    _elements_if_alone: list[int] = field(init=False)
+    _true_elements: list[int] = field(init=False)  # by input
+    _elements_if_alone: list[int] = field(init=False)  # by input
 
     def __post_init__(self) -> None:
         self._pads = tuple(self._padding.pads.values())

@@ -32,9 +32,9 @@ class Sample:
     """
 
     name: str
-    batch_size: int
-    count: int
-    tensors: list[TensorRef]
+    batch_size: int  # number of requests
+    count: int  # number of executions
+    tensors: list[TensorRef]  # inputs of each request
 
 
 def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:

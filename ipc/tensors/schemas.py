@@ -66,7 +66,7 @@ class RequestedOutput(Record):
 
     name: str
     memory_range: Range | None = None
-    may_reuse_input: bool = False
+    may_reuse_input: bool = False  # whether an input may be returned as this output
 
 
 class Inference(Record):
@@ -127,8 +127,8 @@ class OutputSchema(NamedTuple):
     """A requested output without its range; `has_range` is whether the data have its range."""
 
     name: str
-    has_range: bool
-    may_reuse_input: bool
+    has_range: bool  # whether the data have its range
+    may_reuse_input: bool  # whether an input may be returned as this output
 
 
 class RequestSchema:

@@ -299,7 +299,7 @@ class Message(Record):
 def _read_fields(tag: str, record_class: type[Any]) -> None:
     """Store the properties of a message class's fields, for encoding and decoding."""
     hints = typing.get_type_hints(record_class)
-    names = [f.name for f in fields(record_class)]
+    names = [field.name for field in fields(record_class)]
     annotations = [hints[name] for name in names]
     codecs = ((i, _nested_codec(annotation)) for i, annotation in enumerate(annotations))
     nested_fields = tuple((i, codec) for i, codec in codecs if codec)
@@ -311,7 +311,7 @@ def _read_fields(tag: str, record_class: type[Any]) -> None:
         and index not in nested_indices
         and typing.get_args(annotation) != (Any,)
     )
-    required_count = sum(f.default is MISSING for f in fields(record_class))
+    required_count = sum(field.default is MISSING for field in fields(record_class))
     wire_types = list(map(_wire_type, annotations))
     _TYPES_BY_TAG[tag] = (record_class, wire_types, required_count, element_checks, nested_fields)
     get_fields: Callable[[Any], Any] = attrgetter("TAG", *names) if names else lambda _: (tag,)

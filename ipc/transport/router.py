@@ -136,7 +136,7 @@ class Router:
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        self.malformed_messages = 0
+        self.malformed_messages = 0  # number received
         # Messages to send, by the identity of the peer.
         self.pending: defaultdict[bytes, list[Any]] = defaultdict(list)
         self._poll = select.epoll()

@@ -63,10 +63,10 @@ class Decoder:
         dropped_messages: The number of dropped multipart messages; the protocol does not use them.
     """
 
-    max_frame_size: int = _MAX_FRAME_SIZE
-    properties: dict[str, bytes] | None = None
-    violation: str = ""
-    dropped_messages: int = 0
+    max_frame_size: int = _MAX_FRAME_SIZE  # bytes
+    properties: dict[str, bytes] | None = None  # of the peer; None: not received yet
+    violation: str = ""  # of the protocol; "": none
+    dropped_messages: int = 0  # number of multipart messages
     _buffer: bytearray = field(default_factory=bytearray)
     _needed_bytes: int = 0  # minimum size of the buffer that contains a complete frame
     _is_greeted: bool = False  # whether the peer's greeting has arrived
@@ -407,14 +407,14 @@ class LinkTable:
     """
 
     _identity: str
-    _watch: Callable[[int], None]
-    _unwatch: Callable[[int], None]
+    _watch: Callable[[int], None]  # called with the descriptor of a new link
+    _unwatch: Callable[[int], None]  # called before a descriptor is closed
     _on_queued: Callable[[], None] = lambda: None  # default: the owner calls `flush`
     _on_deferred: Callable[[], None] = lambda: None
     _links_by_endpoint: dict[str, Dealer] = field(default_factory=dict)
     _links_by_fd: dict[int, Dealer] = field(default_factory=dict)
-    pending: list[Dealer] = field(default_factory=list)
-    unsent: int = 0
+    pending: list[Dealer] = field(default_factory=list)  # links with queued messages
+    unsent: int = 0  # number of queued messages
     _unsent_bytes: int = 0
 
     def __iter__(self) -> Iterator[Dealer]:

@@ -181,7 +181,7 @@ class _Model:
         except (MemoryError, OverflowError, ValueError):
             return _Verdict("refused", "not tested: a batch of zeros is too large for a message")
         verdicts = (self._send(*request) for request in requests)
-        return next((v for v in verdicts if v.outcome != "ok"), _Verdict("ok"))
+        return next((verdict for verdict in verdicts if verdict.outcome != "ok"), _Verdict("ok"))
 
     def _build_requests(self) -> list[tuple[tuple[TensorRef, ...], bytes, list[Any]]]:
         signature = self.signature
@@ -218,8 +218,8 @@ class _Model:
     def _send(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> _Verdict:
         """Send the packed request (`schema`, `data`) with these inputs, and return its outcome."""
         batch_size = self.signature.check("check", inputs, ()).batch_size
-        sequences = self._config.sequence_batching
-        has_text_ids = sequences is not None and sequences.correlation_input[1] == "BYTES"
+        batching = self._config.sequence_batching
+        has_text_ids = batching is not None and batching.correlation_input[1] == "BYTES"
         sequence_id = "check" if has_text_ids else 1
         is_realistic = bool(self._samples or self._values)
         outcome = "FAILED" if is_realistic else "refused"

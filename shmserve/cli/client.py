@@ -41,7 +41,7 @@ class Verb(NamedTuple):
     """
 
     help: str
-    takes_model: bool = False
+    takes_model: bool = False  # whether the verb has the argument MODEL
     version_default: str = ""
     model_default: str = ""
 

@@ -87,10 +87,10 @@ def with_columns(text: str, width: int) -> str:
     """Return a page with its Markdown tables as columns of text, wrapped to `width`."""
     lines: list[str] = []
     rows: list[list[str]] = []
-    in_code = False
+    is_in_code = False
     for line in text.splitlines(keepends=True):
-        in_code ^= line.startswith("```")
-        if line.startswith("|") and not in_code:
+        is_in_code ^= line.startswith("```")
+        if line.startswith("|") and not is_in_code:
             cells = re.split(r"(?<!\\)\|", line)[1:-1]
             rows.append([cell.strip().replace("\\|", "|") for cell in cells])
             continue

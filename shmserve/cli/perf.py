@@ -83,12 +83,12 @@ def _measure(
     load_kind: str,
     load_value: float,
 ) -> measure.Point:
-    send_times, slot_count = None, int(load_value)
+    send_times, in_flight = None, int(load_value)
     if load_kind == "rate":
         send_times = SCHEDULES[args.arrivals](load_value, args.seed)
-        slot_count = args.max_in_flight
-    requests = target.requests(slot_count)
-    load = LoadGenerator(loop, target.lane_factory, requests, slot_count, send_times, args.patience)
+        in_flight = args.max_in_flight
+    requests = target.requests(in_flight)
+    load = LoadGenerator(loop, target.lane_factory, requests, in_flight, send_times, args.patience)
     with contextlib.closing(load):
         point = measure.measure_load(load, plan, load_kind, load_value, target.statistics)
     print(f"{point.name}: {point.per_second:,.1f} requests/s", file=sys.stderr)

@@ -399,9 +399,9 @@ class _Screen:
         finally:
             termios.tcsetattr(stdin, termios.TCSADRAIN, terminal_mode)
 
-    def _read_keys(self, stdin: int) -> None:
+    def _read_keys(self, stdin_fd: int) -> None:
         with contextlib.suppress(OSError):  # the terminal was closed
-            while text := os.read(stdin, 64).decode(errors="replace"):
+            while text := os.read(stdin_fd, 64).decode(errors="replace"):
                 for key in _KEY_PATTERN.findall(text):
                     self._changes.put(partial(self._top.key, key))
         self._changes.put(partial(self._top.key, "q"))

@@ -347,8 +347,8 @@ class Session:
     def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
         """Return the statistics of each version of a model; of all models if `model` is ""."""
         path = model_path(model, version, "stats") if model else "/v2/models/stats"
-        entries: list[dict[str, Any]] = self.control("GET", path)["model_stats"]
-        return entries
+        model_stats: list[dict[str, Any]] = self.control("GET", path)["model_stats"]
+        return model_stats
 
     def control(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request to the HTTP API of this server, and return the decoded body.

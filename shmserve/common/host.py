@@ -98,8 +98,8 @@ def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
         if controllers and controller not in controllers.split(","):
             continue
         root = _CGROUPS / controller if controllers else _CGROUPS
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
+        cgroup_dir = root / path.lstrip("/")
+        for folder in (cgroup_dir, *cgroup_dir.parents):
             if folder.is_relative_to(root):
                 yield folder, bool(controllers)
 
@@ -122,8 +122,8 @@ class Process:
     pid: int
     title: str
     resident_bytes: int
-    open_fds: int
-    cpu_seconds: float
+    open_fds: int  # number
+    cpu_seconds: float  # used so far
 
 
 def proportional_sizes(supervisor_pid: int) -> Iterator[int]:

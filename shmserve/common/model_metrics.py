@@ -38,8 +38,8 @@ class Series:
     HISTOGRAM  [sum, observations per bucket (not cumulative), observations above all `buckets`]
     """
 
-    state: tuple[float, ...]
-    buckets: tuple[float, ...] = ()
+    state: tuple[float, ...]  # values, depending on the kind
+    buckets: tuple[float, ...] = ()  # upper bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Family:
 
     description: str
     kind: str
-    values: Mapping[Labels, Series]
+    values: Mapping[Labels, Series]  # series by labels
 
 
 Families = dict[str, Family]
@@ -96,8 +96,8 @@ def sum_families(families_of_instances: Iterable[Families]) -> Families:
     If families differ in kind or buckets, the first one is kept.
     """
     total: Families = {}
-    for part in families_of_instances:
-        for name, family in part.items():
+    for families in families_of_instances:
+        for name, family in families.items():
             first_family = total.get(name)
             if first_family is None:
                 total[name] = family

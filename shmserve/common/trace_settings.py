@@ -66,10 +66,10 @@ class TraceSettings:
     trace_level: tuple[str, ...] = (OFF,)
     trace_rate: int = 1000
     trace_count: int = -1
-    log_frequency: int = 0
+    log_frequency: int = 0  # traces per file; 0: one file
     trace_file: str = ""
     trace_mode: str = TRITON
-    exporter: tuple[tuple[str, str], ...] = ()
+    exporter: tuple[tuple[str, str], ...] = ()  # (setting, value) of OpenTelemetry
 
     @property
     def is_on(self) -> bool:
@@ -219,8 +219,8 @@ class Sampler:
     """
 
     settings: TraceSettings
-    remaining_count: int = field(init=False)
-    pending: list[Any] = field(default_factory=list)
+    remaining_count: int = field(init=False)  # requests still to trace; -1: unlimited
+    pending: list[Any] = field(default_factory=list)  # traces not written yet
     _request_count: int = 0
     _is_enabled: bool = field(init=False)
 

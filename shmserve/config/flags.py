@@ -19,7 +19,7 @@ _TRUE = ("true", "1", "on", "yes")
 _FALSE = ("false", "0", "off", "no")
 # int() and float() alone also accept 1_000, spaces and digits of other scripts. More than 19 digits
 # exceed every range.
-_NUMBER = {
+_NUMBER_PATTERNS = {
     int: re.compile(r"[+-]?[0-9]{1,19}"),
     float: re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
 }
@@ -53,16 +53,16 @@ class Flag:
     help: str = ""
     kind: type = str
     default: Value | None = None
-    low: float = 0
-    high: float = 2**63 - 1
-    choices: tuple[str, ...] = ()
+    low: float = 0  # lowest number allowed
+    high: float = 2**63 - 1  # highest number allowed
+    choices: tuple[str, ...] = ()  # values allowed; empty: any
     is_repeatable: bool = False
     has_effect: bool = True
-    allows_words: bool = False
-    metavar: str = ""
-    is_exclusive: bool = False
+    allows_words: bool = False  # whether true and false stand for 1 and 0
+    metavar: str = ""  # name of the value in help texts
+    is_exclusive: bool = False  # whether only one flag of its group may be set
     is_required: bool = False
-    prefix: str = ""
+    prefix: str = ""  # precedes the value
 
     def parse(self, text: str) -> Value:
         """Return the value of `text` as the flag's kind.
@@ -84,7 +84,7 @@ class Flag:
             return choices_by_text.get(text.lower(), text)
         if self.allows_words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
-        if not _NUMBER[self.kind].fullmatch(text):
+        if not _NUMBER_PATTERNS[self.kind].fullmatch(text):
             kind = "an integer" if self.kind is int else "a number"
             raise InvalidArgument(f"--{self.name}: '{text}' is not {kind}")
         number: int | float = int(text) if self.kind is int else float(text)

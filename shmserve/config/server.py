@@ -77,20 +77,20 @@ class ServerConfig:
     """
 
     model_repositories: tuple[Path, ...]
-    model_files: tuple[str, ...]
-    class_settings: Mapping[str, str]
+    model_files: tuple[str, ...]  # "path/model.py:Class"
+    class_settings: Mapping[str, str]  # parameters of the models in `model_files`
     model_control_mode: str
-    load_models: tuple[str, ...]
+    load_models: tuple[str, ...]  # names
     load_on_demand: bool
-    idle_unload_s: float
+    idle_unload_s: float  # 0: never
     max_models_byte_size: int
-    repository_poll_s: int
+    repository_poll_s: int  # seconds; 0: no polling
     auto_complete: bool
     model_config_name: str
     # Tuples of backend, setting and value; the backend "" means all backends.
     backend_config: tuple[tuple[str, str, str], ...]
     model_defaults: ModelDefaults
-    on_cpu: bool = field(default=False, kw_only=True)
+    on_cpu: bool = field(default=False, kw_only=True)  # whether KIND_GPU runs on the CPU
     load_timeout_s: float
     http: HttpConfig
     gateways: int  # number of HTTP gateway processes
@@ -99,7 +99,7 @@ class ServerConfig:
     metrics_address: str
     metrics_port: int
     metrics: MetricsConfig
-    tokens: Tokens
+    tokens: Tokens  # accepted tokens; empty: none is required
     insecure: bool
     shm: ShmPolicy
     gateway: GatewaySettings
@@ -107,11 +107,11 @@ class ServerConfig:
     run_dir: Path | None
     take_over: bool  # whether the server takes over the sockets of a running one
     arena_byte_size: int
-    cache_byte_size: int
+    cache_byte_size: int  # 0: no cache
     ensemble_scheduling: str
     rate_limit: str
     rate_limit_resources: Resources
-    workspace_byte_sizes: dict[str, int]
+    workspace_byte_sizes: dict[str, int]  # by device
     exit_timeout_s: int
     exit_on_error: bool
     strict_readiness: bool
@@ -119,7 +119,7 @@ class ServerConfig:
     trace: TraceSettings
     visible_devices: str | None
     without_effect: tuple[str, ...]  # flags that are accepted and ignored
-    flags: Mapping[str, Any]
+    flags: Mapping[str, Any]  # value of each flag
 
     @property
     def allows_remote(self) -> bool:

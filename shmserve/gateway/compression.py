@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from shmserve.errors import InvalidArgument, Unsupported
 
-_PIECE_BYTES = 256 * 1024
+_PIECE_BYTES = 256 * 1024  # bytes that are compressed or decompressed at a time
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # this mode makes zlib accept both gzip and zlib data
 _MIN_MEMBER_BYTES = 1024  # the assumed minimum size of a gzip member limits the number of members
 _FREE_MEMBERS = 16  # number of members permitted regardless of the size

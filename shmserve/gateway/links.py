@@ -126,7 +126,7 @@ class GatewayRequest(InflightRequest):
     """
 
     schedulers: GatewaySchedulers
-    on_release: Callable[[], None] | None
+    on_release: Callable[[], None] | None  # frees the memory of the request
     has_ended: bool = field(init=False, default=False)
 
     @abstractmethod

@@ -86,9 +86,9 @@ class GatewayRegion:
 class WrittenRanges:
     """An interval set of the ranges of a shared memory object that requests in flight write to.
 
-    The ranges are sorted by their start and do not overlap, so that checking the two neighbours
-    suffices. `region_count` counts the registered regions. `has_warned` is set once an overlap
-    was logged.
+    The ranges are sorted and do not overlap, so that a new range is compared with its two
+    neighbours only. `region_count` counts the registered regions. `has_warned` is set once an
+    overlap was logged.
     """
 
     __slots__ = ("has_warned", "ranges", "region_count")

@@ -160,11 +160,11 @@ class GatewaySettings:
     """
 
     id: str = "triton"
-    max_input_size: int = 64 * 1024 * 1024
+    max_input_size: int = 64 * 1024 * 1024  # in bytes
     request_timeout_us: int = 0
     request_timeout_is_deadline: bool = False  # for the parameter `timeout`
     arena_byte_size: int = 1024 * 1024 * 1024
-    body_timeout_s: float = 30.0
+    body_timeout_s: float = 30.0  # for a body that arrives at less than 64 KiB/s
     header_timeout_s: float = 30.0
     max_connections: int = 16384
     http_address: str = "127.0.0.1"

@@ -25,7 +25,7 @@ from shmserve.proto.model_config_pb2 import (
 LIBTORCH = "pytorch_libtorch"
 ONNX = "onnxruntime_onnx"
 # The backend of each platform. Platform is Triton's older term for a backend.
-PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}
+PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}  # backends by platform
 # Platforms and files of Triton's backends that this server lacks, for errors that name the backend.
 _FOREIGN_PLATFORMS = {
     "tensorrt_plan": "tensorrt",
@@ -71,8 +71,8 @@ class ModelDefaults:
     """
 
     dynamic_batching: bool = False
-    max_batch_size: int | None = None
-    max_queue_delay_us: int | None = None
+    max_batch_size: int | None = None  # None: the default is 0
+    max_queue_delay_us: int | None = None  # None: the default is 0
 
 
 def detect_backend(config: ModelConfig, model_name: str, files: Collection[str]) -> ModelConfig:
@@ -212,11 +212,11 @@ def _fill_scheduling(config: ModelConfig) -> None:
         if not config.dynamic_batching.preferred_batch_size:
             config.dynamic_batching.preferred_batch_size.extend(preferred_sizes)
     elif config.HasField("sequence_batching"):
-        sequences = config.sequence_batching
-        if sequences.max_sequence_idle_microseconds == 0:
-            sequences.max_sequence_idle_microseconds = _DEFAULT_SEQUENCE_IDLE_US
-        if sequences.HasField("oldest") and not sequences.oldest.preferred_batch_size:
-            sequences.oldest.preferred_batch_size.extend(preferred_sizes)
+        batching = config.sequence_batching
+        if batching.max_sequence_idle_microseconds == 0:
+            batching.max_sequence_idle_microseconds = _DEFAULT_SEQUENCE_IDLE_US
+        if batching.HasField("oldest") and not batching.oldest.preferred_batch_size:
+            batching.oldest.preferred_batch_size.extend(preferred_sizes)
 
 
 def _fill_pinned_memory(config: ModelConfig) -> None:

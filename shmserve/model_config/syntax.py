@@ -51,8 +51,8 @@ class Entry:
 
     name: str
     values: list[Scalar | MessageValue]
-    is_list: bool
-    has_colon: bool
+    is_list: bool  # whether the value is a list
+    has_colon: bool  # whether a colon follows the name
     at: str  # the position ("12:7")
 
 

@@ -53,19 +53,19 @@ class ModelInterface:
     outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     supports_batching: bool = False
     decoupled: bool = False
-    steps: tuple[str, ...] = ()
-    config_error: str = ""
+    steps: tuple[str, ...] = ()  # models of an ensemble's steps
+    config_error: str = ""  # why the server sent no configuration
 
 
 @dataclass(frozen=True)
 class DataOptions:
     """The command line's options for request data; `source` is --data: random, zero or a path."""
 
-    values: Sequence[str] = ()
-    shapes: Sequence[str] = ()
-    source: str = "random"
-    batch: int = 1
-    text_length: int = 128
+    values: Sequence[str] = ()  # of --input
+    shapes: Sequence[str] = ()  # of --shape
+    source: str = "random"  # random, zero or a path
+    batch: int = 1  # number of rows
+    text_length: int = 128  # characters
 
 
 def read_interface(transport: Any, model: str, version: str) -> ModelInterface:

@@ -50,13 +50,13 @@ class Records:
         errors: The number of failures by error text.
     """
 
-    scheduled_ns: array[int] = field(default_factory=_column)
-    delays_ns: array[int] = field(default_factory=_column)
-    first_ns: array[int] = field(default_factory=_column)
-    ended_ns: array[int] = field(default_factory=_column)
-    responses: array[int] = field(default_factory=_column)
-    gaps_ns: array[int] = field(default_factory=_column)
-    errors: Counter[str] = field(default_factory=Counter)
+    scheduled_ns: array[int] = field(default_factory=_column)  # by request
+    delays_ns: array[int] = field(default_factory=_column)  # delays of the sending, by request
+    first_ns: array[int] = field(default_factory=_column)  # times of the first response, by request
+    ended_ns: array[int] = field(default_factory=_column)  # by request
+    responses: array[int] = field(default_factory=_column)  # counts by request
+    gaps_ns: array[int] = field(default_factory=_column)  # between responses of a request
+    errors: Counter[str] = field(default_factory=Counter)  # by text
 
     def failed_count(self) -> int:
         """Return the number of failed requests."""
@@ -74,11 +74,11 @@ class Mark(NamedTuple):
         cpu_s: The CPU time of this process.
     """
 
-    at_ns: int
-    requests: int
-    gaps: int
-    failed: int
-    cpu_s: float
+    at_ns: int  # time of the boundary
+    requests: int  # number of successful requests
+    gaps: int  # length of `Records.gaps_ns`
+    failed: int  # number of failed requests
+    cpu_s: float  # of this process
 
 
 class LoadSlot:
@@ -131,7 +131,7 @@ class LoadGenerator:
         loop: EventLoop,
         lane_factory: LaneFactory,
         requests: Callable[[int], Sequence[Any]],
-        slot_count: int,
+        concurrency: int,
         schedule: Iterator[int] | None,
         patience_s: float,
     ) -> None:
@@ -141,7 +141,7 @@ class LoadGenerator:
             loop: The event loop.
             lane_factory: The factory of the slots' lanes.
             requests: A function that returns the requests of slot n, which it sends in turn.
-            slot_count: The number of slots, each with at most one request in flight.
+            concurrency: The number of slots, each with at most one request in flight.
             schedule: The offsets of requests from the start, in nanoseconds; None: a closed loop.
             patience_s: Seconds without a response after which the server counts as lost.
 
@@ -158,9 +158,9 @@ class LoadGenerator:
         self._queued: deque[int] = deque()  # scheduled times of requests without a free slot
         self._is_running = False
         self._free_slots: list[LoadSlot] = []
-        self._slot_count = slot_count
+        self._concurrency = concurrency
         self._last_completion_ns = 0
-        for number in range(slot_count):
+        for number in range(concurrency):
             slot = LoadSlot(self, requests(number))
             slot.lane = lane_factory.lane(slot)
             self._free_slots.append(slot)
@@ -195,7 +195,7 @@ class LoadGenerator:
 
     def _check_alive(self) -> None:
         now_ns = _clock()
-        if len(self._free_slots) == self._slot_count:
+        if len(self._free_slots) == self._concurrency:
             self._last_completion_ns = now_ns
         elif now_ns - self._last_completion_ns > self._patience_ns:
             text = f"the server has not responded to a request for {self._patience_ns / 1e9:g} s"
@@ -245,7 +245,7 @@ class LoadGenerator:
         self._is_running = False
         self._queued.clear()
         self._last_completion_ns = _clock()
-        while len(self._free_slots) < self._slot_count:
+        while len(self._free_slots) < self._concurrency:
             self._loop.run_turn(_CHECK_INTERVAL_NS)
             self._check_alive()
 

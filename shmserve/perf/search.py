@@ -49,12 +49,12 @@ class Candidate:
             1 if a batch waits until it is full, 2 if the next one fills during an execution.
     """
 
-    instances: int
-    batch: int
-    strategy: str = ""
-    delay_us: int = 0
-    threads: int = 0
-    depth: int = 2
+    instances: int  # number
+    batch: int  # maximum batch size; 0: no batching
+    strategy: str = ""  # of batching; "": as configured
+    delay_us: int = 0  # maximum queue delay
+    threads: int = 0  # per instance; 0: as configured
+    depth: int = 2  # batches in flight per instance
 
     @property
     def in_flight(self) -> int:
@@ -81,9 +81,9 @@ class SearchSpace:
         largest_batch: The largest batch size.
     """
 
-    instances: Sequence[int]
-    variants: Sequence[Mapping[str, Any]]
-    largest_batch: int
+    instances: Sequence[int]  # numbers of instances to try
+    variants: Sequence[Mapping[str, Any]]  # settings to try
+    largest_batch: int  # maximum batch size to try
 
 
 class _OutOfTrials(Exception):
@@ -94,11 +94,11 @@ class _OutOfTrials(Exception):
 class Search:
     """A search for the best configuration; `trials` are its measurements, at most `_max_runs`."""
 
-    _measure: Callable[[Candidate], Trial]
+    _measure: Callable[[Candidate], Trial]  # measures a candidate
     _target_ms: float
     _space: SearchSpace
     _max_runs: int
-    trials: dict[Candidate, Trial] = field(init=False, default_factory=dict)
+    trials: dict[Candidate, Trial] = field(init=False, default_factory=dict)  # by candidate
 
     def meets_target(self, trial: Trial) -> bool:
         """Check whether a trial meets the target without errors."""
@@ -107,8 +107,8 @@ class Search:
     @property
     def best(self) -> Trial | None:
         """Return the trial with the highest throughput within the target, or None."""
-        within = filter(self.meets_target, self.trials.values())
-        return max(within, key=attrgetter("per_second"), default=None)
+        trials_within = filter(self.meets_target, self.trials.values())
+        return max(trials_within, key=attrgetter("per_second"), default=None)
 
     def run(self, start: Candidate) -> Trial | None:
         """Search from `start`, which is measured first.
@@ -308,12 +308,12 @@ def format_table(trials: Sequence[Trial], target_ms: float) -> str:
 
 def recommendation(config: Config, trials: Sequence[Trial], best: Trial, target_ms: float) -> str:
     """Return the recommended fields for config.pbtxt, with the measurements as comments."""
-    original = trials[0]
+    before = trials[0]
     lines = [
         f"# {config['name']}, p99 within {target_ms:g} ms: {best.per_second:,.1f} requests/s, p99 "
         f"{best.p99_ms:.2f} ms, with {best.candidate.in_flight} in flight",
-        f"# before: {original.per_second:,.1f} requests/s, p99 {original.p99_ms:.2f} ms, with "
-        f"{original.candidate.in_flight} in flight",
+        f"# before: {before.per_second:,.1f} requests/s, p99 {before.p99_ms:.2f} ms, with "
+        f"{before.candidate.in_flight} in flight",
         *(f"# {line}" for line in format_table(trials, target_ms).splitlines()),
         *_fields(with_candidate(config, best.candidate, target_ms), best.candidate),
     ]

@@ -55,9 +55,9 @@ class LoadTarget:
     """
 
     lane_factory: LaneFactory
-    requests: Callable[[int], Requests]
-    statistics: Callable[[], dict[str, Mapping[str, Any]]]
-    title: str
+    requests: Callable[[int], Requests]  # those of a slot, given the concurrency
+    statistics: Callable[[], dict[str, Mapping[str, Any]]]  # by model
+    title: str  # in reports
 
 
 def connect(args: Namespace, loop: EventLoop, stack: ExitStack) -> LoadTarget:
@@ -159,13 +159,13 @@ def _slot_requests(
     items: Sequence[data.Inputs],
     output_sizes: dict[str, int],
     regions: Regions | None,
-    slot_count: int,
+    concurrency: int,
 ) -> Requests:
     """Return a function that returns the encoded requests of a slot.
 
     The slots share the same requests unless each slot has its own sequences or memory.
     """
-    output_parts = regions.outputs(output_sizes, slot_count) if regions and output_sizes else None
+    output_parts = regions.outputs(output_sizes, concurrency) if regions and output_sizes else None
     step_count = args.sequence_length
     first_sequence = random.getrandbits(62) + 1
 

@@ -91,11 +91,11 @@ class OutgoingRequest:
     id: str
     timeout_us: int
     inputs: list[InputTensor]
-    outputs: list[str]
-    sequence: int | str = ""
+    outputs: list[str]  # names; empty: all
+    sequence: int | str = ""  # id; 0 or "": none
     is_start: bool = False
     is_end: bool = False
-    output_parts: Mapping[str, RegionPart] = field(default_factory=dict)
+    output_parts: Mapping[str, RegionPart] = field(default_factory=dict)  # by output
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def request_parameters(self) -> dict[str, Parameter]:
@@ -133,10 +133,10 @@ class Address:
     `address_text` is the address as text, for error messages.
     """
 
-    address_text: str
-    protocol: str
-    target: str = ""
-    tls: bool = False
+    address_text: str  # for error messages
+    protocol: str  # "http" or "grpc"
+    target: str = ""  # HOST:PORT; "": `unix_socket` is set
+    tls: bool = False  # whether the listener uses TLS
     unix_socket: str = ""
 
 

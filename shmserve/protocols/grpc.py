@@ -344,7 +344,7 @@ class _LaneStream:
     """The HTTP/2 stream of a lane: send window, and bytes received since the window update."""
 
     lane: GrpcLane
-    window: int
+    window: int  # bytes that may be sent
     unacknowledged_bytes: int = 0
 
 
@@ -480,13 +480,13 @@ class Http2Client:
         if self._unacknowledged_bytes > _WINDOW_REFILL_BYTES:
             self._queue_output(_encode_window_update(0, self._unacknowledged_bytes))
             self._unacknowledged_bytes = 0
-        state = self._streams.get(stream)
-        if state is not None:
-            state.unacknowledged_bytes += size
-            if state.unacknowledged_bytes > _WINDOW_REFILL_BYTES:
-                self._queue_output(_encode_window_update(stream, state.unacknowledged_bytes))
-                state.unacknowledged_bytes = 0
-            state.lane.receive_data(payload)
+        lane_stream = self._streams.get(stream)
+        if lane_stream is not None:
+            lane_stream.unacknowledged_bytes += size
+            if lane_stream.unacknowledged_bytes > _WINDOW_REFILL_BYTES:
+                self._queue_output(_encode_window_update(stream, lane_stream.unacknowledged_bytes))
+                lane_stream.unacknowledged_bytes = 0
+            lane_stream.lane.receive_data(payload)
 
     def _handle_headers(self, stream: int, flags: int) -> None:
         block, self._header_block = self._header_block, b""
@@ -515,9 +515,9 @@ class Http2Client:
             self._send_waiting()
 
     def _finish_stream(self, stream: int, error: str) -> None:
-        state = self._streams.pop(stream, None)
-        if state is not None:
-            state.lane.handle_end(error)
+        lane_stream = self._streams.pop(stream, None)
+        if lane_stream is not None:
+            lane_stream.lane.handle_end(error)
 
     def on_lost(self, reason: str) -> None:
         """Fail all calls, because the connection has ended."""

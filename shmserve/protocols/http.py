@@ -506,7 +506,7 @@ class GenerateLaneFactory(HttpLaneFactory):
     """
 
     is_decoupled = True
-    is_response: Callable[[bytes], Any] = bool
+    is_response: Callable[[bytes], Any] = bool  # whether an event is a response
 
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return the bytes of a POST request to .../generate_stream."""

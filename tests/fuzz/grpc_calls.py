@@ -182,7 +182,7 @@ async def _run_scenario(data: bytes) -> None:
         assert all(task.done() for task in other_tasks), "a task goes on"
         assert all(call.is_done for call in scene.begun_calls)
         assert not scene.connection.http2.streams
-        assert not scene.connection.http2.sending.waiting_streams
+        assert not scene.connection.http2.sender.waiting_streams
         assert scene.connection.context.budget._used_bytes == 0
     finally:
         logging.getLogger("shmserve").removeHandler(faults)

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 # The extras of shmserve that install the packages of a backend.
-_EXTRAS = {"llm": "llm", "pytorch": "torch", "vllm": "vllm"}
+_EXTRAS = {"llm": "llm", "pytorch": "torch", "vllm": "vllm"}  # pip extras by backend
 
 
 class Backend(ABC):

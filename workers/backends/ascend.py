@@ -58,9 +58,9 @@ def aligned_layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     >>> aligned_layout([100, 1000, 8])
     ([0, 512, 1536], 2048)
     """
-    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    *offsets, total = accumulate(aligned, initial=0)
-    return offsets, total
+    aligned_sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    *offsets, total_size = accumulate(aligned_sizes, initial=0)
+    return offsets, total_size
 
 
 def memory_summary(sizes_by_part: Mapping[str, int]) -> str:
@@ -365,10 +365,10 @@ def _check(
     """
     file_tensors = {tensor.name: tensor for tensor in tensors}
     max_batch_size, subject = signature.max_batch_size, f"of model '{signature.name}'"
-    required = {spec.name for spec in specs.values() if not spec.optional}
-    if side == "input" and set(file_tensors) != required:
+    required_names = {spec.name for spec in specs.values() if not spec.optional}
+    if side == "input" and set(file_tensors) != required_names:
         raise InvalidArgument(
-            f"the required inputs {subject} are {sorted(required)} in the configuration, but "
+            f"the required inputs {subject} are {sorted(required_names)} in the configuration, but "
             f"{sorted(file_tensors)} in the file"
         )
     for spec in specs.values():

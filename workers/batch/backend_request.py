@@ -83,10 +83,10 @@ class Input:
     raw: Any  # bytes in host or device memory
     memory_range: Range | None = None
     model: str = ""  # name, for error texts
-    on_device: bool = False
-    is_shared: bool = False
-    is_state: bool = False
-    is_writable: bool = False
+    on_device: bool = False  # whether `raw` is in device memory
+    is_shared: bool = False  # whether the model must not write to `raw`
+    is_state: bool = False  # whether it is a sequence's state that must not change
+    is_writable: bool = False  # whether the model may change `raw`
     batch: Any = None  # bytes of the whole batch of which `raw` is a part
     array: Array | None = None
 
@@ -227,15 +227,15 @@ class Request:
 
     work: Work
     schema: RequestSchema
-    batch_size: int
-    inputs: dict[str, Input]
-    requested_outputs: dict[str, OutputSchema]
+    batch_size: int  # rows of each input; 0: no batching
+    inputs: dict[str, Input]  # by name
+    requested_outputs: dict[str, OutputSchema]  # by name
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     response_templates: dict[Any, Any] = field(default_factory=dict)
     is_aliased: bool = False  # whether an output is written over an input
     byte_size: int = 0  # of all inputs
-    has_shared_inputs: bool = False
+    has_shared_inputs: bool = False  # whether an input may be in shared memory
     states: tuple[str, ...] = ()  # names of the outputs that are kept for a sequence
 
     def range_of_input(self, array: Array) -> Range | None:
@@ -271,8 +271,8 @@ class _RequestProperties:
     inputs: list[TensorSchema]
     batch_size: int
     requested_outputs: dict[str, OutputSchema]
-    outputs_with_range: list[str]
-    string_inputs: list[str]
+    outputs_with_range: list[str]  # names
+    string_inputs: list[str]  # names of the BYTES inputs
     response_templates: dict[Any, Any] = field(default_factory=dict)
 
 

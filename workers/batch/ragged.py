@@ -226,7 +226,7 @@ class _CutRule(NamedTuple):
 
     source: str  # name of an input
     rank: int  # number of dimensions
-    axes: list[tuple[int, int]]
+    axes: list[tuple[int, int]]  # (axis of the output, axis of the source)
 
     def true_slices(
         self, output_shape: Shape, true_shape: Shape, padded_shape: Shape
@@ -252,8 +252,8 @@ class PaddedInputs:
         padded_shapes: The shape after padding.
     """
 
-    true_shapes: dict[str, list[Shape]] = field(default_factory=dict)
-    padded_shapes: dict[str, Shape] = field(default_factory=dict)
+    true_shapes: dict[str, list[Shape]] = field(default_factory=dict)  # of each request, by input
+    padded_shapes: dict[str, Shape] = field(default_factory=dict)  # of the batch, by input
 
 
 def _replace_inputs(

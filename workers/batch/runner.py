@@ -361,7 +361,7 @@ class Runner:
         """Return a response for each request, with its rows of each requested output.
 
         Raises:
-            Internal: An output is no array, or has a wrong number of rows.
+            Internal: An output is not an array, or has a wrong number of rows.
         """
         requested_names = {name for request in requests for name in request.requested_outputs}
         batch_outputs: list[BatchOutput] = []
@@ -406,7 +406,7 @@ class Runner:
         """Return one response to a request that may have several; safe in any thread.
 
         Raises:
-            Internal: An output is no array.
+            Internal: An output is not an array.
         """
         names = [name for name in outputs if name in request.requested_outputs]
         fetched_outputs = [self._fetch(name, outputs[name], [request]) for name in names]

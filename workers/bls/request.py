@@ -63,17 +63,17 @@ class CallRequest:
     model: str
     version: str
     inputs: Sequence[CallInput]
-    outputs: Sequence[str] = ()
+    outputs: Sequence[str] = ()  # names; empty: all
     request_id: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
-    correlation_id: int | str = 0
-    flags: int = 0
+    correlation_id: int | str = 0  # id of the sequence; 0: none
+    flags: int = 0  # start and end of a sequence
     timeout_us: int = 0
     deadline_ns: int = 0
     priority: int = 0
-    trace: str = ""
-    origins: Sequence[Request] = ()
-    callers: str = ""
+    trace: str = ""  # trace context, or ""
+    origins: Sequence[Request] = ()  # the requests that cause the call
+    callers: str = ""  # executions that wait, as in `Submit`
 
     @property
     def cancelled(self) -> bool:
@@ -158,8 +158,8 @@ def store_inputs(inputs: Sequence[CallInput], memory: LentMemory) -> StoredInput
 class StoredInputs:
     """Inputs as they are sent, and the blocks of memory that hold the large ones."""
 
-    refs: Sequence[TensorRef]
-    blocks: list[Block]
+    refs: Sequence[TensorRef]  # the inputs as they are sent
+    blocks: list[Block]  # memory of the large inputs
 
     def release(self) -> None:
         """Free the blocks, which no worker reads any more. Idempotent."""

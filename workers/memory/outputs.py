@@ -145,9 +145,9 @@ class OutputMemory:
             if output is not None:
                 output.release()
 
-    def free(self, output: _OutputBlock) -> None:
+    def free(self, block: _OutputBlock) -> None:
         """Free a block that has no user any more."""
-        reader, memory_range = output.reader, output.memory_range
+        reader, memory_range = block.reader, block.memory_range
         lent_bytes = self._lent_bytes[reader] - memory_range.byte_size
         if lent_bytes:
             self._lent_bytes[reader] = lent_bytes

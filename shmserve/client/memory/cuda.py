@@ -64,11 +64,11 @@ class _ManagedTensor(ctypes.Structure):
 _exported: dict[int, tuple[Any, ...]] = {}
 
 _c_api = ctypes.pythonapi
-_new = _c_api.PyCapsule_New
+_new = _c_api.PyCapsule_New  # creates a capsule
 _new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_is_valid = _c_api.PyCapsule_IsValid
+_is_valid = _c_api.PyCapsule_IsValid  # of a capsule
 _is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.c_void_p, ctypes.c_char_p)
-_pointer = _c_api.PyCapsule_GetPointer
+_pointer = _c_api.PyCapsule_GetPointer  # of a capsule
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_char_p)
 
 

@@ -88,7 +88,7 @@ class Region(Mapping[str, Any]):
         self.lease = MemoryLease(partial(memories.withdraw_block, block))
         self.memories = memories
         # The packed request to each model to which the region was sent.
-        self.requests: dict[ClientModel, Packed] = {}
+        self.requests: dict[ClientModel, Packed] = {}  # packed, by model
         self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
 
     def attached_to(self, memories: Memories) -> Region:
@@ -257,8 +257,9 @@ def _open_descriptor(source: Any) -> int:
             raise NotFound(f"there is no shared memory '{name}' in {_SHM_FOLDER}") from None
         except PermissionError:
             raise PermissionDenied(f"shared memory '{name}': reading and writing denied") from None
-        except OSError as error:
-            text = f"'{name}' cannot be used as shared memory: {error.strerror}"
+        except (OSError, ValueError) as error:  # a ValueError if the name is no path, as "a\0b"
+            reason = getattr(error, "strerror", None) or error
+            text = f"'{name}' cannot be used as shared memory: {reason}"
             raise InvalidArgument(text) from None
     fd = getattr(source, "_fd", source)  # SharedMemory's descriptor
     try:

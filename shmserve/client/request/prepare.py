@@ -183,12 +183,12 @@ class PackedRequest(NamedTuple):
 
     model: ClientModel
     schema: bytes
-    data: list[Any]
+    data: list[Any]  # bytes and ranges of the tensors
     options: Options
     template: ClientTemplate | None = None
     slot: TemplateSlot | None = None
     as_torch: bool = False  # whether the outputs are returned as torch tensors
-    release_memory: Callable[[], None] = noop
+    release_memory: Callable[[], None] = noop  # called when the request has ended
     segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs
     holders: tuple[Any, ...] = ()  # the lease or array that keeps each segment alive
 
@@ -277,8 +277,8 @@ def _fill_template(
     for slot_view, array in zip(slot.inputs, arrays, strict=False):
         np.copyto(slot_view, array)
     packed_request = template.pack_request(arrays, slot, parameters)
-    memory = slot.release, (slot.block.segment,)
-    return PackedRequest(model, *packed_request, options, template, slot, as_torch, *memory)
+    memory_fields = slot.release, (slot.block.segment,)
+    return PackedRequest(model, *packed_request, options, template, slot, as_torch, *memory_fields)
 
 
 def _prepare_region(
@@ -330,7 +330,7 @@ class _UntemplatedRequest:
     inputs: InitVar[Mapping[str, Any]]
     _arrays: list[Array]
     _options: Options
-    _as_torch: bool
+    _as_torch: bool  # whether outputs are torch tensors
 
     def __post_init__(self, inputs: Mapping[str, Any]) -> None:
         self._segments: list[AnySegment] = []

@@ -203,7 +203,7 @@ def _request_quantiles_ms(report: Report, earlier_report: Report) -> list[float]
     If summaries are enabled, the quantiles are those of the last minute, with an error of up to
     0.5 %. Otherwise they are estimated from the histogram.
     """
-    exact_us = dict(report["quantiles"].get("request", ()))
+    exact_us = dict(report["quantiles"].get("request", ()))  # by quantile
     quantiles_ms = [exact_us.get(quantile) for quantile in _QUANTILES]
     if None not in quantiles_ms:
         return [_four_digits(value / 1000) for value in quantiles_ms if value is not None]

@@ -124,7 +124,7 @@ def _read_table() -> dict[str, list[ReportFamily]]:
     return groups
 
 
-_FAMILIES = _read_table()
+_FAMILIES = _read_table()  # by the groups of metrics.txt
 _PADDING_COUNTERS = (
     ("shmserve_padded_elements", "Elements of padded inputs that models received"),
     ("shmserve_padding_elements", "Padding elements of padded inputs"),

@@ -276,13 +276,13 @@ def _find_file(symbol: str) -> Any:
 
 def _add_files(response: ServerReflectionResponse, file: Any) -> None:
     """Write a file and the files that it imports to a response."""
-    pending, sent_names = [file], set()
-    while pending:
-        file = pending.pop(0)
+    pending_files, sent_names = [file], set()
+    while pending_files:
+        file = pending_files.pop(0)
         if file.name not in sent_names:
             sent_names.add(file.name)
             response.file_descriptor_response.file_descriptor_proto.append(file.serialized_pb)
-            pending += file.dependencies
+            pending_files += file.dependencies
 
 
 def _set_error(response: ServerReflectionResponse, code: StatusCode, message: str) -> None:

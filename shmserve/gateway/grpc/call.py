@@ -39,7 +39,7 @@ from shmserve.gateway.grpc.framing import (
     MakeSink,
     ReceivedMessage,
     StatusCode,
-    compress_in_turns,
+    compress_in_pieces,
     compress_message,
     ending_from_error,
     frame_message,
@@ -157,7 +157,7 @@ class GrpcCall(ABC):
         on_ended: Called once all frames are sent.
     """
 
-    delays_drain: ClassVar[bool]
+    delays_drain: ClassVar[bool]  # whether a drain waits for the end of the call
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
         *("_arriving_message", "_assembly", "_is_head_sent", "_response_encoding", "_connection"),
@@ -172,7 +172,7 @@ class GrpcCall(ABC):
         self._stream = stream
         self.head = head
         self.client: ClientIdentity = connection.client
-        self._make_sink = make_sink
+        self._make_sink = make_sink  # creates the receiver of a large message
         self.is_done = False
         self.on_disconnect: Callable[[], object] | None = None
         self.on_ended: Callable[[], None] | None = None
@@ -180,7 +180,7 @@ class GrpcCall(ABC):
         self._arriving_message: ArrivingMessage | None = None
         self._is_head_sent = False  # whether the head of the response is sent
         self._response_encoding: str | None = None
-        self._deadline = 0.0
+        self._deadline = 0.0  # on the monotonic clock; 0: none
         self._deadline_timer: asyncio.TimerHandle | None = None
         if connection.context.settings.compression_level:
             self._response_encoding = select_encoding(head.accepted_encodings)
@@ -206,16 +206,16 @@ class GrpcCall(ABC):
         self._send_status(code, details, metadata)
 
     def _send_status(self, code: StatusCode, details: str, metadata: _Metadata) -> None:
-        sending = self._connection.http2.sending
+        sender = self._connection.http2.sender
         block = encode_trailers(code, details, metadata)
         self._stream.on_sent = self._on_all_sent
         if self._is_head_sent:
             if code is not StatusCode.OK:
-                sending.discard_queued(self._stream)
-            sending.send_trailers(self._stream, block)
+                sender.discard_queued(self._stream)
+            sender.send_trailers(self._stream, block)
         else:
             head = encode_response_start(self.head.http_status)
-            sending.send_head(self._stream, head + block, ends_stream=True)
+            sender.send_head(self._stream, head + block, ends_stream=True)
         self._connection.flush()
 
     # --- for the connection of the call
@@ -264,11 +264,11 @@ class GrpcCall(ABC):
         if not assembly.received_bytes:
             return
         new_bytes = assembly.received_bytes if self._arriving_message is None else size
-        arriving = self.start_time_limit()
-        arriving.received_bytes += new_bytes
-        arriving.reserve(assembly.heap_bytes - arriving.heap_bytes)
+        arriving_message = self.start_time_limit()
+        arriving_message.received_bytes += new_bytes
+        arriving_message.reserve(assembly.heap_bytes - arriving_message.heap_bytes)
         if assembly.sink is not None:
-            arriving.register_block(assembly.sink.discard)
+            arriving_message.register_block(assembly.sink.discard)
         self._enlarge_window(assembly)
 
     def _enlarge_window(self, assembly: Assembly) -> None:
@@ -381,7 +381,7 @@ class UnaryCall(GrpcCall):
     ) -> None:
         super().__init__(connection, stream, head, make_sink)
         self.on_message = on_message
-        self._has_message = False
+        self._has_message = False  # whether the message was received
         self._task: asyncio.Task[None] | None = None
 
     def expect_message(self) -> None:
@@ -416,19 +416,19 @@ class UnaryCall(GrpcCall):
             self._send_response(compress_message(response, *options))
         else:
             self.on_disconnect = None  # the inference has ended, and cannot be cancelled
-            self._task = asyncio.ensure_future(self._finish_in_turns(response, *options))
+            self._task = asyncio.ensure_future(self._finish_in_pieces(response, *options))
 
-    async def _finish_in_turns(self, response: bytes, encoding: str, level: int) -> None:
-        self._send_response(await compress_in_turns(response, encoding, level))
+    async def _finish_in_pieces(self, response: bytes, encoding: str, level: int) -> None:
+        self._send_response(await compress_in_pieces(response, encoding, level))
 
-    def _send_response(self, pieces: tuple[bytes, bytes]) -> None:
+    def _send_response(self, pieces: tuple[bytes, bytes]) -> None:  # prefix and message
         if self.is_done:
             return
         self._mark_done()
         self._stream.on_sent = self._on_all_sent
         connection = self._connection
         response_blocks = _BLOCKS[self._response_encoding]
-        connection.http2.sending.send_response(self._stream, response_blocks, pieces)
+        connection.http2.sender.send_response(self._stream, response_blocks, pieces)
         connection.flush()
 
     def _handle_message(self, message: ReceivedMessage) -> None:
@@ -495,16 +495,16 @@ class StreamingCall(GrpcCall):
 
     async def _run(self, handler: StreamHandler) -> None:
         try:
-            ending = await handler(self)
+            final_status = await handler(self)
         except BrokenMessage as broken:
-            ending = broken.ending
+            final_status = broken.ending
         except ShmserveError as error:
-            ending = ending_from_error(error)
+            final_status = ending_from_error(error)
         except Exception:
             logger.exception("gRPC call %s failed", self.head.path)
-            ending = INTERNAL_FAILURE
+            final_status = INTERNAL_FAILURE
         if not self.is_done:
-            code, details, metadata = ending or SUCCEEDED
+            code, details, metadata = final_status or SUCCEEDED
             if not self._is_head_sent and code is StatusCode.OK:
                 self._send_head()
             self._mark_done()
@@ -584,7 +584,7 @@ class StreamingCall(GrpcCall):
 
     def _send_head(self) -> None:
         self._is_head_sent = True
-        self._connection.http2.sending.send_head(
+        self._connection.http2.sender.send_head(
             self._stream, HEADS_BY_ENCODING[self._response_encoding]
         )
 
@@ -604,15 +604,15 @@ class StreamingCall(GrpcCall):
                 pieces += frame_message(response)
             else:
                 level = self._connection.context.settings.compression_level
-                pieces += await compress_in_turns(response, self._response_encoding, level)
+                pieces += await compress_in_pieces(response, self._response_encoding, level)
         if self.is_done:
             return
-        sending = self._connection.http2.sending
+        sender = self._connection.http2.sender
         if sum(map(len, pieces)) <= _MAX_JOINED_BYTES:
-            sending.send_data(self._stream, b"".join(pieces))
+            sender.send_data(self._stream, b"".join(pieces))
         else:
             for piece in pieces:
-                sending.send_data(self._stream, piece)
+                sender.send_data(self._stream, piece)
         self._connection.flush()
         if not self._stream.queued_bytes:
             await asyncio.sleep(0)  # sends the responses before the caller produces the next ones

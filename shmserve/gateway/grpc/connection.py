@@ -34,7 +34,7 @@ _MAX_JOINED_BYTES = 64 * 1024  # larger responses are written without joining th
 _WRITE_HIGH_WATER_BYTES = 256 * 1024  # unsent bytes above which data is queued
 _FREE_FRAMES = 32  # useless frames that a client may send per turn without a pause
 _PAUSE_PER_FRAME_S = 0.0005  # the pause for each useless frame above `_FREE_FRAMES`
-_CLOSE_AFTER_VIOLATION_S = 0.25
+_CLOSE_AFTER_VIOLATION_S = 0.25  # the time in which the client can read the GOAWAY
 _LINGER_S = 0.5  # the time for which a client may send after the last response
 _CHECKS_PER_TIMEOUT = 4  # time limits are checked this many times within the shortest limit
 _TLS_READ_BYTES = 64 * 1024
@@ -100,7 +100,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         streams = list(self.http2.streams.values())
         self.http2.streams.clear()
         for stream in streams:
-            self.http2.sending.discard_output(stream)
+            self.http2.sender.discard_output(stream)
             if stream.call is not None:
                 stream.call.handle_disconnect()
 
@@ -139,7 +139,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if transport is not None and not transport.is_closing():
             if self._tls is not None:
                 self._tls.close()
-                transport.write(self._tls.outgoing())
+                transport.write(self._tls.take_ciphertext())
             transport.close()
             if transport.get_write_buffer_size():
                 self.loop.call_later(self.context.body_timeout_s, transport.abort)
@@ -156,7 +156,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self.lifetime.stop()
             if self._tls is not None:
                 self._tls.close()
-                transport.write(self._tls.outgoing())
+                transport.write(self._tls.take_ciphertext())
                 self._tls = None
             transport.resume_reading()  # unread bytes would reset the connection when it is closed
             transport.write_eof()
@@ -211,7 +211,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._is_handling_data = False
         if self.lifetime.counts_received:
             self.lifetime.record_received()
-        if http2.sending.output or http2.sending.waiting_streams or self._tls is not None:
+        if http2.sender.output or http2.sender.waiting_streams or self._tls is not None:
             self.flush()
         if http2.is_closing:
             self._close_after_violation()
@@ -258,18 +258,18 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         """Write the pending frames, or defer them while received data is being handled."""
         if self._is_handling_data:
             return
-        sending = self.http2.sending
-        output, transport = sending.output, self.transport
+        sender = self.http2.sender
+        output, transport = sender.output, self.transport
         if transport is None:
             return
-        if sending.waiting_streams:
+        if sender.waiting_streams:
             self._schedule_time_limit_check()
         if not output and self._tls is None:
             return
         if self._tls is not None:
             self._flush_encrypted(self._tls, transport)
         else:
-            sending.output = []
+            sender.output = []
             first_piece, *other_pieces = output
             if not other_pieces:
                 transport.write(first_piece)
@@ -279,24 +279,24 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 transport.writelines(output)
 
     def _flush_encrypted(self, tls: TlsLayer, transport: asyncio.Transport) -> None:
-        sending = self.http2.sending
-        if tls.is_ready and sending.output:
-            output, sending.output = sending.output, []
+        sender = self.http2.sender
+        if tls.is_ready and sender.output:
+            output, sender.output = sender.output, []
             is_small = sum(map(len, output)) <= _MAX_JOINED_BYTES
             for piece in (b"".join(output),) if is_small else output:
                 tls.send(piece)
-        if encrypted := tls.outgoing():
+        if encrypted := tls.take_ciphertext():
             transport.write(encrypted)
 
     def pause_writing(self) -> None:
         """Queue data, since the client reads too slowly."""
-        self.http2.sending.is_paused = True
+        self.http2.sender.is_paused = True
 
     def resume_writing(self) -> None:
         """Send queued data, since the client has read enough."""
-        sending = self.http2.sending
-        sending.is_paused = False
-        sending.resume()
+        sender = self.http2.sender
+        sender.is_paused = False
+        sender.resume()
         self.flush()
 
     # --- time limits
@@ -325,13 +325,13 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     def _check_time_limits(self) -> None:
         self._check_timer = None
         now = time.monotonic()
-        for call, arriving in list(self._arriving_messages.items()):
-            if arriving.is_overdue(now):
+        for call, arriving_message in list(self._arriving_messages.items()):
+            if arriving_message.is_overdue(now):
                 call.on_timeout()
         time_limit_s = self.context.body_timeout_s
         self._stalled_streams = {
             stream: self._stalled_streams.get(stream, (now, stream.sent_bytes))
-            for stream in self.http2.sending.waiting_streams
+            for stream in self.http2.sender.waiting_streams
         }
         for stream, (stalled_at, sent_bytes) in list(self._stalled_streams.items()):
             if now - stalled_at < time_limit_s:
@@ -346,7 +346,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def _reset_stalled(self, stream: Stream) -> None:
         """Reset a stream whose data the client does not read."""
-        if self.http2.sending.is_paused:
+        if self.http2.sender.is_paused:
             logger.info("a gRPC client that does not read its responses was disconnected")
             self.abort()
             return
@@ -371,7 +371,9 @@ class TlsLayer:
         self._is_closed = False
 
     def receive(self, data: bytes | memoryview) -> bytes:
-        """Return the plaintext of received bytes. The caller sends `outgoing`, even after an error.
+        """Return the plaintext of received bytes.
+
+        The caller then sends the bytes of `take_ciphertext`, also after an error.
 
         Raises:
             BrokenTls: The handshake failed, or the bytes are invalid.
@@ -395,22 +397,22 @@ class TlsLayer:
         return b"".join(pieces)
 
     def send(self, data: bytes | memoryview) -> None:
-        """Encrypt bytes for `outgoing`, unless TLS is closed."""
+        """Encrypt bytes, which `take_ciphertext` returns, unless TLS is closed."""
         if not self._is_closed:
             self._tls.write(data)
 
     def close(self) -> None:
-        """Close TLS."""
+        """End TLS; `take_ciphertext` then returns the close_notify alert for the client."""
         self._is_closed = True
         with contextlib.suppress(ssl.SSLError):  # the client has not closed TLS yet
             self._tls.unwrap()
 
-    def outgoing(self) -> bytes:
+    def take_ciphertext(self) -> bytes:
         """Return the ciphertext that has to be sent."""
         return self._tls_output.read()
 
 
-_ALIVE_PAYLOAD, _DRAIN_PAYLOAD = b"alive?\0\0", b"leaving\0"
+_ALIVE_PAYLOAD, _DRAIN_PAYLOAD = b"alive?\0\0", b"leaving\0"  # of PING frames
 _AGE_SPREAD = 0.1  # a random part of the age, so that clients do not reconnect at the same time
 _PING_LIMIT_S = 1.0  # the time limit of the ping after the first GOAWAY
 
@@ -428,9 +430,9 @@ class ConnectionLifetime:
         # The number of sent DATA frames at the last count of the server's pings, and at the last
         # count of the client's pings.
         self._data_frames_at_ping = self._data_frames_at_client_ping = 0
-        self._counted_pings = 0
-        self._last_ping = float("-inf")
-        self._strike_count = 0
+        self._counted_pings = 0  # the client's pings at their last count
+        self._last_ping = float("-inf")  # the time of the client's last ping
+        self._strike_count = 0  # number of the client's pings that came too early
         self.is_shutting_down = False
         # Whether the connection must call `record_received`, which counts pings.
         self.counts_received = bool(self._settings.max_ping_strikes)
@@ -465,7 +467,7 @@ class ConnectionLifetime:
         self._start_timer("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if not is_silent or not (http2.streams or settings.keepalive_permit_without_calls):
             return
-        data_frames = http2.sending.data_frames
+        data_frames = http2.sender.data_frames
         if data_frames != self._data_frames_at_ping:
             self._data_frames_at_ping, self._pings_sent = data_frames, 0
         if settings.max_pings_without_data and self._pings_sent >= settings.max_pings_without_data:
@@ -496,8 +498,8 @@ class ConnectionLifetime:
         new_pings, self._counted_pings = http2.ping_count - self._counted_pings, http2.ping_count
         if not new_pings:
             return
-        if http2.sending.data_frames != self._data_frames_at_client_ping:
-            self._data_frames_at_client_ping, self._strike_count = http2.sending.data_frames, 0
+        if http2.sender.data_frames != self._data_frames_at_client_ping:
+            self._data_frames_at_client_ping, self._strike_count = http2.sender.data_frames, 0
             self._last_ping = float("-inf")
         now = self._loop.time()
         is_early = now - self._last_ping < settings.min_ping_interval_ms / 1000

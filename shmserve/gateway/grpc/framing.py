@@ -108,7 +108,7 @@ class CallHead:
         self._fields = fields
         self._metadata: Metadata | None = None
         self.http_status = 200
-        self.refusal: Ending | None = None
+        self.refusal: Ending | None = None  # the status with which the call is refused
         values = dict(fields)
         self.path = values[b":path"].decode("latin-1")
         content_type = values.get(b"content-type", b"")
@@ -124,7 +124,7 @@ class CallHead:
             details = f"compression algorithm '{self.encoding[:_MAX_NAME_LENGTH]}' is not supported"
             self._set_refusal(200, StatusCode.UNIMPLEMENTED, details)
         self.traceparent = values.get(b"traceparent", b"").decode("latin-1")
-        self.ends_on_error = _ENDS_ON_ERROR_FIELD in fields
+        self.ends_on_error = _ENDS_ON_ERROR_FIELD in fields  # whether an error ends a stream
         accept_encoding = values.get(b"grpc-accept-encoding", b"").decode("latin-1")
         self.accepted_encodings = frozenset(name.strip() for name in accept_encoding.split(","))
 
@@ -214,7 +214,7 @@ def _shorten_details(details: str) -> str:
 
 # Messages of at least this size are received into their final memory if possible.
 LARGE_MESSAGE_BYTES = 64 * 1024
-PREFIX = struct.Struct(">BI")
+PREFIX = struct.Struct(">BI")  # of a message: whether it is compressed, and its length
 
 _EMPTY_VIEW = memoryview(b"")
 
@@ -291,8 +291,8 @@ class Assembly:
     _is_piece_copied: bool = True  # whether the piece was copied out of the read buffer
     # Data that was received after the piece.
     _buffered_data: bytearray = field(default_factory=bytearray)
-    _prefix: bytes = b""
-    _size: int = 0
+    _prefix: bytes = b""  # the received part of the next message's prefix
+    _size: int = 0  # the size of the incomplete message
     # The received part of a message without a sink.
     _message: bytearray = field(default_factory=bytearray)
     _is_compressed: bool = False
@@ -459,7 +459,7 @@ def compress_message(data: bytes, encoding: str, level: int) -> tuple[bytes, byt
     return _frame_shorter(data, compressor.compress(data) + compressor.flush())
 
 
-async def compress_in_turns(data: bytes, encoding: str, level: int) -> tuple[bytes, bytes]:
+async def compress_in_pieces(data: bytes, encoding: str, level: int) -> tuple[bytes, bytes]:
     """Return a message as `compress_message` does; a large one takes several turns of the loop."""
     if len(data) < LARGE_MESSAGE_BYTES:
         return compress_message(data, encoding, level)

@@ -396,8 +396,8 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
     """Return the status of a call whose inference failed."""
     if isinstance(error, RequestRefused):
         error = error.error
-        caller = TraceContext.of_header(call.head.traceparent)
-        error.traceparent = "" if caller is None else caller.traceparent
+        caller_context = TraceContext.of_header(call.head.traceparent)
+        error.traceparent = "" if caller_context is None else caller_context.traceparent
     if not isinstance(error, ShmserveError):
         logger.error("gRPC call %s failed", call.head.path, exc_info=error)
         return INTERNAL_FAILURE

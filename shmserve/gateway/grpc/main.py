@@ -63,16 +63,16 @@ class GrpcServer(process.ProtocolServer):
 
     async def open(self) -> None:
         """Create a server, which accepts no connections yet, for each listening socket."""
-        share = fd_limits.connections_share(len(self._sockets))
+        connection_share = fd_limits.connections_share(len(self._sockets))
         for sock in self._sockets:
             settings = self._gateway.settings  # read for each socket, since the tokens may change
             rules = Authorisation(settings.tokens, settings.grpc_restricted, "protocol")
             listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm)
-            limit = min(settings.max_connections, share)
+            max_connections = min(settings.max_connections, connection_share)
             is_unix = sock.family == socket.AF_UNIX
             context = replace(self._context, tls=None) if is_unix else self._context
             await self.listen(
-                sock, Acceptor(partial(GrpcConnection, context=context), listener, limit)
+                sock, Acceptor(partial(GrpcConnection, context=context), listener, max_connections)
             )
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:

@@ -55,7 +55,7 @@ class Rpc:
     """
 
     scope: str
-    request: type[Message] | None = None
+    request_class: type[Message] | None = None
     handler: Handler | None = None
 
 
@@ -95,8 +95,8 @@ RPCS: dict[str, Rpc] = {
     **dict.fromkeys(REFLECTION_METHODS, Rpc("metadata")),
     _HEALTH_SERVICE + "Check": Rpc("health", HealthCheckRequest, AdminCall.check),
     **{
-        _TRITON_SERVICE + request.__name__.removesuffix("Request"): Rpc(scope, request, handler)
-        for scope, request, handler in _ADMIN_RPCS
+        _TRITON_SERVICE + message.__name__.removesuffix("Request"): Rpc(scope, message, handler)
+        for scope, message, handler in _ADMIN_RPCS
     },
 }
 
@@ -130,22 +130,22 @@ class Service:
         A refused call has ended already: its messages, which can be large, are not received.
         """
         create_call = self._factories.get(head.path)
-        ending = head.refusal
-        if ending is None and create_call is None:
-            ending = UNKNOWN_METHOD
-        elif ending is None and connection.requires_authorisation:
+        final_status = head.refusal
+        if final_status is None and create_call is None:
+            final_status = UNKNOWN_METHOD
+        elif final_status is None and connection.requires_authorisation:
             error = _find_access_error(connection.client, RPCS[head.path].scope, head)
-            ending = None if error is None else ending_from_error(error)
-        if ending is not None or create_call is None:
+            final_status = None if error is None else ending_from_error(error)
+        if final_status is not None or create_call is None:
             call = UnaryCall(connection, stream, head, _ignore_message)
-            call.fail(*(ending or UNKNOWN_METHOD))
+            call.fail(*(final_status or UNKNOWN_METHOD))
             return call
         return create_call(connection, stream, head)
 
     def _create_task_handler(self, path: str, rpc: Rpc) -> Callable[[bytes, UnaryCall], None]:
         """Return the handler of an RPC of `AdminCall`, which creates a task for each call."""
-        assert rpc.handler is not None and rpc.request is not None
-        handle, parse = rpc.handler, rpc.request.FromString
+        assert rpc.handler is not None and rpc.request_class is not None
+        handle, parse = rpc.handler, rpc.request_class.FromString
 
         async def respond(encoded_request: bytes, call: UnaryCall) -> None:
             try:

@@ -107,8 +107,8 @@ class _InferStream:
         # The responses of decoupled models, in the order of arrival.
         self._outbox: deque[tuple[StreamingInference, StreamedResponse]] = deque()
         self._is_half_closed = False  # whether the client has half-closed the call
-        self._progress = asyncio.Event()
-        self.total_bytes = 0
+        self._progress = asyncio.Event()  # set when responses may be ready to be written
+        self.total_bytes = 0  # bytes of all requests and responses
         self.malloc_trim = inferences.gateway.malloc_trim
 
     async def read_requests(self) -> None:
@@ -149,9 +149,9 @@ class _InferStream:
     def _submit(
         self, received_message: MessageContent
     ) -> UnaryInference | StreamingInference | RequestRefused:
-        callbacks = (self._headers, self._on_response, self._on_streamed)
+        submit_args = (self._headers, self._on_response, self._on_streamed)
         try:
-            return self._inferences.submit_request(received_message, self._call, *callbacks)
+            return self._inferences.submit_request(received_message, self._call, *submit_args)
         except RequestRefused as refused:
             return refused.without_traceback()
 
@@ -248,7 +248,7 @@ class _InferStream:
     async def _write_ordered(self, byte_limit: int) -> None:
         """Write the responses that are next in order, up to a total of `byte_limit` bytes."""
         responses: list[bytes] = []
-        size = released_bytes = inference_count = 0
+        size = released_bytes = inference_count = 0  # `released_bytes` are bytes of the window
         try:
             while (
                 self._ordered_entries

@@ -78,8 +78,8 @@ JSON_TOO_LARGE = (
     "request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
     "Use --http-max-input-size to increase the limit."
 )
-_MAX_CHUNKS = 65536
-_MAX_CHUNKS_AT_ONCE = 1024
+_MAX_CHUNKS = 65536  # in a body with Transfer-Encoding: chunked
+_MAX_CHUNKS_AT_ONCE = 1024  # chunks that are returned together
 _BODY_TOO_LARGE = (
     "request body of {size} bytes exceeds the {limit} bytes of server memory for tensors "
     "(--arena-byte-size)"
@@ -317,8 +317,8 @@ class Body:
             missing_bytes = self.declared_size - arrival.received_bytes
             if missing_bytes and arrival.received_bytes == content.total_bytes:
                 connection = self._request.connection
-                with connection.receiving(arriving, arrival, missing_bytes) as all_received:
-                    await arrival.wait_for_end(all_received)
+                with connection.receiving(arriving, arrival, missing_bytes) as body_end:
+                    await arrival.wait_for_end(body_end)
                 return arriving.is_complete
             piece = memoryview(await self.next())
             if not piece:
@@ -456,18 +456,18 @@ async def _receive_tensors(
         raise InvalidArgument(_CUT_SHORT)
     infer_request = await _parse_header(start[:size], body.declared_size - size, model, limit)
     infer_request.parameters |= forwarded_headers
-    arriving = reserve_tensors(gateway, model, infer_request, body.declared_size)
+    arriving_request = reserve_tensors(gateway, model, infer_request, body.declared_size)
     try:
-        if arriving.built_request.regions:
+        if arriving_request.built_request.regions:
             # A client must not hold regions of another user while its body arrives.
-            authorise(arriving.built_request.regions, request.connection.client.peer())
-        with body.arrival.registered_block(arriving.release):
-            if not await body.read_tensors(arriving, memoryview(start)[size:]):
+            authorise(arriving_request.built_request.regions, request.connection.client.peer())
+        with body.arrival.registered_block(arriving_request.release):
+            if not await body.read_tensors(arriving_request, memoryview(start)[size:]):
                 raise InvalidArgument(_CUT_SHORT)
     except BaseException:
-        arriving.release()
+        arriving_request.release()
         raise
-    return arriving.built_request
+    return arriving_request.built_request
 
 
 def header_size(header_length: str | None, body_size: int) -> int:

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 _MAX_VIEWERS = 32  # limited because scrapes share the listener
 _SNAPSHOT_INTERVAL_S = 1.0
 _INTERVAL_PER_COST = 10  # taking a snapshot may use at most 1/10 of the time between snapshots
-_MAX_INTERVAL_S = 5.0
+_MAX_INTERVAL_S = 5.0  # the longest time between two snapshots
 # Processes are read with every fifth snapshot, since /proc is slow.
 _SNAPSHOTS_PER_PROCESS_READ = 5
 _STATE_TIMEOUT_S = 1.0  # the time limit of the wait for the supervisor's state
@@ -123,8 +123,8 @@ class LiveFigures:
                 if self._snapshot_number == seen_snapshot_number:
                     await self._snapshot_taken.wait()
                     continue
-                is_next = seen_snapshot_number == self._snapshot_number - 1
-                event = self._change_event if is_next else self._full_event
+                has_previous = seen_snapshot_number == self._snapshot_number - 1
+                event = self._change_event if has_previous else self._full_event
                 event = event if seen_snapshot_number else self._first_event()
                 seen_snapshot_number = self._snapshot_number
                 yield (event,)
@@ -264,7 +264,7 @@ class EventWatch:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.states: dict[tuple[str, str], tuple[str, str]] = {}
+        self.states: dict[tuple[str, str], tuple[str, str]] = {}  # (name, version): (state, reason)
         self.newest_events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self.event_count = 0
         import zmq.asyncio  # imported late, since most gateways have no viewer

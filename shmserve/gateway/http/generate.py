@@ -29,7 +29,7 @@ from shmserve.gateway.http.json.codec import (
 )
 from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, check_unsigned
-from shmserve.gateway.http.json.tensors import encode_in_turns
+from shmserve.gateway.http.json.tensors import encode_in_pieces
 from shmserve.gateway.http.messages import (
     CONTENT_ENCODING,
     JSON_HEADER,
@@ -136,7 +136,7 @@ class _Generation:
         for tensor in inferred.outputs:
             data = output_bytes(self._gateway, tensor)
             fields = (data, tensor.datatype, tensor.shape, tensor.name)
-            text = await encode_in_turns(*fields, self._gateway.malloc_trim)
+            text = await encode_in_pieces(*fields, self._gateway.malloc_trim)
             outputs.append((tensor, text))
         model = self._model
         request = self.queue.inference.built_request.infer_request

@@ -87,14 +87,14 @@ async def get_model_config(
 
 async def get_examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle GET /docs/models: return the example requests that the page /docs offers."""
-    rows: list[dict[str, Any]] = []
+    examples: list[dict[str, Any]] = []
     for example in management.request_examples(gateway):
         name = example["model"]
-        rows.append(example)
+        examples.append(example)
         model = gateway.models.find(name, "")
         if model is not None and find_embedder(model) is not None:
-            rows.append(management.text_example(name, "/v1/embeddings", input=["A text"]))
-    return json_response(rows)
+            examples.append(management.text_example(name, "/v1/embeddings", input=["A text"]))
+    return json_response(examples)
 
 
 async def get_statistics(
@@ -322,12 +322,12 @@ async def post_register_cuda(gateway: Gateway, request: HttpRequest, name: str) 
     peer = request.connection.client.peer()
     body = _object_members(await read_json(gateway, request))
     raw_handle = _require_member(body, "raw_handle")
-    encoded = _typed_member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
+    encoded_handle = _typed_member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
     byte_size = _typed_member(body, "byte_size", int)
     device_id = _typed_member(body, "device_id", int)
     offset = _typed_member(body, "offset", int) if "offset" in body else 0
     uuid = _typed_member(body, "device_uuid", str) if "device_uuid" in body else ""
-    handle_bytes = memory_api.decode_handle(encoded)
+    handle_bytes = memory_api.decode_handle(encoded_handle)
     handle = CudaHandle(handle_bytes, device_id, memory_api.decode_uuid(uuid) if uuid else b"")
     exporter_pid = unix_pid(request.connection.transport)
     await memory_api.register_cuda(gateway, peer, name, handle, offset, byte_size, exporter_pid)

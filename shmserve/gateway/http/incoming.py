@@ -51,7 +51,7 @@ _READ_BUFFER = memoryview(bytearray(64 * 1024))
 # Smaller tensors are copied from `_READ_BUFFER`, since one read per tensor would cost more.
 _MIN_DIRECT_BYTES = 16 * 1024
 
-_MAX_PENDING_HEAD_BYTES = 128 * 1024
+_MAX_PENDING_HEAD_BYTES = 128 * 1024  # a larger malformed head is not parsed again
 _FRAMING_HEADER = re.compile(rb"\r\n(?:content-length|transfer-encoding):", re.IGNORECASE)
 _LENGTH_HEADER = re.compile(rb"\r\ncontent-length:[ \t]*[0-9]+[ \t]*(?=\r\n)", re.IGNORECASE)
 _CHUNKED_HEADER = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked[ \t]*(?=\r\n)", re.IGNORECASE)
@@ -140,7 +140,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._receiver: TensorReceiver | None = None
         self.writing_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None
-        self._is_stream_full = False
+        self._is_stream_full = False  # whether the stream of a body has no space
         self._is_queue_full = False  # whether too many requests are queued
         self._is_reading_paused = False
 

@@ -28,7 +28,7 @@ from shmserve.gateway.context import Gateway, GatewayModel, needs_load, resolve_
 from shmserve.gateway.http.body import header_size, read_request, timeout_in_body_us
 from shmserve.gateway.http.json.codec import JsonResponseTemplate
 from shmserve.gateway.http.json.fingerprint import Fingerprint, fill_known_template
-from shmserve.gateway.http.json.tensors import encode_in_turns, join_in_turns
+from shmserve.gateway.http.json.tensors import encode_in_pieces, join_in_pieces
 from shmserve.gateway.http.messages import (
     ACCEPT,
     ACCEPT_ENCODING,
@@ -137,7 +137,7 @@ def _infer_repeated(
     gateway: Gateway,
     request: HttpRequest,
     model: GatewayModel,
-    revision: int,
+    revision: int,  # of the model table when the earlier request was handled
     header_length: str | None,
     body: bytes,
     write_response: WriteResponse,
@@ -178,7 +178,7 @@ class HttpInference(UnaryInference):
     """An in-flight inference of an HTTP client.
 
     Attributes:
-        write_response: Writes the response in the callback; None if a task awaits `response`.
+        write_response: Writes the response when it arrives; None if a task awaits `response`.
     """
 
     gateway: Gateway
@@ -279,7 +279,7 @@ async def _encode_response(
         encoding = preferred_encoding(",".join(request.headers.getall(ACCEPT_ENCODING)))
         if encoding != "identity":
             compressed = compress_pieces(response.pieces, encoding)
-            response.pieces = [await join_in_turns(compressed, gateway.malloc_trim)]
+            response.pieces = [await join_in_pieces(compressed, gateway.malloc_trim)]
             response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
     return response
 
@@ -298,7 +298,7 @@ async def _encode_outputs(
                 json_arrays.append(b"%d" % len(data))
         else:
             tensor_fields = (output.datatype, output.shape, output.name)
-            json_arrays.append(await encode_in_turns(data, *tensor_fields, gateway.malloc_trim))
+            json_arrays.append(await encode_in_pieces(data, *tensor_fields, gateway.malloc_trim))
     return json_arrays, binary_data
 
 

@@ -248,7 +248,7 @@ class ChunkedResponse(HttpResponse):
         self._batches = batches
 
     async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
-        """Write the chunks as they are produced; an exception of their generator is passed on."""
+        """Write the chunks as they are produced; their generator's exceptions are raised."""
         transport = _open_transport(request)
         is_chunked = not request.is_http10
         self.closes_connection = self.closes_connection or not is_chunked

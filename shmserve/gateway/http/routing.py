@@ -81,11 +81,11 @@ class Route:
     """
 
     method: str
-    path: str
-    scope: str
+    path: str  # a template
+    scope: str  # the API that the client needs access to
     handler: Handler
     encode_error: ErrorEncoder = encode_triton_error
-    has_request_id: bool = False
+    has_request_id: bool = False  # whether responses have the header x-request-id
 
 
 # A route, and the parts of a path that are the arguments of its handler.
@@ -108,7 +108,7 @@ class RouteTable:
         path may follow a host, as in requests to proxies.
         """
         path = _target_path(target)
-        method_mismatch = None
+        method_mismatch = None  # a route of this path for another method
         for route, pattern in self._patterns:
             match = pattern.fullmatch(path)
             if match is None or (route.path == ANY_PATH and method_mismatch):
@@ -351,17 +351,17 @@ class App(ActiveCount):
             self.decrement()
 
 
-def _request_id_header(client_id: str) -> bytes:
+def _request_id_header(sent_id: str) -> bytes:
     """Return the header with the id that the client has sent, or else with a new id."""
-    is_valid = client_id and _VALID_REQUEST_ID.fullmatch(client_id)
-    request_id = client_id if is_valid else f"req_{os.urandom(16).hex()}"
+    is_valid = sent_id and _VALID_REQUEST_ID.fullmatch(sent_id)
+    request_id = sent_id if is_valid else f"req_{os.urandom(16).hex()}"
     return b"x-request-id: %b\r\n" % request_id.encode()
 
 
 def _traceparent(request: HttpRequest) -> str:
     """Return the traceparent of the caller, or ""."""
-    caller = TraceContext.of_header(request.headers.get(TRACEPARENT, ""))
-    return "" if caller is None else caller.traceparent
+    parent = TraceContext.of_header(request.headers.get(TRACEPARENT, ""))
+    return "" if parent is None else parent.traceparent
 
 
 def _error_response(

@@ -8,8 +8,8 @@
     outgoing.py         outbound frames within the client's flow-control windows
 
 `Http2Connection.receive` returns the events `StreamOpened`, `Data`, `StreamReset` and
-`PingAcknowledged`. A server responds with `sending.send_head`, `sending.send_data` and
-`sending.send_trailers`, or with all three at once (`sending.send_response`). `reset` ends a stream
+`PingAcknowledged`. A server responds with `sender.send_head`, `sender.send_data` and
+`sender.send_trailers`, or with all three at once (`sender.send_response`). `reset` ends a stream
 early, and `send_window_update` permits more data of a stream.
 
 The gRPC gateway uses the whole package. The gRPC client in protocols/grpc.py uses its frames and

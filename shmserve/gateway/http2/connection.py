@@ -1,6 +1,6 @@
 """A server's HTTP/2 connection without IO, which converts received bytes to events (RFC 9113).
 
-`receive` parses bytes and returns events. The bytes to send are in `sending.output`. The work of
+`receive` parses bytes and returns events. The bytes to send are in `sender.output`. The work of
 one call is bounded, so that other connections are not delayed. If frames are left,
 `has_pending_frames` is true, and `receive(b"")` continues.
 
@@ -88,7 +88,7 @@ class Http2Connection(FrameReader[HeadT]):
             clock,
             "frames without effect",
         )
-        self.sending = Outgoing(self._on_output_sent)
+        self.sender = Outgoing(self._on_output_sent)
         self.streams: dict[int, Stream] = {}
         self.last_stream_id = 0  # the highest id of a stream that the client has opened
         # Whether the client has acknowledged the server's SETTINGS.
@@ -109,7 +109,7 @@ class Http2Connection(FrameReader[HeadT]):
         }
         increment = pack_uint32(LARGEST_WINDOW - DEFAULT_WINDOW)
         window_update = frames.encode_frame(WINDOW_UPDATE, 0, 0, increment)
-        self.sending.output.append(frames.encode_settings(settings) + window_update)
+        self.sender.output.append(frames.encode_settings(settings) + window_update)
 
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
@@ -117,8 +117,8 @@ class Http2Connection(FrameReader[HeadT]):
         A client that violates the protocol receives a GOAWAY, and the connection `is_closing`.
         """
         events = super().receive(data)
-        if self.sending.window_grown:
-            self.sending.resume()
+        if self.sender.window_grown:
+            self.sender.resume()
         return events
 
     @property
@@ -137,7 +137,7 @@ class Http2Connection(FrameReader[HeadT]):
         if self._receive_window < LARGEST_WINDOW // 2:
             increment, self._receive_window = LARGEST_WINDOW - self._receive_window, LARGEST_WINDOW
             update = frames.encode_frame(WINDOW_UPDATE, 0, 0, pack_uint32(increment))
-            self.sending.output.append(update)
+            self.sender.output.append(update)
         stream = self.streams.get(stream_id)
         if stream is None or stream.is_half_closed:
             self._check_closed(stream_id, stream)
@@ -224,7 +224,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._headers.skip_block(block)
             raise StreamFault(FaultCode.REFUSED_STREAM)
         head = self._headers.decode_request(block)
-        stream = Stream(stream_id, self._limits.window_bytes, self.sending.initial_window)
+        stream = Stream(stream_id, self._limits.window_bytes, self.sender.initial_window)
         stream.expected_bytes = head.data_size
         self.streams[stream_id] = stream
         if self._control_budget.tokens < self._limits.control_frames:
@@ -272,14 +272,14 @@ class Http2Connection(FrameReader[HeadT]):
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
         self._earn_tokens_for_data()
         self._control_budget.take_token()
-        self.sending.receive_window_update(stream, increment)
+        self.sender.receive_window_update(stream, increment)
 
     def _earn_tokens_for_data(self) -> None:
-        sending, (frames_before, bytes_before) = self.sending, self._credited_output
-        self._credited_output = sending.data_frames, sending.data_bytes
-        sent_frames = sending.data_frames - frames_before
+        sender, (frames_before, bytes_before) = self.sender, self._credited_output
+        self._credited_output = sender.data_frames, sender.data_bytes
+        sent_frames = sender.data_frames - frames_before
         self._reset_budget.add_tokens(sent_frames)
-        earned_by_data = (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
+        earned_by_data = (sender.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
         earned_frames = _EARNED_PER_FRAME * sent_frames + earned_by_data
         saved_frames = min(self._saved_control_frames + earned_frames, _MAX_SAVED_FRAMES)
         needed_frames = min(saved_frames, self._control_budget.missing_tokens)
@@ -313,12 +313,12 @@ class Http2Connection(FrameReader[HeadT]):
             self.settings_acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
-        sending, initial_window = self.sending, settings.get(frames.INITIAL_WINDOW_SIZE)
+        sender, initial_window = self.sender, settings.get(frames.INITIAL_WINDOW_SIZE)
         if initial_window is not None:
-            sending.change_initial_window(initial_window, self.streams.values())
-        sending.max_frame_size = settings.get(frames.MAX_FRAME_SIZE, sending.max_frame_size)
+            sender.change_initial_window(initial_window, self.streams.values())
+        sender.max_frame_size = settings.get(frames.MAX_FRAME_SIZE, sender.max_frame_size)
         self.settings_received = True
-        sending.output.append(_SETTINGS_ACK)
+        sender.output.append(_SETTINGS_ACK)
 
     def _handle_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
@@ -329,7 +329,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._events.append(PingAcknowledged(payload))
             return
         self.ping_count += 1
-        self.sending.output.append(frames.encode_frame(PING, ACK, 0, payload))
+        self.sender.output.append(frames.encode_frame(PING, ACK, 0, payload))
 
     # --- ends of streams and of the connection
 
@@ -355,11 +355,11 @@ class Http2Connection(FrameReader[HeadT]):
             self._queue_reset(stream.id, code)
 
     def _queue_reset(self, stream_id: int, code: FaultCode) -> None:
-        self.sending.output.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
+        self.sender.output.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
 
     def _remove(self, stream: Stream) -> None:
         stream.is_half_closed = True
-        self.sending.discard_output(stream)
+        self.sender.discard_output(stream)
         self.streams.pop(stream.id, None)
         if self.arriving_stream is stream:
             self.arriving_stream = None
@@ -385,14 +385,14 @@ class Http2Connection(FrameReader[HeadT]):
         if increment > 0 and not stream.is_half_closed:
             stream.receive_window += increment
             update = frames.encode_frame(WINDOW_UPDATE, 0, stream.id, pack_uint32(increment))
-            self.sending.output.append(update)
+            self.sender.output.append(update)
 
     def fail(self, code: FaultCode, reason: str = "") -> None:
         """Send GOAWAY and close the connection."""
         if not self.is_closing:
             super().fail(code, reason)
             last_stream = min(self.last_stream_id, self._goaway_stream_id)
-            self.sending.output.append(frames.encode_goaway(last_stream, code, reason))
+            self.sender.output.append(frames.encode_goaway(last_stream, code, reason))
 
     def send_goaway(self, *, is_final: bool) -> None:
         """Send GOAWAY, which announces the end of the connection.
@@ -403,11 +403,11 @@ class Http2Connection(FrameReader[HeadT]):
         if is_final and not self._is_refusing:
             self._is_refusing = True
             self._goaway_stream_id = self.last_stream_id
-        self.sending.output.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))
+        self.sender.output.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))
 
     def ping(self, payload: bytes) -> None:
         """Send a PING with eight bytes; a `PingAcknowledged` event follows."""
-        self.sending.output.append(frames.encode_frame(PING, 0, 0, payload))
+        self.sender.output.append(frames.encode_frame(PING, 0, 0, payload))
 
 
 _SETTINGS_ACK = frames.encode_frame(SETTINGS, ACK, 0)

@@ -21,7 +21,7 @@ HAS_PRIORITY = 0x20
 FRAME_HEADER_SIZE = 9
 # A frame header: the upper two bytes of the length, the lowest one, type, flags, stream.
 FRAME_HEADER = struct.Struct(">HBBBI")
-STREAM_BITS = 0x7FFFFFFF
+STREAM_BITS = 0x7FFFFFFF  # the bits of a stream id, or of a window increment
 LARGEST_WINDOW = 2**31 - 1
 DEFAULT_WINDOW = 65535
 DEFAULT_MAX_FRAME_SIZE = 16384

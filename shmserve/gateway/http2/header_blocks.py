@@ -35,7 +35,7 @@ Fields = Sequence[tuple[bytes, bytes]]
 logging.getLogger("hpack").setLevel(logging.INFO)
 
 _MAX_CACHED_BLOCKS = 64
-_MAX_CACHED_BLOCK_BYTES = 512
+_MAX_CACHED_BLOCK_BYTES = 512  # larger header blocks are not cached
 # A header list above this multiple of its size limit ends the connection, not only its stream.
 _MAX_DECODED_FACTOR = 4
 _FIELD_OVERHEAD = 32  # the size of a field in addition to its name and value (RFC 7541, 4.1)
@@ -68,7 +68,7 @@ class HeaderDecoder(Generic[ConvertedHead]):
         self._decoder = Decoder(_MAX_DECODED_FACTOR * max_list_size)
         self._convert = convert
         self._max_list_size = max_list_size
-        self._heads: dict[bytes, ConvertedHead] = {}
+        self._heads: dict[bytes, ConvertedHead] = {}  # by encoded header block
         self._can_cache = hasattr(self._decoder.header_table, "dynamic_entries")
 
     def decode_request(self, block: bytes) -> ConvertedHead:

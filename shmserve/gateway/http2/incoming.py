@@ -70,12 +70,12 @@ class Limits:
     header_list_bytes: int = 16 * 1024
     header_block_bytes: int = 64 * 1024
     max_continuations: int = 8
-    resets: int = 1024
+    resets: int = 1024  # capacity of the token bucket of stream resets
     resets_per_s: float = 64.0
-    control_frames: int = 2048
+    control_frames: int = 2048  # capacity of the token bucket of control frames
     control_frames_per_s: float = 256.0
-    frames_per_call: int = 256
-    stream_cost_frames: int = 8
+    frames_per_call: int = 256  # maximum work of a call of `receive`
+    stream_cost_frames: int = 8  # the work of opening a stream, in frames
     window_bytes: int = 1024 * 1024
     frame_bytes: int = 1024 * 1024
 
@@ -315,7 +315,7 @@ class FrameReader(ABC, Generic[HeadT]):
         """Process the header of a DATA frame; return the size of its padding length field."""
         if size > self._limits.frame_bytes:
             raise length_fault("DATA", size, f"at most {self._limits.frame_bytes}")
-        padding = padding_field = 0
+        padding = padding_field = 0  # bytes of the padding, and of its length field
         if flags & PADDED:
             if not size:
                 raise length_fault("padded DATA", 0, "at least 1")

@@ -53,7 +53,7 @@ class Stream:
         self.packed_id = pack_uint32(stream_id)
         self.call: Any = None
         self.is_half_closed = False
-        self.has_all_output = False
+        self.has_all_output = False  # whether all output is queued
         self.is_cut_short = False  # whether the response was cut short
         self.expected_bytes = -1  # missing bytes of the request's content-length; -1 without one
         self.receive_window = receive_window
@@ -90,8 +90,8 @@ class Outgoing:
         self._on_sent = on_sent  # called with a stream whose frames are all sent
         # Encoded frames, until the connection writes them.
         self.output: list[bytes | memoryview] = []
-        self.is_paused = False
-        self.window = frames.DEFAULT_WINDOW
+        self.is_paused = False  # whether the client reads too slowly
+        self.window = frames.DEFAULT_WINDOW  # the send window of the connection
         self.initial_window = frames.DEFAULT_WINDOW
         self.max_frame_size = DEFAULT_MAX_FRAME_SIZE
         self.waiting_streams: dict[Stream, None] = {}  # streams with unsent data, in turn
@@ -229,12 +229,12 @@ class Outgoing:
     def resume(self) -> None:
         """Send as much queued data as the windows permit, stream by stream."""
         self.window_grown = False
-        sendable = list(self.waiting_streams)
-        while sendable and not self.is_paused:
+        sendable_streams = list(self.waiting_streams)
+        while sendable_streams and not self.is_paused:
             # A stream that cannot send because the connection's window is exhausted keeps its turn.
-            sendable = [
+            sendable_streams = [
                 stream
-                for stream in sendable
+                for stream in sendable_streams
                 if (self.window > 0 or not stream.queued_bytes) and self._pump(stream)
             ]
 

@@ -207,7 +207,10 @@ class Arrival:
         self._body_budget.release(self)
 
     def register_block(self, release: Callable[[], None]) -> None:
-        """Register an arena block until `release_budget`; eviction calls `release`."""
+        """Register an arena block, which `evict` frees by calling `release`.
+
+        The registration ends with `release_budget`.
+        """
         self._release_block = release
         self._body_budget.register(self)
 

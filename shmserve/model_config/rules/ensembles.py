@@ -120,12 +120,12 @@ def _condition_problems(config: ModelConfig) -> Iterator[Problem]:
 def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of outputs that cannot be computed and of tensors that no output needs."""
     name, steps = config.name, config.ensemble_scheduling.step
-    conditional = conditions(config)
+    conditional = conditions(config)  # condition tensors by step
     reads = [
         [*sorted(step.input_map.values()), *([conditional[i]] if i in conditional else [])]
         for i, step in enumerate(steps)
     ]
-    known = {io.name for io in config.input}
+    known = {io.name for io in config.input}  # names of tensors
     waiting_indices = list(range(len(steps)))
     while ready_indices := [index for index in waiting_indices if known.issuperset(reads[index])]:
         waiting_indices = [index for index in waiting_indices if index not in ready_indices]

@@ -135,7 +135,7 @@ def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
     for path in config.model_repositories:
         folder_count, mode = -1, 0
         with contextlib.suppress(OSError):
-            folder_count = sum(entry.is_dir() for entry in os.scandir(path))
+            folder_count = sum(entry.is_dir() for entry in path.iterdir())
             mode = path.stat().st_mode
         repositories.append((str(path), folder_count, bool(mode & stat.S_IWOTH)))
     return repositories

@@ -92,7 +92,7 @@ class LoadPlanner:
         """
         self._config = config
         self._overrides_dir = run_dir / "overrides"
-        self._environments_dir = endpoints.environments(run_dir)
+        self._environments_dir = endpoints.environments_dir(run_dir)
         self._accelerators = accelerators
         self._file_models: dict[str, ModelFolder] = {}
         for model_file in config.model_files:

@@ -143,6 +143,8 @@ def test_unsuitable_objects_cannot_be_attached(server: Server, shared_memory: Sh
     with open(__file__) as file, open(f"/dev/shm/{shared_memory.name}", "rb") as reader:
         for invalid_source, kind, text in (
             ("nosuch", shmserve.client.NotFound, "no shared memory 'nosuch' in /dev/shm"),
+            ("a\0b", shmserve.client.InvalidArgument, "cannot be used as shared memory"),
+            ("\ud800", shmserve.client.InvalidArgument, "cannot be used as shared memory"),
             (-1, shmserve.client.InvalidArgument, "got -1"),
             (None, shmserve.client.InvalidArgument, "by its name in /dev/shm"),
             (np.zeros(4), shmserve.client.InvalidArgument, "by its name in /dev/shm"),

@@ -95,7 +95,7 @@ def test_an_archive_is_unpacked_once_and_removed(
     shutil.rmtree(prefix_path)
     add(repository, "other", model / "env.tar.gz")
     server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
-    copies = endpoints.environments(server.run_dir)
+    copies = endpoints.environments_dir(server.run_dir)
     with server.http() as http:
         prefix = answer(http, "one")[1]
         assert answer(http, "other") == [3, prefix, f"{prefix}/bin"]

@@ -117,7 +117,7 @@ class Engine:
         self.flush()
 
     def flush(self) -> list[Frame]:
-        ready, self.http2.sending.output = self.http2.sending.output, []
+        ready, self.http2.sender.output = self.http2.sender.output, []
         new_frames = frames_of(b"".join(ready))
         self.sent += new_frames
         return new_frames

@@ -197,6 +197,12 @@ def test_models_that_do_not_load(
         model.backend.load(ModelSpec.of(config(**fields)))
 
 
+def test_a_folder_with_the_name_of_the_file(model: Model) -> None:
+    (model.rig.context.version_dir / "model.py").mkdir()
+    with pytest.raises(Unavailable, match=r"'1/model.py' not found: it is a folder$"):
+        model.backend.load(ModelSpec.of(config()))
+
+
 @pytest.mark.parametrize("character", ";|&$`<>()[]{}\\\"'*?~#!")
 def test_names_that_a_shell_would_read_are_refused(model: Model, character: str) -> None:
     backend = PythonBackend(replace(model.rig.context, model_name=f"a{character}b"))

@@ -196,7 +196,7 @@ class LlmBackend(Backend):
         tool_parser = settings.tool_parser or tool_parser
         reasoning_parser = settings.reasoning_parser or reasoning_parser
         settings = replace(settings, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-        instances = max_instances_per_device(config.instance_group)
+        instances = max_instances_per_device(config.instance_group)  # number
         return with_default_sizes(settings, checkpoint.architecture, self.context.device, instances)
 
     def _find_proposer(self, settings: EngineSettings) -> Propose | None:

@@ -83,7 +83,7 @@ class Grammars:
             body = compilers[kind](text) if kind else ""
             message = message_grammar or self._default_message_grammar
             if kind == "json_schema" and not message_grammar:
-                # In some vocabularies, every token that begins a word has a space.
+                # In some vocabularies, each token that begins a word has a space, which is allowed.
                 message = message.replace("@body", "/ ?/ @body")
             new_matcher = matcher(self._tokenizer, _with_body(message, body))
             if not new_matcher.get_error():
@@ -285,7 +285,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
 
     The keywords are `propertyNames`, pydantic's formats of UUIDs, patterns that begin with
     lookaheads, limits that float64 cannot represent, and references with characters that URIs do
-    not allow. Dates receive a pattern that excludes the leap days and leap seconds that Python
+    not allow. Dates and times receive a pattern without the leap days and seconds that Python
     rejects. Keywords whose value is null are removed, as are unknown values of `$schema`. Next to a
     reference, keywords that allow every value are removed, since llguidance rejects unknown
     keywords there if the schema is recursive.

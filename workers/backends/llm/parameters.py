@@ -95,7 +95,7 @@ class GenerationParameters:
     max_tokens: int = _number(16, 0, 1 << 24)
     min_tokens: int = _number(0, 0, 1 << 24)
     n: int = _number(1, 1, 128)  # number of samples to return
-    best_of: int = _number(0, 0, 128)
+    best_of: int = _number(0, 0, 128)  # beam width, or number of samples to generate; 0: `n`
     temperature: float = _number(1.0, 0.0, 100.0)
     top_p: float = _number(1.0, 0.0, 1.0)
     top_k: int = _number(0, -1, 1 << 24)
@@ -105,10 +105,10 @@ class GenerationParameters:
     frequency_penalty: float = _number(0.0, -2.0, 2.0)
     seed: int = _number(0, -(1 << 63), (1 << 63) - 1)
     truncate_prompt_tokens: int = _number(0, -1, 1 << 24)
-    logprobs: int = _number(-1, 0, 20)
-    prompt_logprobs: int = _number(-1, 0, 20)
+    logprobs: int = _number(-1, 0, 20)  # number of likeliest tokens; -1: no report
+    prompt_logprobs: int = _number(-1, 0, 20)  # as `logprobs`, for the prompt
     priority: int = _number(0, -(1 << 31), (1 << 31) - 1)
-    thinking_token_budget: int = _number(-1, -1, 1 << 24)
+    thinking_token_budget: int = _number(-1, -1, 1 << 24)  # -1: none
     length_penalty: float = _number(1.0, -10.0, 10.0)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -123,7 +123,7 @@ class GenerationParameters:
     truncation_side: str = ""  # "left", "right" or ""
     stop: tuple[str, ...] = ()  # stop strings
     stop_token_ids: tuple[int, ...] = ()
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # number to add, by token
     bad_words: tuple[str, ...] = ()
     forbidden: Callable[[Sequence[int]], NDArray[np.int64]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
@@ -382,7 +382,7 @@ def _parse_bad_words(name: str, value: Any) -> dict[str, Any]:
 def _parse_tokens(name: str, value: Any) -> dict[str, Any]:
     allowed_text = "a list of tokens (integers)"
     tokens = _decode_json(value, allowed_text)
-    _check(isinstance(tokens, list) and all(type(t) is int for t in tokens), allowed_text)
+    _check(isinstance(tokens, list) and all(type(token) is int for token in tokens), allowed_text)
     _check(bool(tokens) or name != "allowed_token_ids", "a non-empty list of tokens")
     return {name: tuple(tokens)}
 

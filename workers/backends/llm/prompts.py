@@ -275,7 +275,7 @@ class PromptReader:
         )
         if parameters.is_restricted:  # a step of the engine would otherwise build the arrays
             _ = parameters.bias_arrays, parameters.allowed_array
-        # A sample with a grammar ends with an end token.
+        # A sample with a grammar ends with an end token, even if `ignore_eos` is set.
         ignores_end = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         stop_tokens = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
         end_tokens = stop_tokens if ignores_end else (*self._checkpoint.end_tokens, *stop_tokens)

@@ -26,7 +26,7 @@ from torch import Tensor
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 
 # The purposes for which independent random numbers are drawn at one position.
-TOKEN, ACCEPTANCE, PROPOSAL = range(3)  # purposes of random numbers
+TOKEN, ACCEPTANCE, PROPOSAL = range(3)
 _TOP_P_CANDIDATES = 1024  # likeliest tokens in which top-p is evaluated before all are sorted
 _UINT64_MASK = (1 << 64) - 1
 # Logits divided by a temperature below the first value may overflow. Lower temperatures than the
@@ -50,7 +50,7 @@ class SampledRow:
     sample: int  # index in the request
     tokens: Sequence[int]  # of the sequence up to the sampled one
     prompt_length: int
-    end_tokens: tuple[int, ...]
+    end_tokens: tuple[int, ...]  # tokens that end a text
     allowed_bits: Tensor | None = None
 
     @property
@@ -269,7 +269,7 @@ class Proposal:
             tokens are deterministic.
     """
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # the draft tokens
     probabilities: list[Tensor] = field(default_factory=list)
 
 

@@ -339,7 +339,7 @@ class Detokenizer:
         The tokens of the new text become the next context.
         """
         pending_tokens = self._tokens[self._context_count :]
-        # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
+        # Byte-fallback decoders replace the bytes before an invalid byte, too, even in the context.
         is_extended = text.startswith(self._context_text)
         new_text = text[len(self._context_text) :] if is_extended else self._decode(pending_tokens)
         self._tokens, self._context_count = pending_tokens, len(pending_tokens)

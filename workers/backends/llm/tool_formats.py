@@ -70,7 +70,7 @@ class Lark:
         rules: The rules that were added.
     """
 
-    special_tokens: Mapping[str, int]
+    special_tokens: Mapping[str, int]  # by text
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str, is_lazy: bool = False) -> str:

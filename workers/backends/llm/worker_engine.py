@@ -65,10 +65,10 @@ class Prompt:
     """
 
     key: int  # of the request
-    tokens: list[int]
+    tokens: list[int]  # of the prompt
     parameters: GenerationParameters
-    end_tokens: tuple[int, ...]
-    grammar: Any = None
+    end_tokens: tuple[int, ...]  # tokens that end a text
+    grammar: Any = None  # the matcher, or None
     resumed_tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
     replayed_tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
     top_logprobs: int = -1  # number of likeliest tokens; -1: none
@@ -134,11 +134,11 @@ class TokenSequence:
     number: int  # of the sequence
     prompt: Prompt
     sample: int  # index in the request
-    tokens: list[int]
+    tokens: list[int]  # of the prompt, and generated
     block_table: list[int]
     matcher: Any = None  # state of the grammar
     draft_computed: int = 0  # number of tokens that the draft model has read
-    replayed_tokens: list[int] = field(default_factory=list)
+    replayed_tokens: list[int] = field(default_factory=list)  # used instead of sampled tokens
 
     def fork(self, number: int, sample: int, token: int) -> TokenSequence:
         """Return a copy of the sequence, followed by `token` unless `token` is -1."""
@@ -275,7 +275,7 @@ class SequenceOutput(NamedTuple):
     """
 
     sequence: TokenSequence
-    tokens: list[int]
+    tokens: list[int]  # the new tokens
     finish_reason: str
     logprobs: list[TokenLogprobs]
 
@@ -293,7 +293,7 @@ class RowPlan:
     row: Row
     proposal: Proposal
     masks: list[Tensor]  # allowed tokens after each draft token
-    logit_row: int = 0
+    logit_row: int = 0  # index of the first row of logits
 
 
 @dataclass(eq=False)
@@ -308,7 +308,7 @@ class WorkerEngine:
 
     passes: Passes  # runs the model
     propose: Propose | None  # returns draft tokens
-    prompts: Mapping[int, Prompt]
+    prompts: Mapping[int, Prompt]  # by key
     emit: Callable[[list[SequenceOutput]], None]  # receives the outputs of a step
     fail: Callable[[set[int], Exception], None]  # fails the requests with these keys
     _sequences: dict[int, TokenSequence] = field(default_factory=dict)  # by number

@@ -325,7 +325,7 @@ class GeneratorStreams:
         self._predict = predict
         self._respond = respond
         self._get_event_loop = get_event_loop
-        self._free_slots = max_streams
+        self._free_slots = max_streams  # number of slots
         self._waiting_streams: deque[tuple[OutputStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
         # One thread per stream that waits for credit, so that slow clients do not delay the

@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 
 
 class HostBinding:
-    """A session on the CPU: numpy arrays in, numpy arrays out."""
+    """A session on the CPU, whose inputs and outputs are numpy arrays."""
 
     def __init__(
         self, context: ModelContext, session: Any, description: FileDescription, run_options: Any
@@ -158,7 +158,7 @@ class HostBinding:
 
 
 class DeviceBinding:
-    """A session on a device: torch tensors of the device in and out."""
+    """A session whose inputs and outputs are torch tensors of a device."""
 
     def __init__(
         self, session: Any, description: FileDescription, device: Device, run_options: Any

@@ -125,8 +125,8 @@ class PythonBackend(Backend):
                     "model_name": context.model_name,
                 }
             )
-        sequences = config.sequence_batching
-        is_iterative = sequences is not None and sequences.iterative_sequence
+        batching = config.sequence_batching
+        is_iterative = batching is not None and batching.iterative_sequence
         if config.decoupled:
             self._decoupled_execution = DecoupledExecution(context, self._model, is_iterative)
         else:
@@ -213,8 +213,8 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
     file = file_name(config)
     if not file.endswith(".py"):
         raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
-    if not (version_dir / file).is_file():
-        found_hint = found_files(version_dir)
+    if not (path := version_dir / file).is_file():
+        found_hint = ": it is a folder" if path.is_dir() else found_files(version_dir)
         raise Unavailable(f"Python model file '{version_dir.name}/{file}' not found{found_hint}")
     module = _import_model(model_dir, version_dir, file)
     if not hasattr(module, "TritonPythonModel"):

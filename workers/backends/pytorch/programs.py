@@ -63,9 +63,9 @@ class Argument:
     """
 
     name: str
-    required: bool = True
+    required: bool = True  # whether it has no default
     is_keyword_only: bool = False
-    is_text: bool = False
+    is_text: bool = False  # whether it is a list of strings
 
 
 class ArgumentBinding:
@@ -251,9 +251,9 @@ class Program:
     """
 
     call: Callable[..., Any]
-    arguments: Sequence[Argument] | None
+    arguments: Sequence[Argument] | None  # None: unknown
     result_count: int | None  # None: unknown
-    takes_dict: bool = False
+    takes_dict: bool = False  # whether the only argument is a dict of the inputs
     module: torch.nn.Module | None = None
 
 

@@ -41,7 +41,7 @@ ID_TAG, PARAMETER_TAG = 0x1A, 0x22
 RAW_INPUT_TAG = 0x3A  # the tag of field 7, length-delimited
 HEAD_TAGS = frozenset((0x0A, 0x12, ID_TAG, PARAMETER_TAG, 0x2A, 0x32))  # the tags of fields 1 to 6
 MAX_SHIFT = 28  # in bits: a length has at most five bytes of seven bits
-_MAX_MESSAGE_BYTES = INLINE_LIMIT + 4096
+_MAX_MESSAGE_BYTES = INLINE_LIMIT + 4096  # larger messages have no fingerprint
 _MAX_HEAD_BYTES = 2048  # of a message without its tensors
 
 # A parameter is an entry of a map: field 1 is the key, field 2 a message with the value in a field
@@ -63,8 +63,8 @@ Key = tuple[bytes, tuple[int, ...]]
 class SplitMessage(NamedTuple):
     """The fingerprint of a request (`key`), and the parts cut out of its message."""
 
-    key: Key
-    contents: list[bytes]
+    key: Key  # the fingerprint
+    contents: list[bytes]  # the bytes of each tensor
     identity: RequestIdentity
 
 
@@ -184,8 +184,8 @@ class _CachedTemplate:
     key: Key
     identity: RequestIdentity
     model: GatewayModel
-    version: str
-    revision: int
+    version: str  # as in the request
+    revision: int  # of the model table
     template: RequestTemplate
 
 
@@ -196,7 +196,7 @@ class _Layout(NamedTuple):
     """
 
     struct: Struct
-    has_id: bool
+    has_id: bool  # whether the messages contain a request id
     templates: dict[tuple[bytes, ...], _CachedTemplate]
 
 

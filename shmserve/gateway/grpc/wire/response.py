@@ -55,7 +55,7 @@ class GrpcResponseTemplate:
         self._output_count = len(sizes)
         # The encoded outputs if none of them has contents; otherwise b"".
         self._empty_outputs = _EMPTY_OUTPUT * len(sizes) if set(sizes) == {None} else b""
-        self._format: bytes | None = None
+        self._format: bytes | None = None  # the output fields, with %b for each tensor
         if all(size is not None and size >= 0 for size in sizes):
             fields = [_RAW_OUTPUT_TAG + encode_varint(size or 0) for size in sizes]
             self._format = b"".join([field.replace(b"%", b"%%") + b"%b" for field in fields])

@@ -326,8 +326,8 @@ class SentOutput(NamedTuple):
     datatype: str
     shape: tuple[int, ...]
     byte_size: int
-    binary: bool
-    position: int
+    binary: bool  # whether the output follows the JSON text
+    position: int  # in the response
     unpack: Callable[[bytes], tuple[Any, ...]] | None
 
 

@@ -43,8 +43,8 @@ _ID_START = b'{"id"'
 _ID_PLACEHOLDER = b'{"id":0'
 _SEQUENCE_PLACEHOLDER = b'"sequence_id":0'
 _NUMBER_ARRAY = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
-MAX_CUT_TEXT_BYTES = 64 * 1024
-_MAX_KEY_BYTES = 2048
+MAX_CUT_TEXT_BYTES = 64 * 1024  # nothing is cut out of a larger header
+_MAX_KEY_BYTES = 2048  # templates with a longer key are not cached
 
 # The kept text of a header, and the size of the binary data (`Fingerprint.key`).
 Key = tuple[bytes, int]
@@ -68,7 +68,7 @@ class Fingerprint:
             header: The text of the header.
             tail_size: The size of the binary data after the header, in bytes.
         """
-        self.arrays: Sequence[bytes] = ()
+        self.arrays: Sequence[bytes] = ()  # the texts of the arrays that were cut out
         self.identity: RequestIdentity | None = None
         if header[:5] == _ID_START or b'"sequence_id"' in header:
             header, self.identity = cut_identity(header)
@@ -125,8 +125,8 @@ class CachedTemplate(NamedTuple):
     """
 
     template: RequestTemplate
-    packers: list[Callable[..., bytes]]
-    array_format: bytes
+    packers: list[Callable[..., bytes]]  # one for each array
+    array_format: bytes  # a JSON array with %b for the text of each array
 
 
 Cache = BoundedCache[Key, CachedTemplate]

@@ -44,11 +44,11 @@ _PROMPT_COUNT_LIMITS = {
     "prompt": (1024, "prompt: {} prompts exceed the limit of {}"),
     "input": (2048, "input: {} strings exceed the limit of {}"),
 }
-_MAX_PACKED_PROMPTS = 2048
+_MAX_PACKED_PROMPTS = 2048  # a longer list of prompts stays JSON
 _NESTED_OBJECTS = ("parameters", "input")  # objects whose fields are packed like those of the body
 _MAX_WARNINGS = 256  # number of the process's warnings that the gateway logs
 _MAX_TOKEN_ID = (1 << 31) - 1
-_PIECE_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 16  # bytes that the pipes transfer at a time
 _parser_slot = asyncio.Semaphore(1)  # permits one process at a time
 
 # Called with the parsed body in the parser's process; returns the body to use instead.
@@ -69,10 +69,10 @@ class Packed:
         pieces: The bytes.
     """
 
-    kind: str
-    count: int
+    kind: str  # "text", "tokens", "messages" or "json"
+    count: int  # number of elements
     byte_size: int
-    fault_index: int | None = None
+    fault_index: int | None = None  # of the first message without a role
     pieces: list[bytes] = field(default_factory=list)
 
     @property
@@ -107,7 +107,7 @@ async def parse_large(
     token_limits: Mapping[str, int],
     prompt_fields: Sequence[str],
     model: str = "",
-    convert: Convert | None = None,
+    convert: Convert | None = None,  # applied to the parsed body
 ) -> Any:
     """Parse a large body, whose prompts and other large fields become `Packed`.
 
@@ -257,6 +257,7 @@ class _Packer:
     def __init__(self, prompt_fields: Sequence[str]) -> None:
         self._prompt_fields = prompt_fields
         self._token = secrets.token_hex(16)  # random, so that no client can send a placeholder
+        # By placeholder: the fields of `Packed`.
         self.packed: dict[str, tuple[str, int, int, int | None]] = {}
         self.pieces: list[bytes] = []
 

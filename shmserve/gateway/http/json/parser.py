@@ -35,7 +35,7 @@ MAX_MEMBERS = 256 * 1024
 LARGE_BYTES = 1024 * 1024  # the long arrays of texts of at least this size are parsed in slices
 MAX_OBJECTS = 4096  # number of objects that are parsed and converted in 5 ms
 _MAX_LENIENT_BYTES = 8 * LARGE_BYTES  # larger texts have NaN and infinity only in arrays
-_MIN_CUT_BYTES = 64 * 1024
+_MIN_CUT_BYTES = 64 * 1024  # the smallest array that is cut out of a text
 _SLICE_BYTES = 128 * 1024  # the size of a slice of a long array
 _WHITE_SPACE = b" \t\r\n"
 # Arrays of numbers contain no quote and no brace. The pattern finds the few long arrays by their

@@ -270,7 +270,7 @@ def _decode_strings(data: memoryview, name: str) -> Iterator[list[str]]:
             values, part_end = [], position + _VALUES_PER_PART
 
 
-async def encode_in_turns(
+async def encode_in_pieces(
     data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name: str, trim: MallocTrim
 ) -> bytes:
     """Return a tensor as `encode` does; a large tensor is encoded in several turns of the loop.
@@ -287,10 +287,10 @@ async def encode_in_turns(
     """
     if len(data) <= _MAX_BYTES_PER_TURN:
         return encode(data, datatype, shape, name)
-    return await join_in_turns(encode_parts(data, datatype, shape, name), trim)
+    return await join_in_pieces(encode_parts(data, datatype, shape, name), trim)
 
 
-async def join_in_turns(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
+async def join_in_pieces(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
     """Return the joined parts. Each part is produced in a turn of its own."""
     finished_parts: list[bytes] = []
     for part in parts:

@@ -90,8 +90,8 @@ async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
     return {name: aliases[name] for name in sorted(aliases) if not models.versions(name)}
 
 
-def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:
-    only_model = only_generative_model(gateway, unloaded)
+def _only_model(gateway: Gateway, name: str, unloaded_models: Collection[str]) -> str:
+    only_model = only_generative_model(gateway, unloaded_models)
     if not only_model:
         raise NotFound(
             f"'{name}' requires exactly one model that generates text, but there are none or "
@@ -100,28 +100,28 @@ def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:
     return only_model
 
 
-def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> str:
+def only_generative_model(gateway: Gateway, unloaded_models: Collection[str] = ()) -> str:
     """Return the only model that generates text, or "" if there are none or several.
 
     Args:
         gateway: The gateway.
-        unloaded: The models on demand that generate text and are not loaded.
+        unloaded_models: The models on demand that generate text and are not loaded.
     """
     loaded_models = {model.name for model in gateway.models.all_versions() if generates_text(model)}
-    candidates = loaded_models.union(unloaded)
+    candidates = loaded_models.union(unloaded_models)
     return candidates.pop() if len(candidates) == 1 else ""
 
 
-def model_names(gateway: Gateway, model: str, unloaded: Collection[str] = ()) -> list[str]:
+def model_names(gateway: Gateway, model: str, unloaded_models: Collection[str] = ()) -> list[str]:
     """Return the names of a model without its aliases, the name for responses first.
 
     Args:
         gateway: The gateway.
         model: The name of the model's folder.
-        unloaded: The models on demand that generate text and are not loaded.
+        unloaded_models: The models on demand that generate text and are not loaded.
     """
     served_names = gateway.settings.served_names
-    is_only = bool(served_names) and only_generative_model(gateway, unloaded) == model
+    is_only = bool(served_names) and only_generative_model(gateway, unloaded_models) == model
     names = (
         name
         for named_model, name in served_names
@@ -167,9 +167,9 @@ class TextRequest(NamedTuple):
     parameters: dict[str, Any]
     sample_count: int  # number of choices for each prompt
     stream: bool  # whether the response is streamed
-    shows_usage: bool
-    detail_outputs: tuple[str, ...] = ()
-    shows_running_usage: bool = False
+    shows_usage: bool  # whether a stream ends with the numbers of tokens
+    detail_outputs: tuple[str, ...] = ()  # further requested outputs
+    shows_running_usage: bool = False  # whether each chunk has the numbers of tokens so far
 
     def infer_requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""

@@ -36,7 +36,7 @@ class Delta(NamedTuple):
         stop_reason: The stop string or the token that has ended the sample, in its last part.
     """
 
-    sample: int
+    sample: int  # its index among the samples of the prompt
     text: str
     finish_reason: str = ""
     logprobs: dict[str, Any] | None = None
@@ -49,7 +49,7 @@ class Delta(NamedTuple):
 class ChoiceFormat(NamedTuple):
     """The format of completions or of chats: prefixes of ids, and names of objects."""
 
-    prefix: str
+    prefix: str  # of the ids
     object_name: str
     chunk_name: str
     is_chat: bool
@@ -173,7 +173,9 @@ class _Sample:
             )
         return {**parts, "tool_calls": calls} if calls else parts
 
-    def _end_custom_calls(self, names: Collection[str], has_ended: bool) -> list[dict[str, Any]]:
+    def _end_custom_calls(
+        self, custom_names: Collection[str], has_ended: bool
+    ) -> list[dict[str, Any]]:
         """Convert complete function calls of custom tools to custom calls, and return them.
 
         The last call is complete once the sample has ended, and any other call once the next call
@@ -182,7 +184,7 @@ class _Sample:
         ended_calls = []
         for index, call in enumerate(self.tool_calls if has_ended else self.tool_calls[:-1]):
             function = call.get("function", {})
-            if function.get("name") in names:
+            if function.get("name") in custom_names:
                 custom = {"name": function["name"], "input": custom_input(function["arguments"])}
                 self.tool_calls[index] = {"id": call["id"], "type": "custom", "custom": custom}
                 ended_calls.append({"index": index, **self.tool_calls[index]})
@@ -229,7 +231,7 @@ class Choices:
     shows_usage: bool = False
     shows_running_usage: bool = False
     shows_tokens: bool = True
-    tools: Any = None
+    tools: Any = None  # may be `Packed`
     _samples: dict[int, _Sample] = field(default_factory=dict)
     _prompt_members: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     # Tokens of each prompt, if they are counted.
@@ -306,8 +308,8 @@ class Choices:
         """Store the `extra_members` of a delta, and return those for the choice in a chunk."""
         members = dict(fields)
         if self.format.is_chat:
-            prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
-            self._prompt_members |= {name: members.pop(name) for name in prompt}
+            prompt_names = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
+            self._prompt_members |= {name: members.pop(name) for name in prompt_names}
         tokens = sample.extra_members.get("token_ids", []) + members.get("token_ids", [])
         chunk_members = {**members, "token_ids": tokens} if "token_ids" in members else members
         sample.extra_members |= chunk_members

@@ -47,7 +47,7 @@ _GENERATION_FIELDS = _COMMON_FIELDS | _split_names(
     "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens truncation_side priority "
     "response_format structured_outputs lora_name guided_json guided_regex guided_choice "
     "guided_grammar guided_whitespace_pattern json_schema thinking_token_budget "
-    # Alternative names.
+    # Alternative names of fields above.
     "regex stop_words max_new_tokens max_completion_tokens"
 )
 # Variables of the chat template, and options of the generated message.

@@ -66,9 +66,9 @@ def _create_choices(
     shows_tokens = not text_request.shows_running_usage or bodies.returns_tokens(
         text_request.parameters
     )
-    usage = text_request.shows_usage, text_request.shows_running_usage
-    head = choice_format, text_request.name, text_request.sample_count
-    return Choices(*head, *usage, shows_tokens, tools)
+    usage_flags = text_request.shows_usage, text_request.shows_running_usage
+    choice_args = choice_format, text_request.name, text_request.sample_count
+    return Choices(*choice_args, *usage_flags, shows_tokens, tools)
 
 
 class Rendering(Protocol):
@@ -255,7 +255,7 @@ class _Generation:
 
         The members are tokens, the prompt's log probabilities, and messages.
         """
-        tokens, prompt = values.get("token_ids"), values.get("prompt_token_ids")
+        tokens, prompt_tokens = values.get("token_ids"), values.get("prompt_token_ids")
         messages = values.get(bodies.MESSAGE_OUTPUT)
         sample_tokens = (deltas[0].usage or {}).get("samples") if len(deltas) > 1 else None
         for index, delta in enumerate(deltas):
@@ -263,8 +263,8 @@ class _Generation:
             if tokens is not None:
                 token_count = sample_tokens[index] if sample_tokens else len(tokens)
                 extra_members["token_ids"], tokens = tokens[:token_count], tokens[token_count:]
-            if prompt:
-                extra_members["prompt_token_ids"] = prompt
+            if prompt_tokens:
+                extra_members["prompt_token_ids"] = prompt_tokens
             logprobs = delta.logprobs
             if logprobs is not None and "prompt" in logprobs:
                 extra_members["prompt_logprobs"] = _format_prompt_logprobs(logprobs["prompt"])

@@ -214,8 +214,8 @@ def _model_object(
 async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /tokenize: respond with the tokens of a prompt or of a chat."""
     fields = await bodies.read_fields(gateway, request, TOKENIZE_FIELDS, ["prompt", "messages"])
-    default = await _default_model(gateway, fields)
-    model = await bodies.resolve_generative_model(gateway, fields, default_model=default)
+    default_model = await _default_model(gateway, fields)
+    model = await bodies.resolve_generative_model(gateway, fields, default_model=default_model)
     is_chat = "messages" in fields
     with_texts = bodies.check_member(fields, "return_token_strs", bool, False)
     add_special_tokens = bodies.check_member(fields, "add_special_tokens", bool, not is_chat)

@@ -154,8 +154,8 @@ class ResponseObject:
     def _content_logprobs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the log probabilities of the tokens of a message's content.
 
-        Those of its reasoning and calls are omitted. The content begins with a token, possibly
-        after line breaks in the same token.
+        The tokens of the message's reasoning and calls are omitted. The content begins at the start
+        of a token, or after line breaks at the start of a token.
         """
         tokens, reasoning = self._next_logprobs, message.get("reasoning", "").encode()
         calls = message.get("tool_calls")
@@ -163,20 +163,20 @@ class ResponseObject:
         if not (tokens and (reasoning or calls or follows_reasoning)):
             return tokens
         pieces = [bytes(token.get("bytes") or ()) for token in tokens]
-        text_bytes, stops = b"".join(pieces), list(itertools.accumulate(map(len, pieces)))
+        text_bytes, ends = b"".join(pieces), list(itertools.accumulate(map(len, pieces)))
         content_pattern = re.compile(b"\n*" + re.escape(message["content"].encode()))
         reasoning_end = text_bytes.find(reasoning) + len(reasoning)
-        for index, start in enumerate([0, *stops[:-1]]):
+        for index, start in enumerate([0, *ends[:-1]]):
             match = content_pattern.match(text_bytes, start) if start >= reasoning_end else None
             if match is not None:
-                return tokens[index : bisect.bisect_left(stops, match.end()) + 1 if calls else None]
+                return tokens[index : bisect.bisect_left(ends, match.end()) + 1 if calls else None]
         return tokens
 
     @cached_property
     def _items_by_call(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the type and the first members of the item for a call, by the called name.
+        """Return the type and first members of the output item for a call of a tool, by its name.
 
-        Only calls of custom tools and of functions in namespaces differ from other function calls.
+        The dict has only custom tools and functions in namespaces; other calls are function calls.
         """
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         for tool in unpacked_tools(self.body.get("tools")) or []:
@@ -320,7 +320,7 @@ class ResponseObject:
         ]
         return self.encode_frames([[events]])
 
-    def _object(self, status: str) -> dict[str, Any]:
+    def _object(self, status: str) -> dict[str, Any]:  # the API's object "response"
         body = self.body
         repeated_members = {
             name: default if body.get(name) is None else body[name]

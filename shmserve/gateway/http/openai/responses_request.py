@@ -42,7 +42,8 @@ _HOSTED_TOOLS = (
 )
 _SUMMARIES = ("auto", "concise", "detailed")  # allowed values of reasoning.summary
 _ROLES = ("user", "assistant", "system", "developer")
-# The values of `include`. All but the first two are members of items that no response here has.
+# The allowed values of `include`. Except for the first two, they name members of items that this
+# server's responses never contain.
 INCLUDED_MEMBERS = (
     *("message.output_text.logprobs", "reasoning.encrypted_content"),
     *("message.input_image.image_url", "code_interpreter_call.outputs"),
@@ -137,8 +138,8 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
 def _chat_tools(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the functions of a request as tools of a chat, by their positions in the request.
 
-    As in vLLM, tools that OpenAI's servers execute are ignored. If the request has no function
-    besides them, it cannot be carried out.
+    As in vLLM, tools that OpenAI's servers execute are ignored. A request that has only such tools
+    is rejected.
     """
     tools: dict[str, dict[str, Any]] = {}
     problems: list[str] = []

@@ -20,7 +20,7 @@ from shmserve.gateway.grpc.framing import (
     CallHead,
     ReceivedMessage,
     StatusCode,
-    compress_in_turns,
+    compress_in_pieces,
     compress_message,
     frame_message,
     inflate_message,
@@ -229,7 +229,7 @@ def test_compressed_messages_are_inflated(data: bytes, encoding: str, level: int
 async def test_a_large_message_is_deflated_in_turns(size: int) -> None:
     data = (bytes(range(256)) * (size // 256 + 1))[:size]
     turn_count = 0
-    task = asyncio.ensure_future(compress_in_turns(data, "gzip", 6))
+    task = asyncio.ensure_future(compress_in_pieces(data, "gzip", 6))
     while not task.done():
         turn_count += 1
         await asyncio.sleep(0)

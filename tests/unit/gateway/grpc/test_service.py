@@ -24,6 +24,6 @@ def test_every_rpc_has_a_scope() -> None:
 
 
 def test_every_rpc_has_a_handler() -> None:
-    unhandled_paths = {path for path, rpc in RPCS.items() if rpc.handler is None}
-    assert unhandled_paths == {MODEL_INFER, MODEL_STREAM_INFER, HEALTH_WATCH, *REFLECTION_METHODS}
-    assert all(rpc.request is not None for path, rpc in RPCS.items() if path not in unhandled_paths)
+    unhandled = {path for path, rpc in RPCS.items() if rpc.handler is None}
+    assert unhandled == {MODEL_INFER, MODEL_STREAM_INFER, HEALTH_WATCH, *REFLECTION_METHODS}
+    assert all(rpc.request_class is not None for path, rpc in RPCS.items() if path not in unhandled)

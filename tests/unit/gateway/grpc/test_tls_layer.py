@@ -48,7 +48,7 @@ class Client:
             with contextlib.suppress(ssl.SSLWantReadError):
                 self.tls.do_handshake()
             received += layer.receive(self.outgoing.read())
-            self.incoming.write(layer.outgoing())
+            self.incoming.write(layer.take_ciphertext())
         return received
 
     def read(self) -> bytes:
@@ -78,7 +78,7 @@ def test_data_passes_in_two_ways(tls_context: ssl.SSLContext, version: ssl.TLSVe
     assert layer.receive(client.outgoing.read()) == b"a request"
     layer.send(b"a response")
     layer.send(memoryview(b"xx and more")[2:])
-    client.incoming.write(layer.outgoing())
+    client.incoming.write(layer.take_ciphertext())
     assert client.read() == b"a response and more"
 
 
@@ -90,7 +90,7 @@ def test_data_may_follow_the_handshake_in_one_packet(tls_context: ssl.SSLContext
             break
         except ssl.SSLWantReadError:
             layer.receive(client.outgoing.read())
-            client.incoming.write(layer.outgoing())
+            client.incoming.write(layer.take_ciphertext())
     client.tls.write(b"at once")
     assert layer.receive(client.outgoing.read()) == b"at once"
 
@@ -114,7 +114,7 @@ def test_large_data(tls_context: ssl.SSLContext) -> None:
     client, layer = connect_client(tls_context)
     data = bytes(5 << 20)
     layer.send(data)
-    client.incoming.write(layer.outgoing())
+    client.incoming.write(layer.take_ciphertext())
     assert client.read() == data
 
 
@@ -133,7 +133,7 @@ def test_clients_without_tls_are_refused(tls_context: ssl.SSLContext, data: byte
     with contextlib.suppress(BrokenTls):
         assert layer.receive(data) == b""
     assert not layer.is_ready
-    layer.outgoing()
+    layer.take_ciphertext()
     layer.close()
 
 
@@ -165,7 +165,7 @@ def test_closing_tls_is_accepted(tls_context: ssl.SSLContext) -> None:
     """Either side may close; late bytes are not an error of the server."""
     client, layer = connect_client(tls_context)
     layer.close()
-    client.incoming.write(layer.outgoing())
+    client.incoming.write(layer.take_ciphertext())
     assert client.read() == b""
     layer.send(b"late")
     other_client, layer = connect_client(tls_context)
@@ -174,4 +174,4 @@ def test_closing_tls_is_accepted(tls_context: ssl.SSLContext) -> None:
     assert layer.receive(other_client.outgoing.read()) == b""
     layer.send(b"the rest")
     layer.close()
-    other_client.incoming.write(layer.outgoing())
+    other_client.incoming.write(layer.take_ciphertext())

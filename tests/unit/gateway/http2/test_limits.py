@@ -101,7 +101,7 @@ def test_responses_earn_stream_resets() -> None:
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 4000, 4):
         engine.take(begin(number, end=True))
-        engine.http2.sending.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
+        engine.http2.sender.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
         engine.take(CLIENT_RESETS["rapid reset of whole requests"](number + 2))
         if number % 3 == 0:
             engine.take(frame(RESET, 0, number, bytes(4)))
@@ -141,7 +141,7 @@ def test_floods_end_the_connection(name: str) -> None:
     """The answers are bounded by the received frames."""
     clock = Clock()
     engine = Engine(LIMITS, clock).take(CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
+    engine.http2.sender.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     engine.flush()
     sent_before = len(engine.sent)
@@ -157,7 +157,7 @@ def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
     """Such frames are permitted at a low rate or together with calls."""
     clock = Clock()
     engine = Engine(LIMITS, clock).take(CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
+    engine.http2.sender.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
@@ -171,14 +171,14 @@ def test_calls_earn_control_frames() -> None:
     for number in range(1, 2000, 2):
         control_frames = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
         engine.take(begin(number, end=True) + control_frames)
-        engine.http2.sending.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
+        engine.http2.sender.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
     assert engine.gone is None
 
 
 def test_sent_data_earns_window_updates() -> None:
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING + begin(1))
     for _ in range(1000):
-        engine.http2.sending.send_data(engine.stream(1), b"token")
+        engine.http2.sender.send_data(engine.stream(1), b"token")
         engine.take(window(0, 5) + window(1, 5))
     assert engine.gone is None
 
@@ -188,7 +188,7 @@ def test_messages_in_one_frame_earn_window_updates_each() -> None:
     engine = Engine(LIMITS, Clock()).take(
         CLIENT_OPENING + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
     )
-    engine.http2.sending.send_data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
+    engine.http2.sender.send_data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
     for _ in range(5000):
         engine.take(window(1, 32))
     assert engine.gone is None
@@ -262,12 +262,12 @@ def test_incomplete_frames_are_bounded() -> None:
 def test_a_client_that_does_not_read_is_bounded() -> None:
     """The queued bytes are bounded for any number of calls that are answered at once."""
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
-    engine.http2.sending.is_paused = True
+    engine.http2.sender.is_paused = True
     sent_before = len(engine.sent)
     for number in range(1, 1000, 2):
         engine.take(begin(number, end=True))
         if number in engine.requests:
-            engine.http2.sending.send_head(engine.stream(number), b"\x88", ends_stream=True)
+            engine.http2.sender.send_head(engine.stream(number), b"\x88", ends_stream=True)
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.sent) - sent_before <= LIMITS.resets + 1
 
@@ -353,10 +353,10 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
     streams = range(1, 1001, 2)
     for number in streams:
         engine.take(begin(number, end=True))
-    engine.http2.sending.window = 0
+    engine.http2.sender.window = 0
     for number in streams:
         stream = engine.stream(number)
-        engine.http2.sending.send_data(stream, bytes(100_000))
+        engine.http2.sender.send_data(stream, bytes(100_000))
         stream.on_progress = count_look
     engine.take(window(0, 1) * 60)
     assert look_count <= 2

@@ -43,7 +43,7 @@ class Client:
     def __init__(self) -> None:
         self.engine = Engine()
         self.engine.take(CLIENT_OPENING + begin(*_STREAMS))
-        self.sending = self.engine.http2.sending
+        self.sender = self.engine.http2.sender
         self.window, self.initial_window, self.frame = 65535, 65535, 16384
         self.windows = dict.fromkeys(_STREAMS, 65535)
         self.queued = dict.fromkeys(_STREAMS, b"")
@@ -72,7 +72,7 @@ class Client:
         for stream in _STREAMS:
             queued_bytes = self.queued[stream][len(self.received[stream]) :]
             assert self.queued[stream].startswith(self.received[stream])
-            if stream in self.reset_streams or self.sending.is_paused:
+            if stream in self.reset_streams or self.sender.is_paused:
                 continue
             if queued_bytes:  # only because of a window
                 assert self.window <= 0 or self.windows[stream] <= 0
@@ -85,15 +85,15 @@ class Client:
         if action == "data" and server:
             piece = bytes((size & 0xFF,)) * size
             self.queued[stream] += piece
-            self.sending.send_data(sent_stream, piece)
+            self.sender.send_data(sent_stream, piece)
         elif action == "trailers" and server:
             self.trailers.add(stream)
-            self.sending.send_trailers(sent_stream, TRAILERS)
+            self.sender.send_trailers(sent_stream, TRAILERS)
         elif action == "respond" and server and not self.queued[stream]:
             self.trailers.add(stream)
             pieces = (bytes(size // 2), b"", bytes(size - size // 2))
             self.queued[stream] += b"".join(pieces)
-            self.sending.send_response(sent_stream, RESPONSE_BLOCKS, pieces)
+            self.sender.send_response(sent_stream, RESPONSE_BLOCKS, pieces)
         elif action == "grant" and stream not in self.ended | self.reset_streams:
             self.windows[stream] += size + 1
             self.engine.take(window(stream, size + 1))
@@ -109,10 +109,10 @@ class Client:
             self.frame = 16384 + size
             self.engine.take(settings_frame(MAX_FRAME, self.frame))
         elif action == "pause":
-            self.sending.is_paused = True
+            self.sender.is_paused = True
         elif action == "resume":
-            self.sending.is_paused = False
-            self.sending.resume()
+            self.sender.is_paused = False
+            self.sender.resume()
         elif action == "give up" and size < 1000:
             self.reset_streams.add(stream)
             self.engine.take(frame(RESET, 0, stream, bytes(4)))
@@ -144,7 +144,7 @@ def test_data_is_sent_within_any_windows(actions: list[tuple[str, int, int]]) ->
     client.perform("initial", 1, 2**24)
     client.perform("grant all", 1, 2**25)
     assert client.ended | client.reset_streams == set(_STREAMS)
-    assert not client.engine.http2.streams and not client.sending.waiting_streams
+    assert not client.engine.http2.streams and not client.sender.waiting_streams
     assert client.engine.gone is None
 
 
@@ -153,17 +153,17 @@ def test_a_response_is_three_frames() -> None:
     completions: list[int] = []
     stream = engine.stream(1)
     stream.on_sent = lambda: completions.append(1)
-    engine.http2.sending.send_response(stream, RESPONSE_BLOCKS, (b"01", b"23"))
+    engine.http2.sender.send_response(stream, RESPONSE_BLOCKS, (b"01", b"23"))
     assert engine.flush() == [
         Frame(HEADERS, END_HEADERS, 1, HEAD),
         Frame(DATA, 0, 1, b"0123"),
         Frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS),
     ]
     assert completions == [1]
-    engine.http2.sending.send_response(stream, RESPONSE_BLOCKS, (b"again",))
-    engine.http2.sending.send_head(stream, HEAD)
-    engine.http2.sending.send_data(stream, b"more")
-    engine.http2.sending.send_trailers(stream, TRAILERS)
+    engine.http2.sender.send_response(stream, RESPONSE_BLOCKS, (b"again",))
+    engine.http2.sender.send_head(stream, HEAD)
+    engine.http2.sender.send_data(stream, b"more")
+    engine.http2.sender.send_trailers(stream, TRAILERS)
     assert engine.flush() == []
     assert completions == [1]
 
@@ -171,7 +171,7 @@ def test_a_response_is_three_frames() -> None:
 def test_a_response_before_the_end_of_the_request() -> None:
     """8.1: the rest of the request is not wanted."""
     engine = Engine().take(CLIENT_OPENING + begin(1, end=False))
-    engine.http2.sending.send_response(engine.stream(1), RESPONSE_BLOCKS, (b"no",))
+    engine.http2.sender.send_response(engine.stream(1), RESPONSE_BLOCKS, (b"no",))
     assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", FaultCode.NO_ERROR))
 
 
@@ -180,9 +180,9 @@ def test_streams_share_the_window_of_the_connection_in_turns() -> None:
     engine = Engine().take(
         CLIENT_OPENING + begin(1, 3, 5, 7) + settings_frame(INITIAL_WINDOW, 2**20)
     )
-    sending = engine.http2.sending
+    sender = engine.http2.sender
     for number in (1, 3, 5, 7):
-        sending.send_data(engine.stream(number), bytes(100_000))
+        sender.send_data(engine.stream(number), bytes(100_000))
     sent_before = {number: engine.stream(number).sent_bytes for number in (1, 3, 5, 7)}
     for _ in range(40):
         engine.take(window(0, 100))
@@ -193,51 +193,51 @@ def test_streams_share_the_window_of_the_connection_in_turns() -> None:
 def test_a_long_response_does_not_block_other_streams() -> None:
     """Of a window for all of them each has a turn, not the first all of it."""
     engine = Engine().take(CLIENT_OPENING + begin(1, 3) + settings_frame(INITIAL_WINDOW, 2**30))
-    sending = engine.http2.sending
-    sending.send_data(engine.stream(1), bytes(2**23))
-    sending.send_data(engine.stream(3), bytes(2**16))
+    sender = engine.http2.sender
+    sender.send_data(engine.stream(1), bytes(2**23))
+    sender.send_data(engine.stream(3), bytes(2**16))
     engine.take(window(0, 2**22))
     assert engine.stream(3).sent_bytes == 2**16 and engine.stream(1).sent_bytes > 2**21
 
 
 def test_an_exhausted_stream_window_does_not_block_other_streams() -> None:
     engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 10) + begin(1, 3))
-    sending = engine.http2.sending
-    sending.send_data(engine.stream(1), bytes(100))
-    sending.send_data(engine.stream(3), bytes(10))
-    sending.send_trailers(engine.stream(3), TRAILERS)
+    sender = engine.http2.sender
+    sender.send_data(engine.stream(1), bytes(100))
+    sender.send_data(engine.stream(3), bytes(10))
+    sender.send_trailers(engine.stream(3), TRAILERS)
     assert (engine.stream(1).sent_bytes, engine.stream(3).sent_bytes) == (10, 10)
     assert list(engine.http2.streams) == [1]
-    assert list(sending.waiting_streams) == [engine.stream(1)]
+    assert list(sender.waiting_streams) == [engine.stream(1)]
 
 
 def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
     """A stream is not finished while the socket accepts no bytes."""
     engine = Engine().take(CLIENT_OPENING + begin(1, 3))
-    sending = engine.http2.sending
-    sending.is_paused = True
-    sending.send_head(engine.stream(1), HEAD + TRAILERS, ends_stream=True)
-    sending.send_head(engine.stream(3), HEAD)
-    sending.send_trailers(engine.stream(3), TRAILERS)
+    sender = engine.http2.sender
+    sender.is_paused = True
+    sender.send_head(engine.stream(1), HEAD + TRAILERS, ends_stream=True)
+    sender.send_head(engine.stream(3), HEAD)
+    sender.send_trailers(engine.stream(3), TRAILERS)
     assert [item.stream for item in engine.flush()] == [3]
     assert list(engine.http2.streams) == [1, 3]
     engine.take(window(0, 1))
     assert list(engine.http2.streams) == [1, 3]
-    sending.is_paused = False
-    sending.resume()
+    sender.is_paused = False
+    sender.resume()
     assert [item.payload for item in engine.flush()] == [HEAD + TRAILERS, TRAILERS]
     assert not engine.http2.streams
 
 
 def test_trailers_need_no_window() -> None:
     engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 0) + begin(1, 3))
-    sending = engine.http2.sending
-    sending.window = 0
-    sending.send_response(engine.stream(1), RESPONSE_BLOCKS, ())
-    sending.is_paused = True
-    sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
-    sending.is_paused = False
-    sending.resume()
+    sender = engine.http2.sender
+    sender.window = 0
+    sender.send_response(engine.stream(1), RESPONSE_BLOCKS, ())
+    sender.is_paused = True
+    sender.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
+    sender.is_paused = False
+    sender.resume()
     assert not engine.http2.streams
 
 
@@ -245,7 +245,7 @@ def test_progress_is_reported() -> None:
     """A task that waits for the client to read written data is woken."""
     engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 10) + begin(1))
     stream = engine.stream(1)
-    engine.http2.sending.send_data(stream, bytes(25))
+    engine.http2.sender.send_data(stream, bytes(25))
     queued_sizes: list[int] = []
     stream.on_progress = lambda: queued_sizes.append(stream.queued_bytes)
     engine.take(window(1, 5) + window(1, 100))
@@ -256,10 +256,10 @@ def test_a_long_header_block_is_split() -> None:
     """4.2, 6.10: a client need not take frames of more than 16 KiB."""
     engine = Engine().take(CLIENT_OPENING + begin(1, 3))
     block = bytes(40000)
-    sending, stream = engine.http2.sending, engine.stream(1)
-    sending.send_head(stream, HEAD)
-    sending.send_data(stream, b"x")
-    sending.send_trailers(stream, block)
+    sender, stream = engine.http2.sender, engine.stream(1)
+    sender.send_head(stream, HEAD)
+    sender.send_data(stream, b"x")
+    sender.send_trailers(stream, block)
     sent_frames = engine.flush()
     assert [(item.kind, item.flags, len(item.payload)) for item in sent_frames] == [
         (HEADERS, END_HEADERS, 1), (DATA, 0, 1), (HEADERS, END_STREAM, 16384),
@@ -269,9 +269,9 @@ def test_a_long_header_block_is_split() -> None:
 
 def test_a_dropped_stream_is_released() -> None:
     engine = Engine().take(CLIENT_OPENING + settings_frame(INITIAL_WINDOW, 10) + begin(1))
-    engine.http2.sending.send_data(engine.stream(1), bytes(100))
+    engine.http2.sender.send_data(engine.stream(1), bytes(100))
     engine.take(frame(RESET, 0, 1, bytes(4)))
-    assert not engine.http2.sending.waiting_streams
+    assert not engine.http2.sender.waiting_streams
     sent_before = len(engine.sent)
     engine.take(window(1, 100) + settings_frame(INITIAL_WINDOW, 1000))
     assert {item.kind for item in engine.sent[sent_before:]} == {SETTINGS}

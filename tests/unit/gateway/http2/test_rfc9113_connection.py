@@ -167,7 +167,7 @@ def test_each_settings_frame_is_acknowledged() -> None:
     """6.5.3."""
     engine = Engine().take(CLIENT_OPENING + settings_frame((3, 1)) + settings_frame((4, 1), (4, 2)))
     assert engine.sent.count(Frame(SETTINGS, ACK, 0, b"")) == 3
-    assert engine.http2.sending.initial_window == 2
+    assert engine.http2.sender.initial_window == 2
     assert not engine.http2.settings_acknowledged
     assert engine.take(frame(SETTINGS, ACK, 0)).http2.settings_acknowledged
 

@@ -199,7 +199,7 @@ def test_frames_for_a_stream_the_server_ended(name: str, late_frame: bytes, endi
     if ending == "reset":
         engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     else:
-        engine.http2.sending.send_head(engine.stream(1), b"\x88", ends_stream=True)
+        engine.http2.sender.send_head(engine.stream(1), b"\x88", ends_stream=True)
     engine.take(late_frame)
     assert list(engine.resets) == [1]
     engine.check_goes_on()
@@ -231,7 +231,7 @@ def test_frames_for_a_completed_stream() -> None:
         (TRAILERS, FaultCode.STREAM_CLOSED),
     ]:
         engine = Engine().take(CLIENT_OPENING + REQUEST)
-        engine.http2.sending.send_response(engine.stream(1), BLOCKS, (b"data",))
+        engine.http2.sender.send_response(engine.stream(1), BLOCKS, (b"data",))
         assert not engine.http2.streams and engine.take(late_frame).gone is is_fatal
 
 
@@ -243,19 +243,19 @@ def test_too_many_concurrent_streams_are_refused() -> None:
     assert list(engine.requests) == [1, 3]
     assert engine.resets == {5: FaultCode.REFUSED_STREAM}
     engine.take(frame(DATA, END_STREAM, 5, b"on its way") + LAST)
-    engine.http2.sending.send_response(engine.stream(1), BLOCKS, ())
+    engine.http2.sender.send_response(engine.stream(1), BLOCKS, ())
     engine.check_goes_on()
 
 
 def test_a_response_may_overlap_its_request() -> None:
     """5.1, half closed: sending does not depend on receiving."""
     engine = Engine().take(CLIENT_OPENING + BEGUN)
-    sending, stream = engine.http2.sending, engine.stream(1)
-    sending.send_head(stream, b"\x88")
-    sending.send_data(stream, b"some")
+    sender, stream = engine.http2.sender, engine.stream(1)
+    sender.send_head(stream, b"\x88")
+    sender.send_data(stream, b"some")
     engine.take(LAST + window(1, 5) + priority_frame(1))
-    sending.send_data(stream, b"more")
-    sending.send_trailers(stream, b"\x88")
+    sender.send_data(stream, b"more")
+    sender.send_trailers(stream, b"\x88")
     sent_frames = engine.flush()
     assert [(i.kind, i.payload) for i in sent_frames] == [(DATA, b"more"), (HEADERS, b"\x88")]
     assert not engine.http2.streams

@@ -219,6 +219,14 @@ def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch)
         table.check_at_start(config())
 
 
+def test_links_without_a_target_do_not_make_a_repository_unreadable(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nothing")
+    (tmp_path / "model").mkdir()
+    repositories = access.gather_repositories(config(f"--model-repository={tmp_path}"))
+    assert repositories == [(str(tmp_path), 1, False)]
+
+
 def test_an_unusable_run_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
     run_dir_facts = access.gather_run_directory(config(f"--run-dir={tmp_path}/run"))

@@ -67,7 +67,7 @@ class Rope:
 
     theta: float  # the base
     kind: str  # of scaling
-    parameters: Mapping[str, float]
+    parameters: Mapping[str, float]  # of the scaling
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
         """Return the rotation per position of each pair of a head, in radians.
@@ -154,14 +154,14 @@ class Architecture:
     intermediate: int  # size of the feed-forward part
     layers: int  # number
     heads: int  # number
-    kv_heads: int
+    kv_heads: int  # number
     head_dim: int
     vocab_size: int
     epsilon: float  # of norms
     positions: int  # maximum length of a sequence
     window: int  # maximum length without a sliding window; 0: `positions`
     tied_embeddings: bool  # whether the head is the embedding
-    qkv_bias: bool
+    qkv_bias: bool  # whether these projections have biases
     output_bias: bool
     mlp_bias: bool
     rope: Rope

@@ -106,7 +106,7 @@ class RowSpan(NamedTuple):
     size: int  # number of rows
     start: int  # position of the first row in the sequence
     block_table: list[int]  # of the sequence
-    is_prompt: bool
+    is_prompt: bool  # whether the tokens are from the prompt
 
     @property
     def length(self) -> int:
@@ -139,11 +139,11 @@ class Pass:
         slots: The index in the cache's pool for the keys and values of each row.
     """
 
-    block_size: int
+    block_size: int  # in tokens
     device: str = "cpu"
-    spans: list[RowSpan] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
+    spans: list[RowSpan] = field(default_factory=list)  # the rows by sequence
+    tokens: list[int] = field(default_factory=list)  # the token of each row
+    positions: list[int] = field(default_factory=list)  # of each row in its sequence
     slots: list[int] = field(default_factory=list)  # indices in the cache's pool
 
     def add(
@@ -203,7 +203,7 @@ class DecodeRow(NamedTuple):
         block_table: The block table of the sequence.
     """
 
-    row_index: int
+    row_index: int  # in the pass
     length: int  # number of keys that the row sees
     width: int  # `length` rounded up
     block_table: list[int]
@@ -335,7 +335,7 @@ class Run(NamedTuple):
 
     first_row: int
     size: int
-    length: int
+    length: int  # number of keys that the last row sees
     first_slot: int  # of the keys
     blocks: torch.Tensor | None
     mask: torch.Tensor | None  # the keys that each row sees

@@ -176,12 +176,12 @@ class Checkpoint:
     tokenizer: Tokenizer
     stored: dict[str, StoredTensor]  # tensors in the files by name
     quantisation: Quantisation
-    end_tokens: tuple[int, ...]
+    end_tokens: tuple[int, ...]  # tokens that end a text
     eos: int  # token; -1: none
     defaults: dict[str, Any] = field(default_factory=dict)  # of requests' parameters
     defaults_file: str = "generation_config.json"
-    templates: dict[str, str] = field(default_factory=dict)
-    special_tokens: dict[str, str] = field(default_factory=dict)
+    templates: dict[str, str] = field(default_factory=dict)  # chat templates by name
+    special_tokens: dict[str, str] = field(default_factory=dict)  # texts by name ("eos_token")
 
     @classmethod
     def open(cls, path: Path) -> Self:

@@ -94,7 +94,7 @@ class Quantisation:
     method: str = ""
     zero_offset: int = 0  # added to each stored zero point
     group_sizes: tuple[tuple[int, int], ...] = ()  # (along rows, along columns)
-    required_roles: tuple[str, ...] = ("scales",)
+    required_roles: tuple[str, ...] = ("scales",)  # of the tensors of each quantised weight
     is_interleaved: bool = True  # whether an AWQ word has its even values first
 
     @classmethod
