@@ -120,7 +120,7 @@ def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) 
 
 
 def _environment(pid: int) -> bytes:
-    """Return the environment of a process; it is empty in execve(2)."""
+    """Return the environment of a process; it may be empty, as in execve(2)."""
     for file in Path(f"/proc/{pid}/task").glob("*/environ"):
         # A thread that has exited, as the first one may, has no environment, or no folder.
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
@@ -132,21 +132,24 @@ def _environment(pid: int) -> bytes:
 def kill_marked_descendants(supervisor_pid: int, run_dir: object) -> None:
     """Kill all other processes with the mark of `with_mark`, independently of their parents."""
     mark_variable = os.fsencode(f"{_MARK_VARIABLE}={supervisor_pid} {run_dir}")
-    known_pids: set[int] = set()
+    known: set[tuple[int, bytes]] = set()  # pids, and the ends of empty environments
     for _ in range(_MAX_SCANS):
-        marked_pids, is_scan_complete = set(), True
+        found, is_scan_complete = set[tuple[int, bytes]](), True
         for pid in {int(path.name) for path in Path("/proc").glob("[0-9]*")} - {os.getpid()}:
             with contextlib.suppress(OSError):  # the process belongs to another user, or has exited
                 environ = _environment(pid)
                 if mark_variable in environ.split(b"\0"):
-                    marked_pids.add(pid)
+                    found.add((pid, b""))
                     is_scan_complete &= _kill(pid)
                 elif not environ and os.readlink(f"/proc/{pid}/exe"):  # not a thread of the kernel
-                    is_scan_complete = False
-        # A process may have started another one during the scan.
-        if is_scan_complete and marked_pids <= known_pids:
+                    # The address is 0 in execve. Afterwards it has a new random value.
+                    env_end = Path(f"/proc/{pid}/stat").read_bytes().split()[-2]
+                    found.add((pid, env_end))
+                    is_scan_complete &= env_end != b"0"
+        # A process may have started another one, or another program, during the scan.
+        if is_scan_complete and found <= known:
             return
-        known_pids |= marked_pids
+        known |= found
         time.sleep(_SCAN_PAUSE_S)
 
 

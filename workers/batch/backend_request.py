@@ -87,7 +87,7 @@ class Input:
     is_shared: bool = False  # whether the model must not write to `raw`
     is_state: bool = False  # whether it is a sequence's state that must not change
     is_writable: bool = False  # whether the model may change `raw`
-    batch: Any = None  # bytes of the whole batch of which `raw` is a part
+    batch: Any = None  # bytes of the whole batch; `raw` is a part of them
     array: Array | None = None
 
     def detach(self) -> int:

@@ -332,9 +332,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 content.set_exception(MalformedBody("malformed body"))
         if self._is_handling or self._messages:
             self._is_head_incomplete = False
-        elif data and not self._is_head_incomplete:
-            self._is_head_incomplete = True
-            self._start_timeout(self._settings.header_timeout_s)
+        elif data:
+            self._start_head_timeout()
 
     def _parse_without_length(self, head: bytes) -> bool:
         """Parse a malformed request again without its Content-Length; return whether that works."""
@@ -346,8 +345,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             return False
         if b"\r\n\r\n" not in head:
             self._state, self._head = ReadState.CONFLICTING_HEAD, head
-            self._is_head_incomplete = True
-            self._start_timeout(self._settings.header_timeout_s)
+            self._start_head_timeout()
             return True
         request = remove_length(head)
         if request is None:
@@ -389,6 +387,12 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             authorisation = self.client.listener.authorisation
             request = HttpRequest(message, content, self)
             self._cached_head = (data[:head_size], head_size, size, request, authorisation)
+
+    def _start_head_timeout(self) -> None:
+        """Start the read timeout of an incomplete head, unless it runs."""
+        if not self._is_head_incomplete:
+            self._is_head_incomplete = True
+            self._start_timeout(self._settings.header_timeout_s)
 
     def _start_timeout(self, timeout_s: float) -> None:
         """Start the read timeout of the missing bytes."""

@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import sys
+import time
 from multiprocessing import util
 from pathlib import Path
 from unittest.mock import Mock
@@ -106,6 +107,19 @@ def test_a_marked_process_in_execve_is_killed(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         assert ended
+
+
+def test_a_process_without_an_environment_does_not_delay_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
+    until("execve has ended", Path(f"/proc/{pid}/cmdline").read_bytes)
+    pause = Mock(wraps=time.sleep)
+    monkeypatch.setattr(time, "sleep", pause)
+    kill_marked_descendants(os.getpid(), tmp_path)
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert pause.call_count < 40  # other programs of the host may be in execve
 
 
 def test_a_marked_process_without_its_main_thread_is_killed(tmp_path: Path) -> None:

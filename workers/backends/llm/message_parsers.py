@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 # A generator that reads text, yields whenever it needs more text, and returns a T.
-Reading = Generator[None, None, T]  # yields while it needs more text; returns T
+Reading = Generator[None, None, T]
 Emit = Callable[[str], Any]  # receives text as soon as it was read
 
 # The characters of JSON outside of strings, except brackets and quotes.

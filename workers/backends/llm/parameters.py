@@ -261,10 +261,10 @@ def _find_contradictions(values: Mapping[str, Any], vocab_size: int) -> list[str
         problems.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
     if values.get("truncate_prompt_tokens") == 0:
         problems.append("truncate_prompt_tokens: 0 is not -1 or an integer above 0")
-    is_filtered = values.get("bad_words") or values.get("use_beam_search")
-    if is_filtered and values.get("thinking_token_budget", -1) >= 0:
-        text = "not supported with bad_words or use_beam_search"
-        problems.append(f"thinking_token_budget: {text}")
+    if values.get("thinking_token_budget", -1) >= 0:
+        names = ("bad_words", "allowed_token_ids", "use_beam_search")
+        prefix = "thinking_token_budget: not supported with"
+        problems += [f"{prefix} {name}" for name in names if values.get(name)]
     if not values.get("top_p", 1.0):
         problems.append("top_p: 0.0 is not a number above 0, up to 1")
     n, best_of = values.get("n", 1), values.get("best_of", 0)

@@ -358,11 +358,12 @@ class MessageFormats:
         no_tokens, other_tokens = np.empty(0, np.int64), np.delete(np.arange(vocab_size), end)
 
         def forbidden_after(tokens: Sequence[int]) -> NDArray[np.int64]:
-            is_begun = output_format.starts_reasoning or begin in tokens
+            first_tokens = [*tokens[:2]]  # white space may precede the tag; later tags are text
+            tag_end = first_tokens.index(begin) + 1 if begin in first_tokens else 0
+            is_begun = output_format.starts_reasoning or tag_end
             if not is_begun or not ends.isdisjoint(tokens):
                 return no_tokens
-            count = len(tokens) - (tokens.index(begin) + 1 if begin in tokens else 0)
-            return other_tokens if count >= budget else no_tokens
+            return other_tokens if len(tokens) - tag_end >= budget else no_tokens
 
         return forbidden_after
 

@@ -684,6 +684,20 @@ async def test_each_request_has_its_own_time_limit() -> None:
     assert (answered_count, is_closed) == (2, True)
 
 
+async def test_pieces_do_not_extend_the_time_limit_of_a_head_with_a_length_and_chunks() -> None:
+    clock = Clock()
+    connection, _ = connect(settings=GatewaySettings(header_timeout_s=4))
+    await turn_loop()
+    connection.data_received(b"POST /a HTTP/1.1\r\nContent-Length: 5\r\n")
+    connection.data_received(b"Transfer-Encoding: chunked\r\n")
+    for _ in range(2):
+        await clock.advance(2.5)
+        connection.data_received(b"X: y\r\n")
+    assert not connection.is_open
+    connection.connection_lost(None)
+    await turn_loop()
+
+
 @pytest.mark.parametrize("sent_size", [0, 1])
 async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent_size: int) -> None:
     known_request = pack_request("POST", "/a", (), b"{}", "length")

@@ -96,6 +96,8 @@ def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, v
         ({"structured_outputs": {"regex": "a", "structural_tag": "b"}}, "and optionally disable"),
         ({"thinking_token_budget": -2}, "thinking_token_budget: -2 is not an integer from -1"),
         ({"thinking_token_budget": 0, "bad_words": ["x"]}, "budget: not supported with bad_words"),
+        ({"thinking_token_budget": 0, "allowed_token_ids": [5]},
+         "thinking_token_budget: not supported with allowed_token_ids"),
         ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "optionally"),
         ({"structured_outputs": {"json": {}, "regex": 0}}, "an object with one of json, regex"),
         ({"structured_outputs": {"json": {}, "whitespace_pattern": []}}, "a regular expression"),

@@ -421,7 +421,8 @@ def test_the_closing_tag_follows_the_budget_of_reasoning(is_opened: bool) -> Non
         assert not forbidden_after(opening + tokens).size
     assert set(forbidden_after([*opening, 1, 2])) == {*range(size)} - {end}
     if not is_opened:
-        assert not forbidden_after([1, 2, 3]).size  # the message has no reasoning
+        for tokens in ([1, 2, 3], [1, 2, begin, 3, 4, 5]):  # the message has no reasoning
+            assert not forbidden_after(tokens).size
     # Without tools, the opening tag of a call is a part of the reasoning.
     forbidden_after = formats.limit_reasoning(formats.make_format(None, prompt), 2, size)
     assert forbidden_after is not None
