@@ -56,7 +56,7 @@ class VersionSpec:
 
     Attributes:
         config: The configuration, normalised and validated before auto-completion.
-        read_config: The parsed configuration, from which `config` is completed.
+        parsed_config: The parsed configuration, from which `config` is completed.
     """
 
     name: str
