@@ -134,7 +134,7 @@ class Statistics(Table):
         self.retried = 0  # requests that ran again after their worker had died
         self.overruns = 0  # executions that exceeded the time limit
         self.malformed = 0  # messages
-        self.cache_hit, self.cache_hit_ns = 0, 0
+        self.cache_hit, self.cache_hit_ns = 0, 0  # requests, and the duration of their lookups
         self.cache_miss, self.cache_miss_ns = 0, 0
         self._base: dict[str, Any] = {}  # the counts of the replaced version
         self._successes: list[_RecordedSuccess] = []

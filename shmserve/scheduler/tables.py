@@ -290,7 +290,7 @@ class ExecutionStats(Table):
 
     def __init__(self) -> None:
         self.execution_count = 0
-        self.last_ns = 0
+        self.last_ns = 0  # the time of the last execution
         # The number of executions and the total ns of their three phases, by batch size.
         self.batch_sizes: dict[int, list[int]] = {}
         self.batches_closed = dict.fromkeys(CloseReason, 0)

@@ -120,8 +120,8 @@ class SupervisorContext:
         def numbered(number: int) -> ModelPublication | ModelWithdrawn:
             return replace(message, ack_number=number)
 
-        serves = isinstance(message, ModelPublished)
-        roles = ("gateway", "ensemble") if serves else ("gateway",)
+        is_published = isinstance(message, ModelPublished)
+        roles = ("gateway", "ensemble") if is_published else ("gateway",)
         number = self.control.announce(numbered, *roles, extra_peers=self.local_clients.numbers())
         self.local_clients.announce(numbered(number))
         if isinstance(message, ModelWithdrawn):

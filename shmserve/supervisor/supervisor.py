@@ -93,7 +93,7 @@ class Supervisor:
     handover: Handover
     watchdog: Watchdog
     reload: Reload | None
-    _lost_run_dir: bool = field(init=False, default=False)
+    _lost_run_dir: bool = field(init=False, default=False)  # it was removed
     _had_terminal: bool = field(init=False, default_factory=has_terminal)
     _signalled_at: float = field(init=False, default=-math.inf)
     _exits_after_stop: list[ProcessExited] = field(init=False, default_factory=list)
@@ -105,16 +105,16 @@ class Supervisor:
         """Start, serve, drain and stop; return the exit status."""
         started_at = time.monotonic()
         self.open()
-        start = asyncio.ensure_future(self._start(started_at))
+        start_task = asyncio.ensure_future(self._start(started_at))
         end_signal = asyncio.ensure_future(self.end_signals.get())
-        await asyncio.wait({start, end_signal}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({start_task, end_signal}, return_when=asyncio.FIRST_COMPLETED)
         status = 0
-        if start.done():
-            status = self._exit_status(start)
+        if start_task.done():
+            status = self._exit_status(start_task)
             if status == 0:
                 await end_signal
         else:
-            await cancel_all(start)
+            await cancel_all(start_task)
         end_signal.cancel()
         await self.end(status)
         return status or int(self._lost_run_dir)
@@ -169,15 +169,15 @@ class Supervisor:
         self.listeners.publish(endpoints.addresses(context.run_dir), tls=tls)
 
     async def _start(self, started_at: float) -> int:
-        gateways = asyncio.ensure_future(self.gateways.start())
+        gateway_start = asyncio.ensure_future(self.gateways.start())
         with self.progress:
             load_task = asyncio.ensure_future(self._load())
             timeout_extension = asyncio.ensure_future(self.service_manager.extend_timeout())
             try:
-                startup = asyncio.gather(load_task, gateways)
+                startup = asyncio.gather(load_task, gateway_start)
                 has_loaded, _ = await self.handover.run_beside_predecessor(startup)
             except BaseException:
-                await cancel_all(*(task for task in (load_task, gateways) if not task.done()))
+                await cancel_all(*(task for task in (load_task, gateway_start) if not task.done()))
                 raise
             finally:
                 await cancel_all(timeout_extension)

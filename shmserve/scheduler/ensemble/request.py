@@ -109,7 +109,7 @@ class RequestProperties(NamedTuple):
     entry_count: int  # number of entries in the request's `data`
     inputs: tuple[tuple[str, TensorKind, bool], ...]
     omitted_inputs: tuple[tuple[str, Value], ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # the requested outputs
     placed_outputs: tuple[str, ...]  # outputs with ranges of the client's memory
     parameters: dict[str, Any]  # parameters that are passed to the steps
     own_schema: bytes  # the schema if it affects the steps' requests; else empty

@@ -171,7 +171,7 @@ class RequestQueue:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.in_order = PriorityQueue()
+        self.in_order = PriorityQueue()  # by priority level and arrival
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
         self.model_requests: list[ScheduledRequest] = []  # sent by executing models
         self.timers: Timers[ScheduledRequest] = Timers(_has_ended)

@@ -97,7 +97,7 @@ class PortFacts(NamedTuple):
     """
 
     free_endpoints: tuple[str, ...]
-    refused: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    refused: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # (endpoint, error, pids)
     server_pid: int = 0
 
 
@@ -133,11 +133,11 @@ def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
     """Return (path, number of folders or -1 if unreadable, world-writable) of each repository."""
     repositories = []
     for path in config.model_repositories:
-        folders, mode = -1, 0
+        folder_count, mode = -1, 0
         with contextlib.suppress(OSError):
-            folders = sum(entry.is_dir() for entry in path.iterdir())
+            folder_count = sum(entry.is_dir() for entry in path.iterdir())
             mode = path.stat().st_mode
-        repositories.append((str(path), folders, bool(mode & stat.S_IWOTH)))
+        repositories.append((str(path), folder_count, bool(mode & stat.S_IWOTH)))
     return repositories
 
 
@@ -146,15 +146,15 @@ def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
 
     They must be readable, and only the owner may write to them, because models are code.
     """
-    for path, folders, is_world_writable in sorted(repositories, key=itemgetter(1)):
-        if folders < 0:
+    for path, folder_count, is_world_writable in sorted(repositories, key=itemgetter(1)):
+        if folder_count < 0:
             return wrong(f"{path} cannot be read", f"run chmod -R u=rX {shlex.quote(path)}")
         if is_world_writable:
             text = f"every user can write to {path}, and the code of its models runs as this user"
             return warning(text, f"run chmod o-w {shlex.quote(path)}")
-        if not folders:
+        if not folder_count:
             return warning(f"{path} contains no model", "add a folder for each model")
-    summary = ", ".join(f"{path}: {folders} folders" for path, folders, _ in repositories)
+    summary = ", ".join(f"{path}: {count} folders" for path, count, _ in repositories)
     return ok(summary or "no --model-repository was given")
 
 
@@ -167,7 +167,7 @@ class PeerFacts(NamedTuple):
 
     uid: int
     groups: frozenset[int]
-    identities: dict[str, tuple[int, int] | None]
+    identities: dict[str, tuple[int, int] | None]  # (device, inode)
     visible_devices: str | None = None
 
 
@@ -180,7 +180,7 @@ class ServerFacts(NamedTuple):
 
     process: PeerFacts
     is_running: bool
-    group: int
+    group: int  # --shm-group; -1: none
     device_count: int
 
 

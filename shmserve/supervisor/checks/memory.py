@@ -125,8 +125,8 @@ def _used_files() -> set[str]:
     paths = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            mapped = (process / "maps").read_text().splitlines()
-            paths |= {line[line.index("/dev/shm/") :] for line in mapped if "/dev/shm/" in line}
+            map_lines = (process / "maps").read_text().splitlines()
+            paths |= {line[line.index("/dev/shm/") :] for line in map_lines if "/dev/shm/" in line}
             for fd in os.scandir(process / "fd"):
                 with contextlib.suppress(OSError):
                     paths.add(os.readlink(fd))
@@ -204,12 +204,12 @@ class DeviceList(NamedTuple):
     """
 
     kind: str = ""
-    total: int = 0
+    total: int = 0  # number of devices of the host
     visible_count: int = 0
     visible_devices: str | None = None
-    inaccessible: tuple[str, ...] = ()
+    inaccessible: tuple[str, ...] = ()  # device files that this user cannot open
     driver: str = ""
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()  # the driver's descriptions
     mig_instances: int = 0
     torch: str | None = ""  # the version of torch; None if torch is not installed
 
@@ -274,9 +274,9 @@ class DeviceSharing(NamedTuple):
     if there is no CUDA device.
     """
 
-    has_bindings: bool
-    allocator: str
-    failure: str | None
+    has_bindings: bool  # whether cuda-bindings is installed
+    allocator: str  # the configuration of torch's allocator
+    failure: str | None  # "": memory was shared; None: there is no CUDA device
 
 
 def gather_sharing(config: ServerConfig) -> DeviceSharing:

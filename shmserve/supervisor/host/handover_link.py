@@ -28,7 +28,7 @@ from shmserve.ipc.processes import MAX_PASSED_FDS
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_PROTOCOL_VERSION = 1
 _PATIENCE_S = 10.0  # short, because a running server responds at once
 _MAX_PACKET_BYTES = 64 * 1024
 _CLIENT_LISTENER = "door"  # the name of the listener for local clients in an offer
@@ -63,7 +63,7 @@ class Offer:
                 raise PermissionError
             data, fds = _receive(link, MAX_PASSED_FDS)
             response = json.loads(data or b'{"refused": "it is stopping"}')
-            if response.get("version", _VERSION) != _VERSION:
+            if response.get("version", _PROTOCOL_VERSION) != _PROTOCOL_VERSION:
                 response = {"refused": "its version uses another handover protocol"}
             if "refused" in response:
                 raise ConnectionAbortedError(response["refused"])
@@ -92,7 +92,7 @@ class Offer:
         listeners = [(name, sock) for name, sockets in self.sockets.items() for sock in sockets]
         listeners.append((_CLIENT_LISTENER, self.client_listener))
         sockets = [(name, sock in self.shared) for name, sock in listeners]
-        packed_offer = json.dumps({"version": _VERSION, "sockets": sockets}).encode()
+        packed_offer = json.dumps({"version": _PROTOCOL_VERSION, "sockets": sockets}).encode()
         socket.send_fds(self.link, [packed_offer], [sock.fileno() for _, sock in listeners])
 
 

@@ -40,7 +40,7 @@ class ServiceManager:
 
     def __init__(self, address: str | None, watchdog_s: float = 0.0) -> None:
         self._socket: socket.socket | None = None
-        self._state = ""
+        self._state = ""  # the status line
         self._is_stopping = False
         self._unsent_messages: deque[tuple[bytes, list[int]]] = deque()
         self._all_sent = asyncio.Event()

@@ -58,7 +58,7 @@ _TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
 # If an instance is added again within this multiple of the idle time after a removal, the idle time
 # that further removals require is doubled.
 _SOON_FACTOR = 3.0
-_MAX_IDLE_S = 320.0
+_MAX_IDLE_S = 320.0  # the maximum of that idle time
 _MIN_SHARE = 0.25  # the lowest limit of the p99 of the wait, as a share of the latency target
 
 # The parameters for measurements of the host's capacity.
@@ -67,10 +67,10 @@ _PRIVATE_KIB = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
 _MIN_FREE_MEMORY = 0.05  # the fraction of the host's memory that must stay available
 _MEASURE_EVERY_S = 0.5  # the execution time after which the processors per instance are measured
 _DECAY = 0.98  # the decay, per measurement, of the maximum of processors per instance
-_READ_EVERY_S = 1.0
+_READ_EVERY_S = 1.0  # the time between reads of the host's utilization
 _FULLY_USED = 0.95  # the utilization at which the host's processors are fully used
 _MIN_COMPETING = 0.25  # an instance that uses fewer processors does not compete for them
-_EXCESS = 0.5  # the number of processors by which the demand may exceed the limit
+_EXCESS_PROCESSORS = 0.5  # the number of processors by which the demand may exceed the limit
 
 
 @dataclass(slots=True, eq=False)
@@ -173,14 +173,14 @@ class Autoscaler:
             return
         finally:
             state.is_changing = False
-        after = version.instances.count
-        state.policy.record_change(time.monotonic(), old_count, after)
+        count = version.instances.count
+        state.policy.record_change(time.monotonic(), old_count, count)
         logger.info(
-            "model '%s' has %d instances (before: %d): %s", name, after, old_count, change.reason
+            "model '%s' has %d instances (before: %d): %s", name, count, old_count, change.reason
         )
-        event = InstancesChanged(name, version.spec.version, old_count, after, change.reason)
+        event = InstancesChanged(name, version.spec.version, old_count, count, change.reason)
         self._context.events.publish(event)
-        version.scheduler.send(CountChange(after > old_count))
+        version.scheduler.send(CountChange(count > old_count))
 
 
 def _create_state(config: ModelSpec, bounds: Bounds) -> _ScalingState:
@@ -258,10 +258,10 @@ class ScalingPolicy:
             is then always allowed.
     """
 
-    minimum: int
-    maximum: int
-    target_s: float = 0.0
-    delay_s: float = 0.0
+    minimum: int  # number of instances
+    maximum: int  # number of instances
+    target_s: float = 0.0  # latency target; 0: none
+    delay_s: float = 0.0  # allowed mean wait without a target
     _loads: deque[LoadSample] = field(init=False, default_factory=deque)
     _last_change_s: float = field(init=False, default=-math.inf)
     _last_long_wait_s: float = field(init=False, default=-math.inf)
@@ -302,25 +302,25 @@ class ScalingPolicy:
 
     def _update_estimates(self, load: LoadSample) -> None:
         loads = self._loads
-        previous = loads[-1] if loads else load
+        previous_load = loads[-1] if loads else load
         if (
-            load.executions < previous.executions
-            or load.executed_requests < previous.executed_requests
+            load.executions < previous_load.executions
+            or load.executed_requests < previous_load.executed_requests
         ):
             loads.clear()  # the counters of a new scheduler start at zero
-            previous = load
+            previous_load = load
         loads.append(load)
         while load.at_s - loads[0].at_s > self._idle_s:
             loads.popleft()
-        executions = load.executions - previous.executions
-        executed_requests = load.executed_requests - previous.executed_requests
-        execution_s = load.execution_s - previous.execution_s
+        executions = load.executions - previous_load.executions
+        executed_requests = load.executed_requests - previous_load.executed_requests
+        execution_s = load.execution_s - previous_load.execution_s
         if executions and executed_requests:
             # A moving average over about sixteen executions.
             gain = max(1 / 16, min(1.0, executions / 16)) if self._mean_execution_s else 1.0
             self._mean_request_s += (execution_s / executed_requests - self._mean_request_s) * gain
             self._mean_execution_s += (execution_s / executions - self._mean_execution_s) * gain
-        if executions or not previous.queued_count:
+        if executions or not previous_load.queued_count:
             self._last_progress_s = load.at_s
 
     @property
@@ -343,17 +343,17 @@ class ScalingPolicy:
                 self._window_start_s = load.at_s
                 return f"requests wait {_ms(wait_s)}, the limit is {_ms(_P99_RATIO * allowed_s)}"
         start_s = max(load.at_s - _MEAN_WINDOW_S, self._window_start_s)
-        first = next((sample for sample in self._loads if sample.at_s >= start_s), load)
-        count = load.succeeded_requests - first.succeeded_requests
-        mean_s = (load.queueing_s - first.queueing_s) / count if count >= _MIN_REQUESTS else 0.0
+        oldest = next((sample for sample in self._loads if sample.at_s >= start_s), load)
+        count = load.succeeded_requests - oldest.succeeded_requests
+        mean_s = (load.queueing_s - oldest.queueing_s) / count if count >= _MIN_REQUESTS else 0.0
         if mean_s <= allowed_s:
             return ""
         return f"requests wait {_ms(mean_s)} on average, the limit is {_ms(allowed_s)}"
 
     def _catches_up(self, load: LoadSample) -> bool:
         """Check whether the queue shrinks so fast that it is empty within `_CATCH_UP_S` seconds."""
-        first = self._loads[-min(4, len(self._loads))]
-        elapsed_s, dequeued_count = load.at_s - first.at_s, first.queued_count - load.queued_count
+        oldest = self._loads[-min(4, len(self._loads))]
+        elapsed_s, dequeued_count = load.at_s - oldest.at_s, oldest.queued_count - load.queued_count
         return dequeued_count > 0 and load.queued_count / dequeued_count * elapsed_s < _CATCH_UP_S
 
     def _remove_idle(self, load: LoadSample, count: int) -> Change | None:
@@ -407,14 +407,14 @@ class HostCapacity:
     """The resource usage of a model's workers, compared with the capacity of the host."""
 
     processors: float  # how many the server may use, possibly a fraction
-    _processor_times: dict[int, float] = field(init=False, default_factory=dict)
+    _processor_times: dict[int, float] = field(init=False, default_factory=dict)  # by pid
     _last_execution_s: float = field(init=False, default=0.0)  # `execution_s` of the last `sample`
     _used_s: float = field(init=False, default=0.0)  # processor time during `_executed_s`
     _executed_s: float = field(init=False, default=0.0)  # execution time since the last measurement
     _busy_processors: float = field(init=False, default=0.0)  # processors per busy instance
     _host_cpu: CpuUtilization = field(init=False, default_factory=CpuUtilization)
     _host_utilization: float = field(init=False, default=0.0)  # from 0 to 1
-    _host_read_s: float = field(init=False, default=-math.inf)
+    _host_read_s: float = field(init=False, default=-math.inf)  # the time of the last read
 
     def sample(self, pids: list[int], execution_s: float, at_s: float) -> None:
         """Measure the processor time that a model's executions use, and the host's utilisation.
@@ -443,7 +443,7 @@ class HostCapacity:
 
     def missing_resources(self, count: int) -> str:
         """Return a description of the resource that `count` instances lack, or ""."""
-        if self._busy_processors * count > self.processors + _EXCESS:
+        if self._busy_processors * count > self.processors + _EXCESS_PROCESSORS:
             used_text = f"{self._busy_processors:.2g}"
             return f"there are {self.processors:g} processors, and a busy instance uses {used_text}"
         if self._busy_processors > _MIN_COMPETING and self._host_utilization > _FULLY_USED:

@@ -101,21 +101,21 @@ class Instance:
 
     index: int
     name: str
-    device: str
+    device: str  # "cpu" or "gpu:ID"
     kind: str  # the group's kind without the prefix KIND_
     device_id: int
     rate_limit: RateLimit = field(default_factory=RateLimit)
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
-    stacks_fd: int = -1
+    stacks_fd: int = -1  # the worker's descriptor for stack traces
     inbox: asyncio.Queue[Any] = field(default_factory=create_inbox)
     ready_at: float = 0.0  # on the monotonic clock
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
     crashes: int = 0  # crashes since the instance last executed a request
     failed_loads: int = 0  # consecutive failed loads
-    checks_ready: bool = False
-    device_byte_size: int = 0
-    hangs: bool = False
+    checks_ready: bool = False  # whether the model implements a readiness check
+    device_byte_size: int = 0  # accelerator memory of the loaded model
+    hangs: bool = False  # whether the log has reported that the load takes long
 
     @property
     def alive(self) -> bool:
@@ -223,9 +223,9 @@ class InstanceUpdate(NamedTuple):
 
     spec: VersionSpec
     config: ModelSpec
-    config_differs: bool
-    added: list[Instance]
-    removed: list[Instance]
+    config_differs: bool  # whether `config` differs from the current one
+    added: list[Instance]  # to start
+    removed: list[Instance]  # to retire
 
 
 def find_changes(
@@ -241,7 +241,7 @@ def find_changes(
     removed = [i for i in current if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
     usable_instances = [i for i in removed if i.state is not InstanceState.FAILED]
     added = expand_instances(config, running_count)
-    for same_name in (True, False):
+    for same_name in (True, False):  # instances with equal names first
         for instance in added[:]:
             equivalent = (i for i in usable_instances if i.placement == instance.placement)
             match = next((i for i in equivalent if i.name == instance.name or not same_name), None)

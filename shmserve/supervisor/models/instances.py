@@ -98,7 +98,7 @@ class Instances:
     labels: dict[str, list[str]] = field(init=False)  # the label texts of each output
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")  # why no instance is restarted
-    defers_attach: bool = field(init=False, default=False)
+    defers_attach: bool = field(init=False, default=False)  # until the next `attach`
     _warned_topics: set[str] = field(init=False, default_factory=set)
     _abandon_reason: str = field(init=False, default="")  # why the last instance was abandoned
     _instances: list[Instance] = field(init=False)
@@ -159,8 +159,8 @@ class Instances:
 
     def pids_on(self, device_id: int) -> list[int]:
         """Return the processes that serve on a GPU."""
-        on_device = [i for i in self._instances if (i.kind, i.device_id) == ("GPU", device_id)]
-        serving_instances = [i for i in on_device if i.state in _SERVING_STATES]
+        gpu_instances = [i for i in self._instances if (i.kind, i.device_id) == ("GPU", device_id)]
+        serving_instances = [i for i in gpu_instances if i.state in _SERVING_STATES]
         return [i.child.pid for i in serving_instances if i.child is not None]
 
     def pids_with_readiness_check(self) -> list[int]:

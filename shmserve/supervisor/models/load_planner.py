@@ -31,7 +31,7 @@ from shmserve.ipc.model_spec import ENVIRONMENT, ModelSpec
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
 from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository
-from shmserve.supervisor.models.repository import CONFIG_FILE, ModelFolder, ReadConfig
+from shmserve.supervisor.models.repository import CONFIG_FILE, ModelFolder, ParsedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class VersionSpec:
 
     Attributes:
         config: The configuration, normalised and validated before auto-completion.
-        read_config: The parsed configuration, from which `config` is completed.
+        parsed_config: The parsed configuration, from which `config` is completed.
     """
 
     name: str
@@ -65,7 +65,7 @@ class VersionSpec:
     config: ModelSpec
     labels: dict[str, list[str]] = field(default_factory=dict)  # the label texts of each output
     fingerprint: str = ""  # a digest of the version's files without its configuration
-    read_config: ReadConfig | None = field(default=None, compare=False)
+    parsed_config: ParsedConfig | None = field(default=None, compare=False)
 
     @property
     def steps(self) -> list[StepModel]:
@@ -195,10 +195,10 @@ class LoadPlanner:
             lines = _format_unavailable(versions, fault)
             raise InvalidArgument(f"load failed for model '{name}': {lines}")
         spec = ModelSpec.of(model_config.to_dict(config))
-        read_config = ReadConfig(folder, written_config, config, source)
+        parsed_config = ParsedConfig(folder, written_config, config, source)
         digests = {version: repository.version_fingerprint(folder, version) for version in versions}
         return [
-            VersionSpec(name, str(version), folder.path, spec, labels, digest, read_config)
+            VersionSpec(name, str(version), folder.path, spec, labels, digest, parsed_config)
             for version, digest in digests.items()
         ]
 
@@ -273,8 +273,8 @@ class LoadPlanner:
         Raises:
             InvalidArgument: The configuration is invalid.
         """
-        assert spec.read_config is not None
-        folder, written_config, config, source = spec.read_config
+        assert spec.parsed_config is not None
+        folder, written_config, config, source = spec.parsed_config
         if spec.steps:
             return self._complete_ensemble(config, folder, source, reported_properties)
         count = self._accelerators.count
@@ -287,12 +287,12 @@ class LoadPlanner:
         self._validate(final, folder, source, is_complete=True)
         for text in model_config.warnings_of(written_config, final):
             logger.warning("configuration of model %s: %s", folder.name, text)
-        ignored = model_config.ignored_fields(final)
-        if ignored:
+        ignored_fields = model_config.ignored_fields(final)
+        if ignored_fields:
             logger.info(
                 "model %s: these settings are accepted and have no effect: %s",
                 folder.name,
-                ", ".join(ignored),
+                ", ".join(ignored_fields),
             )
         return ModelSpec.of(model_config.to_dict(final))
 
@@ -302,11 +302,11 @@ class LoadPlanner:
         self._validate(config, folder, source, is_complete=True)
         steps = [step and model_config.from_json(step.source) for step in reported["steps"]]
         try:
-            composed = model_config.compose(config, steps, reported["has_any_version"])
+            composed_config = model_config.compose(config, steps, reported["has_any_version"])
         except GraphProblem as error:
             source.raise_for_problems(config, [Problem(error.key, error.message)], GraphProblem)
             raise
-        return ModelSpec.of(model_config.to_dict(composed))
+        return ModelSpec.of(model_config.to_dict(composed_config))
 
     def steps(self, name: str) -> list[StepModel]:
         """Return the models that an ensemble needs.
@@ -445,8 +445,8 @@ def materialise_override(root: Path, name: str, override: str, files: Mapping[st
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     unique_folder = Path(tempfile.mkdtemp(prefix="override-", dir=root))
     try:
-        for relative, content in contents.items():
-            _write(unique_folder / name, relative, content)
+        for relative_path, content in contents.items():
+            _write(unique_folder / name, relative_path, content)
     except BaseException:
         shutil.rmtree(unique_folder, ignore_errors=True)
         raise

@@ -73,7 +73,7 @@ class Audience(Protocol):
 
 class _SentMessage(NamedTuple):
     message: Publication
-    number: int
+    number: int  # that the clients acknowledge
 
 
 class ModelPublisher:

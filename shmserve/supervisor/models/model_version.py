@@ -72,7 +72,7 @@ class ModelVersion:
     spec: VersionSpec
     group: InitVar[Group]
     hosts: InitVar[SchedulerHosts]
-    find: InitVar[Callable[[str, str], ModelVersion | None]]
+    find: InitVar[Callable[[str, str], ModelVersion | None]]  # returns a published version
     _on_change: Callable[[ModelVersion], None]
     _finalise_config: ConfigFinaliser
     has_loaded: bool = field(init=False, default=False)
@@ -89,8 +89,8 @@ class ModelVersion:
         self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self.scheduler = VersionScheduler(context, hosts, spec, group, lifetime, self._on_message)
-        common = (context, spec, self.scheduler, lifetime, self.report_change, finalise_config)
-        self.instances = EnsembleInstances(*common, find=find) if spec.steps else Instances(*common)
+        args = (context, spec, self.scheduler, lifetime, self.report_change, finalise_config)
+        self.instances = EnsembleInstances(*args, find=find) if spec.steps else Instances(*args)
         self._backoff = RestartBackoff()
         self._failed_starts = 0
         self._supervision_task: asyncio.Task[None] | None = None

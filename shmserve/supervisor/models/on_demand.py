@@ -53,8 +53,8 @@ class Resident(NamedTuple):
     name: str
     byte_size: int
     last_used_ns: int
-    must_stay: bool = False
-    idle_limit_ns: int = 0
+    must_stay: bool = False  # whether it must not be unloaded now
+    idle_limit_ns: int = 0  # 0: no limit
     ensembles: frozenset[str] = frozenset()
 
 
@@ -86,7 +86,7 @@ class MemoryUse:
     """The memory use of versions, as it was measured last."""
 
     def __init__(self) -> None:
-        self._sizes: dict[ModelVersion, int] = {}
+        self._sizes: dict[ModelVersion, int] = {}  # bytes
         self._measured_at: dict[ModelVersion, float] = {}
         # Bytes by model, kept after the model is unloaded.
         self._last_sizes: dict[str, int] = {}

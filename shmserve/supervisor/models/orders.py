@@ -85,10 +85,10 @@ class LoadPlan(NamedTuple):
 
     fingerprint: str
     specs: list[VersionSpec]
-    steps: dict[str, list[str]]
+    steps: dict[str, list[str]]  # the steps of each model that a step runs
     error: ShmserveError | None = None
-    is_known: bool = True
-    is_ambiguous: bool = False
+    is_known: bool = True  # whether a repository has the model
+    is_ambiguous: bool = False  # whether several repositories have it
 
 
 class LoadOutcome(NamedTuple):
@@ -196,7 +196,7 @@ class Order:
     fingerprint: str = field(init=False, default="")
     specs: list[VersionSpec] = field(init=False, default_factory=list)
     step_models: list[str] = field(init=False, default_factory=list)
-    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)
+    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)  # by version
     starting_versions: set[str] = field(init=False, default_factory=set)
     failures: dict[str, BaseException] = field(init=False, default_factory=dict)
     error: ShmserveError | None = field(init=False, default=None)
@@ -235,8 +235,8 @@ class Order:
 
     def is_repeated_by(self, later: Order) -> bool:
         """Check whether this order has not begun, and `later` would only repeat it."""
-        is_same = (self.kind, self.source) == (later.kind, later.source)
-        return is_same and self.phase is OrderPhase.QUEUED
+        has_same_effect = (self.kind, self.source) == (later.kind, later.source)
+        return has_same_effect and self.phase is OrderPhase.QUEUED
 
     @property
     def may_succeed(self) -> bool:
@@ -393,20 +393,20 @@ class ModelEntry:
 
     name: str
     orders: deque[Order] = field(default_factory=deque)
-    serving: dict[str, ModelVersion] = field(default_factory=dict)
-    incoming: dict[str, ModelVersion] = field(default_factory=dict)
-    dropping: list[ModelVersion] = field(default_factory=list)
-    retiring: list[ModelVersion] = field(default_factory=list)
-    draining: set[ModelVersion] = field(default_factory=set)
-    outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
+    serving: dict[str, ModelVersion] = field(default_factory=dict)  # by number
+    incoming: dict[str, ModelVersion] = field(default_factory=dict)  # being loaded
+    dropping: list[ModelVersion] = field(default_factory=list)  # of failed loads
+    retiring: list[ModelVersion] = field(default_factory=list)  # replaced or unloaded
+    draining: set[ModelVersion] = field(default_factory=set)  # a part of `retiring`
+    outcomes: dict[str, LoadOutcome] = field(default_factory=dict)  # of versions that do not serve
     fingerprint: str = ""
     last_load: tuple[str, str] | None = None  # the fingerprint and the sent configuration
     source: LoadSource = FOLDER
     step_models: list[str] = field(default_factory=list)
-    has_steps: bool = False
+    has_steps: bool = False  # whether a version is or was an ensemble
     is_step_only: bool = False  # whether it was loaded only as a step of ensembles
-    is_expected: bool = False
-    on_demand: bool = False
+    is_expected: bool = False  # whether it is loaded at the start
+    on_demand: bool = False  # whether its first request loads it
     is_outdated: bool = False
     failure_is_temporary: bool = False
 

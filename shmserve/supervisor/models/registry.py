@@ -296,7 +296,7 @@ class ModelSummary(NamedTuple):
 
     states: dict[str, Status]
     is_ready: bool
-    problems: dict[str, str]
+    problems: dict[str, str]  # why versions do not serve, by number
     progress: str
 
     @classmethod

@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.pbtxt"
 ENGINE_FILE = "engine.yaml"  # the settings file of a model that generates text
-_NAMED_CONFIGS = "configs"
+_NAMED_CONFIGS = "configs"  # the folder of the configurations that --model-config-name selects
 # Folders of a model that belong to all of its versions.
 _SHARED_FOLDERS = (_NAMED_CONFIGS, "warmup", "initial_state")
 DUPLICATE_MODEL = "model appears in two or more repositories"
 _NO_VERSION = "at least one version must be available under the version policy of model"
-_VERSION = re.compile(r"[1-9][0-9]{0,18}")
+_VERSION_NAME = re.compile(r"[1-9][0-9]{0,18}")
 _MAX_VERSION = 2**63 - 1
 _LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
 _PLACEHOLDER = re.compile(r"\$\{\w+\}|(?<=: )\{\{[^{}\n]+\}\}")
@@ -90,7 +90,7 @@ class ModelFolder:
             return sorted(os.listdir(self.path / str(version)))
 
 
-class ReadConfig(NamedTuple):
+class ParsedConfig(NamedTuple):
     """A configuration as read from its file, and the same with defaults filled in."""
 
     folder: ModelFolder
@@ -457,7 +457,7 @@ def _read_folder(path: Path, config_name: str) -> ModelFolder | None:
 
 def _read_versions(path: Path) -> list[int]:
     with os.scandir(path) as entries:
-        version_folders = (entry for entry in entries if _VERSION.fullmatch(entry.name))
+        version_folders = (entry for entry in entries if _VERSION_NAME.fullmatch(entry.name))
         versions = sorted(int(entry.name) for entry in version_folders if os.path.isdir(entry))
     return [version for version in versions if version <= _MAX_VERSION]
 

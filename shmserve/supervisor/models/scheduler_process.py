@@ -256,7 +256,7 @@ class VersionScheduler:
         self._ready_future: asyncio.Future[None] = loop.create_future()
         self._drain_future: asyncio.Future[None] = loop.create_future()
         self.counters = CarriedCounters(self.send)
-        self._publishes_counters = False
+        self._publishes_counters = False  # whether the next snapshot becomes an event
         self._snapshot: asyncio.Future[dict[str, Any]] | None = None
         self._is_rate_limited = False
 
@@ -300,7 +300,7 @@ class VersionScheduler:
         context = self._context
         number = self.number if is_first else next(context.scheduler_ids)
         ready_future = self._ready_future = asyncio.get_running_loop().create_future()
-        start = self._start_record(number, config, worker_pids)
+        start = self._create_start_record(number, config, worker_pids)
         on_message = partial(self._on_scheduler_message, self.counters)
         handle = self._latest = await self.hosts.open(self._group, start, on_message)
         if self._is_rate_limited:
@@ -324,7 +324,7 @@ class VersionScheduler:
             context.cache_shares.send(id(self))
         context.tracing.send_settings(handle.address)
 
-    def _start_record(
+    def _create_start_record(
         self, number: int, config: ModelSpec, worker_pids: list[int]
     ) -> SchedulerStart:
         context, server = self._context, self._context.config

@@ -106,11 +106,11 @@ class ProcessTable:
         self._on_start = on_start
         self.on_exit: Callable[[Child], None] = lambda child: None
         self._children: dict[int, Child] = {}
-        self._early_exits: dict[int, str] = {}
+        self._early_exits: dict[int, str] = {}  # reasons of exits before `adopt`, by pid
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
         self._spawn_count = 0
         self._stray_timer: asyncio.TimerHandle | None = None
-        self._oom_kills = oom_kills()
+        self._oom_kills = oom_kills()  # number of processes that the kernel has killed
         self._child_exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # A shell may have started processes before it executed this program in its place.
@@ -257,7 +257,7 @@ class RestartBackoff:
     A lifetime of more than 30 seconds resets the number.
     """
 
-    exits: int = 0
+    exits: int = 0  # number of consecutive exits
 
     def record_work(self) -> None:
         """Record that the process has done useful work, which shortens the next pause."""

@@ -141,7 +141,7 @@ class ControlSocket:
         self._callers: set[Address] = set()  # workers whose models call models
         self._handlers_by_type: dict[type[Any], Callable[[Any, Any], None]] = {}
         self.acknowledgements = Acknowledgements()
-        self._identities: dict[Address, bytes] = {}
+        self._identities: dict[Address, bytes] = {}  # ZeroMQ identities
         self._early_messages: deque[tuple[Address, bytes, Any]] = deque(maxlen=_MAX_EARLY_MESSAGES)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._router.fd, self._receive)

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     lock_fd, supervisor_pid, run_dir, title = int(argv[1]), int(argv[2]), Path(argv[3]), argv[4]
     zygote_pid = os.getpid()
 
-    def supervisor_ended() -> None:
+    def on_supervisor_end() -> None:
         # With the lock, no zygote kills another zygote that is clearing the directory.
         with contextlib.suppress(OSError), exclusive(lock_fd):
             # The first zygote reports the death and removes the directory.
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
         # SIGHUP is ignored while the supervisor runs: a closed terminal sends it, too, also under
         # `nohup`. Forked processes inherit this handler, so the pid is compared.
         if os.getpid() == zygote_pid and os.getppid() != supervisor_pid:
-            supervisor_ended()
+            on_supervisor_end()
 
     # SIGTTOU: with `stty tostop`, a terminal stops processes outside its group that write to it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> int:
     renounce_privileges()
     raise_oom_score(OOM_SCORE_ADJ)
     if os.getppid() != supervisor_pid:
-        supervisor_ended()
+        on_supervisor_end()
     set_process_title(title)
     gc.disable()  # nearly all objects stay alive, and collections take a tenth of the import time
     for preload_name in argv[5:]:
@@ -126,11 +126,11 @@ def main(argv: list[str]) -> int:
     try:
         link.send(msgpack.packb([0, os.getpid()]))
     except OSError:
-        supervisor_ended()
+        on_supervisor_end()
     while True:
         data, fds, _, _ = socket.recv_fds(link, 16, MAX_PASSED_FDS)
         if not data:
-            supervisor_ended()
+            on_supervisor_end()
         if data == TAKE_OVER:
             set_process_title(title)
             continue
@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
             set_process_title(f"spare {title}")
             signal_at_parents_death(signal.SIGHUP)
             if os.getppid() != supervisor_pid:
-                supervisor_ended()
+                on_supervisor_end()
 
 
 def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.socket:

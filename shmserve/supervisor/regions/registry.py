@@ -388,8 +388,8 @@ class RegionRegistry:
 
 
 def _is_same(region: OpenRegion, key: str, offset: int, byte_size: int, pin: bool) -> bool:
-    registered = (region.key, region.offset, region.byte_size, region.pinned)
-    if region.shared is None or registered != (key, offset, byte_size, pin):
+    registered_properties = (region.key, region.offset, region.byte_size, region.pinned)
+    if region.shared is None or registered_properties != (key, offset, byte_size, pin):
         return False
     current_object = posix_shm.open_object(key)
     os.close(current_object.fd)

@@ -71,7 +71,7 @@ class _Instance:
 
 @dataclass(slots=True, eq=False)
 class _PendingRequest:
-    member: Hashable
+    member: Hashable  # a model version
     ticket: Hashable
     instance: _Instance
     number: int  # the order of the requests
@@ -373,8 +373,8 @@ class Tickets:
         if member is None:
             return
         if isinstance(message, AskTicket):
-            granted = self._limiter.ask(member, message.index, message.ticket, message.pid)
-            self._send_granted(granted)
+            newly_granted = self._limiter.ask(member, message.index, message.ticket, message.pid)
+            self._send_granted(newly_granted)
         elif isinstance(message, CheckHolders):
             if self._limiter.find_holders(member, message.pids):
                 self._send(scheduler, ResourcesHeld(message.key))

@@ -173,10 +173,8 @@ class _Sample:
             )
         return {**parts, "tool_calls": calls} if calls else parts
 
-    def _end_custom_calls(
-        self, custom_names: Collection[str], has_ended: bool
-    ) -> list[dict[str, Any]]:
-        """Convert complete function calls of custom tools to custom calls, and return them.
+    def _end_custom_calls(self, names: Collection[str], has_ended: bool) -> list[dict[str, Any]]:
+        """Convert complete function calls of custom tools (`names`) to custom calls; return these.
 
         The last call is complete once the sample has ended, and any other call once the next call
         has begun.
@@ -184,7 +182,7 @@ class _Sample:
         ended_calls = []
         for index, call in enumerate(self.tool_calls if has_ended else self.tool_calls[:-1]):
             function = call.get("function", {})
-            if function.get("name") in custom_names:
+            if function.get("name") in names:
                 custom = {"name": function["name"], "input": custom_input(function["arguments"])}
                 self.tool_calls[index] = {"id": call["id"], "type": "custom", "custom": custom}
                 ended_calls.append({"index": index, **self.tool_calls[index]})
