@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import IGNORED_PARAMETERS, UNSUPPORTED_PARAMETERS
 from shmserve.logs import warn_once
+from shmserve.workers.backends.llm.grammars import quote_text
 from shmserve.workers.backends.llm.token_texts import parse_json, with_pauses
 
 logger = logging.getLogger(__name__)
@@ -519,8 +520,7 @@ def _parse_choice(name: str, value: Any) -> dict[str, Any]:
     choices = _decode_json(value, allowed_text)
     are_texts = isinstance(choices, list) and all(isinstance(text, str) for text in choices)
     _check(are_texts and 0 < len(choices) <= _MAX_CHOICES, allowed_text)
-    quoted_choices = (json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return {"grammar": ("grammar", f"start: {' | '.join(quoted_choices)}")}
+    return {"grammar": ("grammar", f"start: {' | '.join(map(quote_text, choices))}")}
 
 
 _CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
