@@ -164,6 +164,18 @@ class GenerationParameters:
         """Return the width of the beam search; 0: no beam search."""
         return max(self.n, self.best_of) if self.use_beam_search else 0
 
+    def check_min_tokens(self, end_tokens: Sequence[int], vocab_size: int) -> None:
+        """Check that `min_tokens` leaves a token that may be generated.
+
+        Raises:
+            InvalidArgument: All allowed tokens end the text.
+        """
+        allowed_tokens, ends = self.allowed_token_ids or range(vocab_size), {*end_tokens}
+        if self.min_tokens and all(token in ends for token in allowed_tokens):
+            name = "allowed_token_ids" if self.allowed_token_ids else "stop_token_ids"
+            text = f"{self.min_tokens} requires tokens that do not end the text"
+            raise InvalidArgument(f"min_tokens: {text}, but {name} leaves only end tokens")
+
 
 def parse(
     request: Mapping[str, Any],
