@@ -404,6 +404,20 @@ def test_a_model_reports_whether_it_is_ready(
             model.backend.is_ready()
 
 
+def test_is_ready_runs_in_the_loop_of_execute(model: Model) -> None:
+    """An object of a model, such as a connection, may belong to the loop."""
+    model.serve("""
+        loops = set()
+        async def execute(self, requests):
+            self.loops.add(asyncio.get_running_loop())
+            return [response(given(r)) for r in requests]
+        async def is_ready(self):
+            self.loops.add(asyncio.get_running_loop())
+            return len(self.loops) == 1
+        """)
+    assert model.infer(1) == [[1]] and model.backend.is_ready() and model.infer(2) == [[2]]
+
+
 def test_outputs_are_sent_as_the_model_made_them(model: Model) -> None:
     """Like Triton's, the Python backend does not compare outputs with the configuration."""
     model.serve("def execute(self, requests): return [response(np.ones((2, 1), 'f8'))]")
