@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.workers.backends.llm.grammars import resolve_reference, with_patterns
+from shmserve.workers.backends.llm.grammars import quote_text, resolve_reference, with_patterns
 from shmserve.workers.backends.llm.message_parsers import (
     CLOSING,
     NAME,
@@ -84,14 +84,14 @@ class Lark:
         names = "|".join(map(re.escape, self.special_tokens))
         parts = re.split(f"({names})", text) if names else [text]
         special = self.special_tokens
-        tokens = (f"<[{special[p]}]>" if p in special else _quote(p) for p in parts if p)
+        tokens = (f"<[{special[p]}]>" if p in special else quote_text(p) for p in parts if p)
         return " ".join(tokens) or '""'
 
     def any_text(self, end: str) -> str:
         """Return a rule for any text that ends with the first occurrence of `end`."""
         if end in self.special_tokens:
             return self.rule(f"TEXT {self.text(end)}")
-        return self.rule(f"TEXT {_quote(end)}", is_lazy=True)
+        return self.rule(f"TEXT {quote_text(end)}", is_lazy=True)
 
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
@@ -112,10 +112,6 @@ class Lark:
         """Return a rule for `first_call`, and for further calls if they may be parallel."""
         further_calls = f"({calls.separator} {calls.call})*" if allows_parallel_calls else ""
         return self.rule(f"{first_call} {further_calls} {calls.end}")
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[None]:

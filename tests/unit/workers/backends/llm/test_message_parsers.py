@@ -94,6 +94,7 @@ VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] =
     "llama behind a tag": ("llama3_json", f"<|python_tag|>{LLAMA}", "", [WEATHER]),
     "llama twice": ("llama3_json", f'Now: {LLAMA}; {{"name": "now", "parameters": {{}}}}',
         *("Now: ", [WEATHER, NOW])),
+    "llama after a brace": ("llama3_json", f"x {{ {LLAMA}", "x { ", [WEATHER]),
     "llama says JSON": ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}',
         []),
     "llama says nested JSON": ("llama3_json", f'{{"a": {LLAMA}}}', f'{{"a": {LLAMA}}}', []),
