@@ -546,16 +546,8 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # number of hexadecimal digits of escape
 def _read_python_value(parser: MessageParser) -> Reading[None]:
     quote = yield from parser.skip()
     if quote in ('"', "'"):
-        parser.pull(1)
         parser.add_arguments('"')
-        while (character := (yield from parser.peek())) != quote:
-            if not character:
-                raise MalformedCall
-            parser.pull(1)
-            is_escape = character == "\\"
-            part = (yield from _read_python_escape(parser)) if is_escape else _escape(character)
-            parser.add_arguments(part)
-        parser.pull(1)
+        yield from _read_python_string(parser, quote)
         parser.add_arguments('"')
         return
     text = yield from _read_python_literal(parser)
@@ -563,6 +555,30 @@ def _read_python_value(parser: MessageParser) -> Reading[None]:
     if not json_text:
         raise MalformedCall
     parser.add_arguments(json_text)
+
+
+def _read_python_string(parser: MessageParser, quote: str) -> Reading[None]:
+    """Read a string between single or triple quotes, and pass on its content."""
+    quote_count = yield from _read_quotes(parser, quote, 3)
+    if quote_count == 2:
+        return
+    while (inner_count := (yield from _read_quotes(parser, quote, quote_count))) < quote_count:
+        character = yield from parser.peek()
+        if not character:
+            raise MalformedCall
+        parser.pull(1)
+        is_escape = character == "\\"
+        part = (yield from _read_python_escape(parser)) if is_escape else _escape(character)
+        parser.add_arguments(_escape(quote * inner_count) + part)
+
+
+def _read_quotes(parser: MessageParser, quote: str, max_count: int) -> Reading[int]:
+    """Read up to `max_count` quotes, and return their number."""
+    count = 0
+    while count < max_count and (yield from parser.peek()) == quote:
+        parser.pull(1)
+        count += 1
+    return count
 
 
 def _read_python_escape(parser: MessageParser) -> Reading[str]:
