@@ -80,7 +80,7 @@ class Serving:
             Passes(model, cache),
             proposer.propose if proposer else None,
             self._prompts,
-            lambda news: None,
+            lambda outputs: None,
             lambda keys, error: None,
         )
         self.counts = GenerationStats()

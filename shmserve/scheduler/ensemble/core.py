@@ -293,7 +293,7 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._memory.process_exited(pid)
-        self._memory.lent.drop_reader(pid)
+        self._memory.lent.release_all(pid)
 
     @property
     def live_requests(self) -> int:
