@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from bench.cases.tables import through_shm
 from bench.load import perf
 from bench.load.perf import P50, THROUGHPUT, Load, run_shmserve_perf
-from bench.report.results import TRITON, SHMSERVE, Figure, Row, Target
+from bench.report.results import SHMSERVE, TRITON, Figure, Row, Target
 from bench.system.servers import BENCH, Server, running
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 from bench.load.perf import run_shmserve_perf
-from bench.report.results import TRITON, SHMSERVE, Figure, Row, Target
+from bench.report.results import SHMSERVE, TRITON, Figure, Row, Target
 from bench.system.servers import BENCH, Shmserve, running
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from bench.report.results import MACHINE, TRITON, SHMSERVE, Results, Row, Spread
+from bench.report.results import MACHINE, SHMSERVE, TRITON, Results, Row, Spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,7 +73,7 @@ def _preamble(results: Results) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     figure = row.figure
-    values = (_spread_text(row.of(SHMSERVE)), _spread_text(row.of(TRITON)), _spread_text(row.ratio()))
+    values = map(_spread_text, (row.of(SHMSERVE), row.of(TRITON), row.ratio()))
     targets = (_target_text(figure, figure.target.must), _target_text(figure, figure.target.aim))
     return (figure.title, figure.unit, *values, *targets, row.verdict())
 
