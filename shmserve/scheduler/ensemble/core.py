@@ -325,7 +325,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         if request.state is not RUNNING:
             # Release the request's values now: a running step may wait for their memory.
             flow.close()
-            self.step_runner.drop_waiting(request)
+            self.step_runner.remove_waiting(request)
         elif self._is_decoupled:
             requests.relay(request, now_ns)
         if request.running_ids or request.waiting_count:
