@@ -221,6 +221,7 @@ def test_unlikely_values_are_warned_of() -> None:
     config = parse_pbtxt(
         """instance_group [ { count: 2 passive: true }, { count: -1 } ]
         dynamic_batching { }
+        model_warmup [ { name: "a" batch_size: 1 }, { name: "b" } ]
         parameters { key: "batching_strateg" value { string_value: "adaptive" } }
         parameters { key: "execution_timeout_second" value { string_value: "1" } }
         parameters { key: "my_own" value { string_value: "${x}" } }"""
@@ -234,6 +235,7 @@ def test_unlikely_values_are_warned_of() -> None:
         "parameters: 'execution_timeout_second' is unknown; did you mean "
         "'execution_timeout_seconds'?",
         "parameters['my_own']: '${x}' is a placeholder of a template; fill it in",
+        "model_warmup[1]: no effect because batch_size is 0",
         "dynamic_batching: no effect because max_batch_size is 0",
     ]
     config = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")

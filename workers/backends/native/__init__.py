@@ -165,7 +165,7 @@ class NativeBackend(Backend):
         plan = None if predict.yields else self._runner.memory_plan(config, self._model)
         if plan is not None:
             plan.log(signature.name)
-        self.checks_ready = hasattr(self._model, "is_ready")
+        self.checks_ready = callable(getattr(self._model, "is_ready", None))
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Call `predict` once for the whole batch."""
