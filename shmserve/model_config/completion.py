@@ -314,7 +314,9 @@ def _merge_batching(
             f"{model.max_batch_size}"
         )
         conflicts.append(Problem(("max_batch_size",), text))
-    elif model.max_batch_size > merged.max_batch_size:
+    elif model.max_batch_size > merged.max_batch_size or (
+        is_size_written and merged.backend == "native"
+    ):  # The 0 of a class is a setting, which the server's default must not replace.
         merged.max_batch_size = model.max_batch_size
     scheduler_kind = merged.WhichOneof("scheduling_choice")
     if model.HasField("dynamic_batching"):

@@ -89,6 +89,24 @@ def _children(processes: dict[int, Entry], servers_own: set[int]) -> frozenset[E
     )
 
 
+def open_descriptors() -> set[str]:
+    """Return this process's descriptors, one of which is that of the listing.
+
+    A test compares them by `open_descriptors() <= fds_before`, because threads of earlier tests may
+    close descriptors at any time.
+    """
+    return set(os.listdir("/proc/self/fd"))
+
+
+def descriptor_count(fd: int) -> int:
+    """Return the number of this process's descriptors of the file that `fd` refers to."""
+    file, count = os.fstat(fd), 0
+    for other_fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # a thread of an earlier test has closed it
+            count += os.path.samestat(os.fstat(int(other_fd)), file)
+    return count
+
+
 def descriptors(pid: int) -> Counter[str]:
     """Return the number of a process's descriptors by path, or by type if they have none."""
     counter: Counter[str] = Counter()

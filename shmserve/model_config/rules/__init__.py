@@ -321,6 +321,8 @@ def warnings_of(written_config: ModelConfig, final_config: ModelConfig) -> list[
             key = f"sequence_batching.control_input[{index}]"
             text = "only one kind can set a tensor: CORRID before READY, END and START"
             warnings.append(f"{key}.control: {text}")
+    skipped_samples = (i for i, s in enumerate(written_config.model_warmup) if not s.batch_size)
+    warnings += (f"model_warmup[{i}]: no effect because batch_size is 0" for i in skipped_samples)
     if written_config.HasField("dynamic_batching") and final_config.max_batch_size < 1:
         warnings.append("dynamic_batching: no effect because max_batch_size is 0")
     return warnings

@@ -168,10 +168,13 @@ def _products(dims: Sequence[int]) -> list[int]:
 def warmup_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:
     """Yield the problems of model_warmup; `is_complete` as for `validate`.
 
-    The files of samples are read only when an instance loads the model.
+    The files of samples are read only when an instance loads the model. As in Triton, a sample of
+    batch size 0 is skipped, so its inputs may be incomplete.
     """
     max_size = max(config.max_batch_size, 1)
     for index, sample in enumerate(config.model_warmup):
+        if not sample.batch_size:
+            continue
         if is_complete and sample.batch_size > max_size:
             text = f"warmup sample '{sample.name}': batch size {sample.batch_size}, max allowed is"
             yield Problem(("model_warmup", index, "batch_size"), f"{text} {max_size}")

@@ -155,7 +155,7 @@ class StepTimes:
 
         Args:
             decoding: The number of sequences that decode together.
-            acceptance: The probability that a draft token is accepted_count.
+            acceptance: The probability that a draft token is accepted.
             max_length: The maximum number of draft tokens per sequence.
         """
         best_length, best_rate = 0, _MIN_DRAFT_SPEEDUP / self.expected_ms(StepWork(decoding))

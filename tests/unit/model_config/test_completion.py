@@ -121,6 +121,13 @@ def test_the_servers_defaults_fill_only_unset_fields() -> None:
     assert not normalise(parse_pbtxt("max_batch_size: 2"), "m", 0).HasField("dynamic_batching")
 
 
+def test_the_servers_defaults_do_not_replace_the_zero_of_a_class() -> None:
+    defaults = ModelDefaults(max_batch_size=4)
+    config = parse_pbtxt('backend: "native"')
+    merged = merge_autocomplete(config, {"max_batch_size": 0})
+    assert normalise(merged, "m", 0, defaults).max_batch_size == 0
+
+
 @pytest.mark.parametrize(
     ("text", "key", "expected"),
     [
@@ -221,6 +228,7 @@ def test_unlikely_values_are_warned_of() -> None:
     config = parse_pbtxt(
         """instance_group [ { count: 2 passive: true }, { count: -1 } ]
         dynamic_batching { }
+        model_warmup [ { name: "a" batch_size: 1 }, { name: "b" } ]
         parameters { key: "batching_strateg" value { string_value: "adaptive" } }
         parameters { key: "execution_timeout_second" value { string_value: "1" } }
         parameters { key: "my_own" value { string_value: "${x}" } }"""
@@ -234,6 +242,7 @@ def test_unlikely_values_are_warned_of() -> None:
         "parameters: 'execution_timeout_second' is unknown; did you mean "
         "'execution_timeout_seconds'?",
         "parameters['my_own']: '${x}' is a placeholder of a template; fill it in",
+        "model_warmup[1]: no effect because batch_size is 0",
         "dynamic_batching: no effect because max_batch_size is 0",
     ]
     config = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")

@@ -239,6 +239,11 @@ def test_fields_that_a_model_may_complete_are_no_errors() -> None:
     assert "dimension must be" in problems(PYTHON + 'input { name: "I" dims: 0 }', complete=False)
 
 
+def test_a_warmup_sample_without_a_batch_size_is_not_checked() -> None:
+    text = PYTHON + TENSORS + WARMUP_BLOCK % "dims: -1"
+    assert problems(text.replace("batch_size: 1", "")) == ""
+
+
 def test_gpus_are_checked_against_the_hosts() -> None:
     text = PYTHON + TENSORS + "instance_group { kind: KIND_GPU gpus: [0, 2] }"
     assert problems(text, gpus=3) == ""

@@ -2,8 +2,6 @@
 
 import asyncio
 import errno
-import gc
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +33,7 @@ from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
 from shmserve.workers.bls.router import CallRouter
 from tests.rigs.called_models import CalledModels, finished, work
 from tests.rigs.worker_rig import MIB, Region, Rig, rig, tensor
+from tests.support.leaks import descriptor_count
 from tests.support.waiting import until
 
 
@@ -474,18 +473,15 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
 def test_memory_of_an_exited_process_is_unmapped(router: CallRouter, callees: CalledModels) -> None:
     scheduler, exited_arena = callees.scheduler("s1"), Arena(MIB)
     memory_range = exited_arena.allocate(8)
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s1")
-    scheduler.send(doubled_response(scheduler.next(m.Submit)))
-    running_call.result(10)
-    fds_before = _count_descriptors()
+    count_before = descriptor_count(exited_arena.memory.fd)
 
     running_call = callees.run(call, router, request())
+    callees.answer_find("s1")
     answer = TensorRef("Y", "FP32", (1, 2), memory_range)
     scheduler.send(finished(scheduler.next(m.Submit), answer))
     running_call.result(10)
     scheduler.next(m.Release)
-    assert _count_descriptors() > fds_before
+    assert descriptor_count(exited_arena.memory.fd) > count_before
 
     running_call = callees.run(call, router, request())
     submit = scheduler.next(m.Submit)
@@ -493,10 +489,5 @@ def test_memory_of_an_exited_process_is_unmapped(router: CallRouter, callees: Ca
     until("it is heard", lambda: not router.mappings._mappings_by_id)
     scheduler.send(doubled_response(submit))
     running_call.result(10)
-    assert _count_descriptors() == fds_before
+    assert descriptor_count(exited_arena.memory.fd) == count_before
     exited_arena.close()
-
-
-def _count_descriptors() -> int:
-    gc.collect()  # collect the objects of earlier tests now, not between two counts
-    return len(os.listdir("/proc/self/fd"))

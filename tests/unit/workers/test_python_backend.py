@@ -404,6 +404,11 @@ def test_a_model_reports_whether_it_is_ready(
             model.backend.is_ready()
 
 
+def test_an_attribute_named_is_ready_is_not_called(model: Model) -> None:
+    model.serve("is_ready = True\ndef execute(self, requests): pass")
+    assert not model.backend.checks_ready
+
+
 def test_outputs_are_sent_as_the_model_made_them(model: Model) -> None:
     """Like Triton's, the Python backend does not compare outputs with the configuration."""
     model.serve("def execute(self, requests): return [response(np.ones((2, 1), 'f8'))]")

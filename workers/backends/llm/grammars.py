@@ -143,6 +143,8 @@ _REGEX_CLASSES = {
 def _compile_regex(text: str) -> Any:
     import llguidance
 
+    if text.replace("\\\\", "").endswith("\\"):  # llguidance ignores this character
+        raise ValueError("the regular expression ends inside of an escape sequence")
     pattern = re.sub(r"(?s)\\(.)", lambda escape: _REGEX_CLASSES.get(escape[1], escape[0]), text)
     return llguidance.LLMatcher.grammar_from_regex(pattern)
 
@@ -195,6 +197,10 @@ def matcher_error(matcher: Any, name: str) -> InvalidArgument | None:
 
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# The escape sequences of GBNF: characters by their numbers, brackets, and others.
+_GBNF_ESCAPE = re.compile(
+    r"(?s)\\(?:x([\da-fA-F]{2})|u([\da-fA-F]{4})|U([\da-fA-F]{8})|([\[\]])|.)"
+)
 
 
 def _compile_lark(text: str) -> Any:
@@ -203,8 +209,22 @@ def _compile_lark(text: str) -> Any:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     # The library's own test takes Lark grammars for GBNF if they begin with `?start`.
-    lark = gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
+    is_gbnf = _GBNF_RULE.search(text) is not None
+    lark = gbnf_to_lark(_GBNF_ESCAPE.sub(_convert_escape, text)) if is_gbnf else text
     return llguidance.LLMatcher.grammar_from_lark(lark)
+
+
+def _convert_escape(escape: re.Match[str]) -> str:
+    """Return an escape sequence of GBNF in a form that llguidance converts to Lark correctly."""
+    if not escape.lastindex:
+        return escape[0]
+    code = ord(escape[4]) if escape[4] else int(escape[escape.lastindex], 16)
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
+
+
+def quote_text(text: str) -> str:
+    """Return a string literal of llguidance's Lark, which is JSON without the character DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f")
 
 
 def allowed_tokens(matcher: Any, drafts: list[int]) -> tuple[list[int], list[torch.Tensor]]:
@@ -286,9 +306,9 @@ def with_patterns(schema: Any, root: Any) -> Any:
     The keywords are `propertyNames`, pydantic's formats of UUIDs, patterns that begin with
     lookaheads, limits that float64 cannot represent, and references with characters that URIs do
     not allow. Dates and times receive a pattern without the leap days and seconds that Python
-    rejects. Keywords whose value is null are removed, as are unknown values of `$schema`. Next to a
-    reference, keywords that allow every value are removed, since llguidance rejects unknown
-    keywords there if the schema is recursive.
+    rejects. Some exclusive limits are moved. Keywords whose value is null are removed, as are
+    unknown values of `$schema`. Next to a reference, keywords that allow every value are removed,
+    since llguidance rejects unknown keywords there if the schema is recursive.
 
     Args:
         schema: The schema, or a part of it.
@@ -340,6 +360,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended[key] = with_patterns(value, root)
     if patterns:
         extended["allOf"] = [*extended.get("allOf", ()), *({"pattern": each} for each in patterns)]
+    _exclude_limits(extended)
     pattern = _names_pattern(schema.get("propertyNames"), root)
     if pattern == "":
         del extended["propertyNames"]
@@ -409,6 +430,27 @@ def _representable_limit(key: str, value: Any) -> Any:
         raise ValueError(f"{key}: {clip(str(value))} is beyond the limit of {sign * _MAX_LIMIT}")
     rounded = float(directed_value)
     return sign * int(rounded if rounded >= directed_value else math.nextafter(rounded, math.inf))
+
+
+def _exclude_limits(schema: dict[str, Any]) -> None:
+    """Replace exclusive limits that llguidance would allow by inclusive limits beyond them.
+
+    These are whole numbers with another limit less than 1 away, as in 0 < x <= 0.5.
+    """
+    for key, inclusive_key, other_keys, sign in (
+        ("exclusiveMinimum", "minimum", _MAXIMA, 1),
+        ("exclusiveMaximum", "maximum", _MINIMA, -1),
+    ):
+        limit, *other_limits = (schema.get(name, math.nan) for name in (key, *other_keys))
+        if (
+            limit is not True
+            and limit % 1 == 0
+            and any(sign * (other - limit) < 1 for other in other_limits)
+        ):
+            excluding = limit + sign * max(1e-9, math.ulp(limit))
+            inclusive_limit = schema.get(inclusive_key, excluding)
+            schema[inclusive_key] = max(excluding, inclusive_limit, key=lambda x: sign * x)
+            del schema[key]
 
 
 def _names_pattern(names_schema: Any, root: Any) -> str | None:

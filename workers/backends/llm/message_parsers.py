@@ -394,13 +394,11 @@ class MessageParser:
 
     def read_json_string(self) -> Reading[str]:
         """Read and return a JSON string; raise MalformedCall for another value."""
-        yield from self.skip()
+        if (yield from self.skip()) != '"':
+            raise MalformedCall
         parts: list[str] = []
         yield from self.read_json(parts.append)
-        value = _parse_json("".join(parts))
-        if not isinstance(value, str):
-            raise MalformedCall
-        return value
+        return str(_parse_json("".join(parts)))
 
     def read_json_arguments(self) -> Reading[None]:
         """Read the arguments of a call: a JSON object, its text (maybe empty), or null."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from shmserve.errors import InvalidArgument, clip
 from shmserve.ipc.engine_settings import IGNORED_PARAMETERS, UNSUPPORTED_PARAMETERS
 from shmserve.logs import warn_once
+from shmserve.workers.backends.llm.grammars import quote_text
 from shmserve.workers.backends.llm.token_texts import parse_json, with_pauses
 
 logger = logging.getLogger(__name__)
@@ -162,6 +163,18 @@ class GenerationParameters:
     def beams(self) -> int:
         """Return the width of the beam search; 0: no beam search."""
         return max(self.n, self.best_of) if self.use_beam_search else 0
+
+    def check_min_tokens(self, end_tokens: Sequence[int], vocab_size: int) -> None:
+        """Check that `min_tokens` leaves a token that may be generated.
+
+        Raises:
+            InvalidArgument: All allowed tokens end the text.
+        """
+        allowed_tokens, ends = self.allowed_token_ids or range(vocab_size), {*end_tokens}
+        if self.min_tokens and all(token in ends for token in allowed_tokens):
+            name = "allowed_token_ids" if self.allowed_token_ids else "stop_token_ids"
+            text = f"{self.min_tokens} requires tokens that do not end the text"
+            raise InvalidArgument(f"min_tokens: {text}, but {name} leaves only end tokens")
 
 
 def parse(
@@ -507,8 +520,7 @@ def _parse_choice(name: str, value: Any) -> dict[str, Any]:
     choices = _decode_json(value, allowed_text)
     are_texts = isinstance(choices, list) and all(isinstance(text, str) for text in choices)
     _check(are_texts and 0 < len(choices) <= _MAX_CHOICES, allowed_text)
-    quoted_choices = (json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return {"grammar": ("grammar", f"start: {' | '.join(quoted_choices)}")}
+    return {"grammar": ("grammar", f"start: {' | '.join(map(quote_text, choices))}")}
 
 
 _CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {

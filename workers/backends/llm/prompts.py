@@ -279,6 +279,8 @@ class PromptReader:
         ignores_end = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         stop_tokens = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
         end_tokens = stop_tokens if ignores_end else (*self._checkpoint.end_tokens, *stop_tokens)
+        if not (parameters.grammar[0] or message_grammar):  # a grammar may end the text earlier
+            parameters.check_min_tokens(end_tokens, self._vocab_size)
         earlier = {item.sample: np.frombuffer(item.tokens, np.int32).tolist() for item in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
         prompt.message_format, prompt.message_grammar = message_format, message_grammar

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.workers.backends.llm.grammars import resolve_reference, with_patterns
+from shmserve.workers.backends.llm.grammars import quote_text, resolve_reference, with_patterns
 from shmserve.workers.backends.llm.message_parsers import (
     CLOSING,
     NAME,
@@ -84,14 +84,14 @@ class Lark:
         names = "|".join(map(re.escape, self.special_tokens))
         parts = re.split(f"({names})", text) if names else [text]
         special = self.special_tokens
-        tokens = (f"<[{special[p]}]>" if p in special else _quote(p) for p in parts if p)
+        tokens = (f"<[{special[p]}]>" if p in special else quote_text(p) for p in parts if p)
         return " ".join(tokens) or '""'
 
     def any_text(self, end: str) -> str:
         """Return a rule for any text that ends with the first occurrence of `end`."""
         if end in self.special_tokens:
             return self.rule(f"TEXT {self.text(end)}")
-        return self.rule(f"TEXT {_quote(end)}", is_lazy=True)
+        return self.rule(f"TEXT {quote_text(end)}", is_lazy=True)
 
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
@@ -112,10 +112,6 @@ class Lark:
         """Return a rule for `first_call`, and for further calls if they may be parallel."""
         further_calls = f"({calls.separator} {calls.call})*" if allows_parallel_calls else ""
         return self.rule(f"{first_call} {further_calls} {calls.end}")
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[None]:
@@ -550,16 +546,8 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # number of hexadecimal digits of escape
 def _read_python_value(parser: MessageParser) -> Reading[None]:
     quote = yield from parser.skip()
     if quote in ('"', "'"):
-        parser.pull(1)
         parser.add_arguments('"')
-        while (character := (yield from parser.peek())) != quote:
-            if not character:
-                raise MalformedCall
-            parser.pull(1)
-            is_escape = character == "\\"
-            part = (yield from _read_python_escape(parser)) if is_escape else _escape(character)
-            parser.add_arguments(part)
-        parser.pull(1)
+        yield from _read_python_string(parser, quote)
         parser.add_arguments('"')
         return
     text = yield from _read_python_literal(parser)
@@ -567,6 +555,30 @@ def _read_python_value(parser: MessageParser) -> Reading[None]:
     if not json_text:
         raise MalformedCall
     parser.add_arguments(json_text)
+
+
+def _read_python_string(parser: MessageParser, quote: str) -> Reading[None]:
+    """Read a string between single or triple quotes, and pass on its content."""
+    quote_count = yield from _read_quotes(parser, quote, 3)
+    if quote_count == 2:
+        return
+    while (inner_count := (yield from _read_quotes(parser, quote, quote_count))) < quote_count:
+        character = yield from parser.peek()
+        if not character:
+            raise MalformedCall
+        parser.pull(1)
+        is_escape = character == "\\"
+        part = (yield from _read_python_escape(parser)) if is_escape else _escape(character)
+        parser.add_arguments(_escape(quote * inner_count) + part)
+
+
+def _read_quotes(parser: MessageParser, quote: str, max_count: int) -> Reading[int]:
+    """Read up to `max_count` quotes, and return their number."""
+    count = 0
+    while count < max_count and (yield from parser.peek()) == quote:
+        parser.pull(1)
+        count += 1
+    return count
 
 
 def _read_python_escape(parser: MessageParser) -> Reading[str]:

@@ -31,6 +31,7 @@ from shmserve.workers.backends.llm.tool_formats import (
 
 _OBJECT_SCHEMA = {"type": "object"}
 _ANY_TEXT = "/(?s:.*)/"
+_MAX_LEADING_TOKENS = 8  # up to the opening tag of reasoning, which white space may precede
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,7 @@ class MessageFormats:
         self._tool_syntax = FAMILIES.get(ALIASES.get(tool_parser, tool_parser))
         self._reasoning = REASONING.get(reasoning_parser, ())  # opening and closing tags
         self._always_reasons = reasoning_parser == "deepseek_r1"
+        self._decode = tokenizer.decode
         added_tokens = tokenizer.get_added_tokens_decoder().items()
         self._added_tokens = {text.content: token for token, text in added_tokens}
         self._special_tokens = {text.content for _, text in added_tokens if text.special}
@@ -358,8 +360,10 @@ class MessageFormats:
         no_tokens, other_tokens = np.empty(0, np.int64), np.delete(np.arange(vocab_size), end)
 
         def forbidden_after(tokens: Sequence[int]) -> NDArray[np.int64]:
-            first_tokens = [*tokens[:2]]  # white space may precede the tag; later tags are text
+            first_tokens = [*tokens[:_MAX_LEADING_TOKENS]]
             tag_end = first_tokens.index(begin) + 1 if begin in first_tokens else 0
+            if tag_end > 1 and self._decode(first_tokens[: tag_end - 1], False).strip():
+                tag_end = 0  # as in the parser, only white space may precede the tag
             is_begun = output_format.starts_reasoning or tag_end
             if not is_begun or not ends.isdisjoint(tokens):
                 return no_tokens

@@ -467,7 +467,8 @@ class WorkerEngine:
         is_restricted = parameters.is_restricted or plan.masks
         if not is_restricted or logits[range(len(tokens)), tokens].min() > -math.inf:
             return True
-        name = "allowed_token_ids" if parameters.allowed_token_ids else "bad_words"
+        name = "bad_words" if parameters.bad_words else "thinking_token_budget"
+        name = "allowed_token_ids" if parameters.allowed_token_ids else name
         name = parameters.grammar_name if plan.masks else name
         self.fail({prompt.key}, InvalidArgument(f"{name}: {_NO_ALLOWED_TOKEN}"))
         del self._sequences[plan.row.sequence]  # `step` reports the sequence as skipped

@@ -111,8 +111,10 @@ class NativeBackend(Backend):
             limit = max(1, declaration.whole_number(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(limit)})
         elif completed["max_batch_size"] > 1 and not completed_spec.has_scheduler:
-            delay_us = declaration.whole_number(model, "max_queue_delay_us", 0)
-            completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay_us}
+            completed["dynamic_batching"] = {}
+            if hasattr(model, "max_queue_delay_us"):  # otherwise the server's default applies
+                delay_us = declaration.whole_number(model, "max_queue_delay_us", 0)
+                completed["dynamic_batching"]["max_queue_delay_microseconds"] = delay_us
         return completed
 
     def load(self, config: ModelSpec) -> None:
@@ -165,7 +167,7 @@ class NativeBackend(Backend):
         plan = None if predict.yields else self._runner.memory_plan(config, self._model)
         if plan is not None:
             plan.log(signature.name)
-        self.checks_ready = hasattr(self._model, "is_ready")
+        self.checks_ready = callable(getattr(self._model, "is_ready", None))
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Call `predict` once for the whole batch."""

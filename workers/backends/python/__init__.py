@@ -131,7 +131,7 @@ class PythonBackend(Backend):
             self._decoupled_execution = DecoupledExecution(context, self._model, is_iterative)
         else:
             self._execution = PythonExecution(context, self._model, is_iterative)
-        self.checks_ready = hasattr(self._model, "is_ready")
+        self.checks_ready = callable(getattr(self._model, "is_ready", None))
         self._server.can_call = True
 
     def execute(self, requests: list[Request]) -> list[Response]:

@@ -201,7 +201,12 @@ class _Generation:
             results: list[list[Any]] = []
             for prompt_index, queue in list(unfinished_queues.items()):
                 while queue and prompt_index in unfinished_queues:
-                    inferred = queue.inference.unpack_outputs(queue.first_response)
+                    try:
+                        inferred = queue.inference.unpack_outputs(queue.first_response)
+                    except ShmserveError:
+                        if results:  # the client also receives the parts before the error
+                            yield results
+                        raise
                     if self._has_logprobs and inferred is not None:
                         sizes = (len(output_bytes(self._gateway, t)) for t in inferred.outputs)
                         byte_size = sum(sizes)

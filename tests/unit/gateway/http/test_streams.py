@@ -89,7 +89,8 @@ class SentRequest:
     ) -> None:
         self.connection = socket.create_connection(("127.0.0.1", gateway.port), timeout=20)
         raw = json.dumps(body).encode()
-        head = f"POST /v2/models/repeat/{verb} HTTP/{version}\r\nHost: localhost\r\n"
+        path = verb if verb.startswith("/") else f"/v2/models/repeat/{verb}"
+        head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\n"
         head += f"Content-Length: {len(raw)}\r\n" + (f"Accept: {accept}\r\n" if accept else "")
         waiting_before = len(scheduler.unanswered_submits)
         self.connection.sendall(head.encode() + b"\r\n" + raw)
@@ -260,6 +261,38 @@ def test_an_error_after_the_first_is_an_event(send: Any) -> None:
     first_event, bad_event, second_event, gone_event = events(call.reply().ok())
     assert (first_event["OUT"], second_event["OUT"]) == (1, 2)
     assert (bad_event, gone_event) == ({"error": "bad"}, {"error": "gone"})
+
+
+TEXT_INPUTS = [
+    {**tensor(name, "BYTES", [1]), "optional": True}
+    for name in ("text_input", "messages", "sampling_parameters")
+]
+TEXT_OUTPUTS = [tensor(name, "BYTES", [1]) for name in ("text_output", "finish_reason", "usage")]
+
+
+@pytest.mark.parametrize("api", ["completions", "chat/completions", "responses"])
+def test_texts_before_an_error_are_sent_if_they_arrive_together(
+    gateway: Rig, scheduler: Scheduler, send: Any, api: str
+) -> None:
+    config = model_config("text", 0, TEXT_INPUTS, TEXT_OUTPUTS)
+    policy = {"model_transaction_policy": {"decoupled": True}}
+    gateway.publish({**config, **policy}, scheduler)
+    prompts = {"prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}]}
+    name = {"completions": "prompt", "responses": "input"}.get(api, "messages")
+    call = send(f"/v1/{api}", {"model": "text", "stream": True, name: prompts[name]})
+    responses = []
+    for text in ("a", "b"):
+        values = {"text_output": text, "finish_reason": "", "usage": ""}
+        outputs = [
+            TensorRef(output, "BYTES", (1,), join_bytes([value.encode()]))
+            for output, value in values.items()
+        ]
+        packed = pack_inferred(Inferred(tuple(outputs)))
+        responses.append(m.Responded(call.number, "", "", *packed, False))
+    call.respond(*responses, m.Failed(call.number, "INTERNAL", "gone", 0, early=False))
+    body = call.reply().ok().body
+    places = [body.index(text) for text in (b'"a"', b'"b"', b'"gone"')]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("verb", ["generate", "generate_stream"])

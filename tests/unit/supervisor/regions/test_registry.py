@@ -22,6 +22,7 @@ from shmserve.ipc.messages.publications import (
 )
 from shmserve.ipc.tensors.descriptors import unpack_range
 from tests.rigs.region_rig import RegionRig, unchecked_handles
+from tests.support.leaks import open_descriptors
 
 KEY = f"/test-{os.getpid()}-regions"
 ME = Peer(os.getuid(), tuple(os.getgroups()))
@@ -35,10 +36,10 @@ def make_object(size: int = 8192) -> None:
 def key() -> Iterator[str]:
     make_object()
     gc.collect()  # objects of earlier tests are finalized now and not during this test
-    fds_before = len(os.listdir("/proc/self/fd"))
+    fds_before = open_descriptors()
     yield KEY
     posix_ipc.unlink_shared_memory(KEY)
-    assert len(os.listdir("/proc/self/fd")) == fds_before
+    assert open_descriptors() <= fds_before
 
 
 async def test_register_and_unregister(key: str) -> None:

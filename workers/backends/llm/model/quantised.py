@@ -211,7 +211,7 @@ class Quantisation:
             if zeros is not None and zeros.dtype == torch.int32:
                 zeros = _unpack(zeros.t(), bits).t()[:rows]
             elif zeros is not None:
-                zeros = zeros + (1 << bits - 1)
+                zeros = zeros.float() + (1 << bits - 1)  # int8 would overflow
         if zeros is None and bits:
             zeros = torch.tensor([1 << bits - 1])
         if scales.dtype == torch.uint8:  # scales of this type are exponents

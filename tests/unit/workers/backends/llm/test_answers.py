@@ -42,7 +42,7 @@ Folder = Callable[..., Path]
 PROMPT = [5, 77, 130, 200]
 GREEDY: dict[str, Any] = {"input_ids": PROMPT, "temperature": 0, "ignore_eos": True}
 TOKENIZER = Tokenizer.from_str(tokenizer_text())
-(Q,) = TOKENIZER.encode("q").ids
+(Q,), END_TOKEN = TOKENIZER.encode("q").ids, TOKENIZER.token_to_id(END)
 
 
 @pytest.fixture
@@ -688,10 +688,7 @@ def test_a_text_ends_with_its_grammar(
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize(
-    "settings",
-    [{"guided_regex": "[0-9]{3}"}, {"bad_words": ["q"]}, {"stop_token_ids": [Q], "min_tokens": 2}],
-)
+@pytest.mark.parametrize("settings", [{"guided_regex": "[0-9]{3}"}, {"bad_words": ["q"]}])
 def test_parameters_that_allow_no_token_are_an_error(
     scheduler: Scheduler, settings: dict[str, Any], temperature: float
 ) -> None:
@@ -702,6 +699,29 @@ def test_parameters_that_allow_no_token_are_an_error(
     assert code == "INVALID_ARG"
     name = "guided_regex" if "guided_regex" in settings else "allowed_token_ids"
     assert message.startswith(f"{name}: the other parameters forbid all tokens")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"allowed_token_ids": [END_TOKEN]},
+        {"allowed_token_ids": [Q, END_TOKEN], "stop_token_ids": [Q]},
+        {"allowed_token_ids": [END_TOKEN], "stop": [END], "ignore_eos": True},
+        {"stop_token_ids": [*range(320)]},
+    ],
+)
+def test_min_tokens_requires_tokens_that_do_not_end_the_text(
+    scheduler: Scheduler, settings: dict[str, Any]
+) -> None:
+    scheduler.add(1, input_ids=PROMPT, min_tokens=2, **settings)
+    scheduler.run()
+    name = "allowed_token_ids" if "allowed_token_ids" in settings else "stop_token_ids"
+    text = f"requires tokens that do not end the text, but {name} leaves only end tokens"
+    assert scheduler.errors[1] == ("INVALID_ARG", f"min_tokens: 2 {text}")
+    scheduler.add(2, input_ids=PROMPT, min_tokens=2, regex="", **settings)
+    scheduler.add(3, input_ids=PROMPT, min_tokens=0, max_tokens=4, **settings)
+    scheduler.run()
+    assert not scheduler.text(2) and scheduler.responses[3][0]["finish_reason"] == ["stop"]
 
 
 def test_a_grammar_that_fails_ends_its_request_with_an_error(

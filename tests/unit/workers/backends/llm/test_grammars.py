@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.grammars import Grammars, with_patterns
+from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.token_texts import Detokenizer, TokenTexts
 from shmserve.workers.backends.llm.tool_formats import Lark
 from tests.support.hf_folders import tokenizer_text
@@ -114,6 +115,47 @@ def test_limits_of_large_integers_hold(
 ) -> None:
     assert all(accepts({"type": "integer", **schema}, value) for value in valid_values)
     assert not any(accepts({"type": "integer", **schema}, value) for value in invalid_values)
+
+
+@pytest.mark.parametrize(
+    ("limits", "valid_values", "invalid_values"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, [0.25, 0.5, 0.0001], [0, 0.6, -0.1]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, [0.25], [0, 0.5]),
+        ({"exclusiveMinimum": 2.0, "minimum": 2.25, "maximum": 2.75}, [2.25, 2.5], [2, 2.125]),
+        ({"exclusiveMaximum": -3, "minimum": -3.5}, [-3.25, -3.5], [-3, -2.5]),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, [-0.25], [0, -0.75]),
+        ({"exclusiveMinimum": -1, "exclusiveMaximum": 1}, [0, 0.5, -0.5], [-1, 1]),
+        ({"minimum": 0.5, "exclusiveMinimum": True, "maximum": 1.5}, [1], [2]),
+    ],
+)
+def test_a_number_is_not_an_exclusive_limit(
+    limits: dict[str, Any], valid_values: list[float], invalid_values: list[float]
+) -> None:
+    schema = {"type": "number", **limits}
+    assert [value for value in valid_values + invalid_values if accepts(schema, value)] == (
+        valid_values
+    )
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (r'root ::= "\u00e9\U0001F600\x41\[\]\\\n"', "é😀A[]\\\n"),
+        (r"root ::= [^\u0000-\u001f] [\u00e0-\u00ff] [\[\]]", "aé]"),
+        (parse({"guided_choice": ["a", '\x7f\x00"']}, {}, 9).grammar[1], '\x7f\x00"'),
+    ],
+)
+def test_a_grammar_may_contain_all_escape_sequences(grammar: str, text: str) -> None:
+    matcher, tokens = GRAMMARS.matcher(("grammar", grammar)), BYTES.encode(text).ids
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    assert matcher.is_accepting()
+
+
+def test_a_regular_expression_that_ends_with_a_backslash_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="ends inside of an escape sequence"):
+        GRAMMARS.matcher(("regex", r"a\\" + "\\"))
+    GRAMMARS.matcher(("regex", r"a\\"))
 
 
 @pytest.mark.parametrize(

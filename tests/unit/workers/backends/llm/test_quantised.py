@@ -253,6 +253,9 @@ QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], QuantisedLayer], dict[st
         compression_config("pack-quantized", 16)),
     "pack 8 group asymmetric": (lambda w: packed_ints(w, 8, 16, False),
         compression_config("pack-quantized", 16)),
+    "pack 8 with unpacked zero points": (lambda w: (packed_ints(w, 8, 16, True)[0]
+        | drop_tensors(plain_ints(w, (1, 16), False)[0], "weight", "weight_scale"),
+        plain_ints(w, (1, 16), False)[1]), compression_config("pack-quantized", 16)),
     "pack 4 act-order": (ordered_ints, compression_config("pack-quantized", 16, actorder="group")),
     "gptq 4": (gptq, GPTQ),
     "gptq 8": (lambda w: gptq(w, 8), {**GPTQ, "bits": 8}),

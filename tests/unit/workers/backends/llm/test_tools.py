@@ -421,8 +421,12 @@ def test_the_closing_tag_follows_the_budget_of_reasoning(is_opened: bool) -> Non
         assert not forbidden_after(opening + tokens).size
     assert set(forbidden_after([*opening, 1, 2])) == {*range(size)} - {end}
     if not is_opened:
-        for tokens in ([1, 2, 3], [1, 2, begin, 3, 4, 5]):  # the message has no reasoning
+        # A message that begins with other text has no reasoning.
+        for tokens in ([1, 2, 3], [1, 2, begin, 3, 4, 5], [1, begin, 3, 4, 5]):
             assert not forbidden_after(tokens).size
+        space = model_tokenizer.encode(" ").ids[-1]
+        assert not forbidden_after([space, space, begin, 1]).size
+        assert set(forbidden_after([space, space, begin, 1, 2])) == {*range(size)} - {end}
     # Without tools, the opening tag of a call is a part of the reasoning.
     forbidden_after = formats.limit_reasoning(formats.make_format(None, prompt), 2, size)
     assert forbidden_after is not None
