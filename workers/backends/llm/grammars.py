@@ -359,7 +359,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
         else:
             extended[key] = with_patterns(value, root)
     if patterns:
-        extended["allOf"] = [*extended.get("allOf", ()), *({"pattern": each} for each in patterns)]
+        extended["allOf"] = [*extended.get("allOf", ()), *({"pattern": text} for text in patterns)]
     _exclude_limits(extended)
     pattern = _names_pattern(schema.get("propertyNames"), root)
     if pattern == "":
