@@ -143,7 +143,7 @@ def serve(
 def _format_flag(name: str, value: Any) -> list[str]:
     """Return the arguments for a flag: none for None, one for each element of a list."""
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
+    texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
     return [f"--{name.replace('_', '-')}={text}" for text in texts]
 
 

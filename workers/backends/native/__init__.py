@@ -234,8 +234,9 @@ class NativeBackend(Backend):
             model = getattr(module, name, None)
             if not isinstance(model, type):
                 classes = {key: v for key, v in vars(module).items() if isinstance(v, type)}
-                own = [key for key, v in classes.items() if v.__module__ == module.__name__]
-                hint = suggestion(name, classes) or (own and f" (it has {', '.join(own)})") or ""
+                own_classes = [key for key, v in classes.items() if v.__module__ == module.__name__]
+                found_text = f" (it has {', '.join(own_classes)})" if own_classes else ""
+                hint = suggestion(name, classes) or found_text
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{hint}")
             declaration.adopt_forward(model)
             self._model_class = model

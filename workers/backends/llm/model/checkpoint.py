@@ -364,8 +364,9 @@ def _merge_special_tokens(settings: dict[str, Any], special_map: dict[str, Any])
     Returns:
         The unnamed special tokens that are also special in added_tokens.json, as in transformers.
     """
-    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, special_map)]
-    special_tokens = settings.pop("extra_special_tokens", None) or lists[0]
+    older_tokens = settings.pop("additional_special_tokens", None)
+    older_map_tokens = special_map.pop("additional_special_tokens", None)
+    special_tokens = settings.pop("extra_special_tokens", None) or older_tokens
     map_tokens = special_map.pop("extra_special_tokens", None)
     settings |= special_map
     texts: list[Any] = []
@@ -376,7 +377,7 @@ def _merge_special_tokens(settings: dict[str, Any], special_map: dict[str, Any])
             texts += tokens or []
     listed_tokens = texts
     if not isinstance(special_tokens, list) and not isinstance(map_tokens, list):
-        texts = lists[1] or lists[0] or []
+        texts = older_map_tokens or older_tokens or []
     settings |= settings.get("model_specific_special_tokens") or {}
     settings["extra_special_tokens"] = texts
     return listed_tokens

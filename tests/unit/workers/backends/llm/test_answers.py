@@ -475,6 +475,10 @@ def test_reasoning_ends_with_its_budget(tmp_path: Path, budget: int, text: str) 
         if budget >= 0:
             scheduler.add(2, text_input="a", **options)
             assert "thinking_token_budget: only supported by chats" in scheduler.errors[2][1]
+            tag = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id("</think>")
+            scheduler.add(3, messages=messages, stop_token_ids=[tag], min_tokens=9, **options)
+            scheduler.run()
+            assert scheduler.errors[3][1].startswith("thinking_token_budget: the other parameters")
 
 
 @pytest.mark.parametrize(
