@@ -138,8 +138,8 @@ class _Generation:
         for tensor in inferred.outputs:
             data = output_bytes(self._gateway, tensor)
             fields = (data, tensor.datatype, tensor.shape, tensor.name)
-            text = await encode_in_pieces(*fields, self._gateway.malloc_trim)
-            outputs.append((tensor, text))
+            pieces = await encode_in_pieces(*fields, self._gateway.malloc_trim)
+            outputs.append((tensor, b"".join(pieces)))
         model = self._model
         request = self.queue.inference.built_request.infer_request
         return encode_response(request, model.name, model.version, outputs, inferred.parameters)

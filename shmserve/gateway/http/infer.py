@@ -28,7 +28,7 @@ from shmserve.gateway.context import Gateway, GatewayModel, needs_load, resolve_
 from shmserve.gateway.http.body import header_size, read_request, timeout_in_body_us
 from shmserve.gateway.http.json.codec import JsonResponseTemplate
 from shmserve.gateway.http.json.fingerprint import Fingerprint, fill_known_template
-from shmserve.gateway.http.json.tensors import encode_in_pieces, join_in_pieces
+from shmserve.gateway.http.json.tensors import encode_in_pieces, list_in_turns
 from shmserve.gateway.http.messages import (
     ACCEPT,
     ACCEPT_ENCODING,
@@ -196,7 +196,7 @@ class HttpInference(UnaryInference):
         else:
             json, binary = self.encoded
             if binary:
-                write_response(b"".join((json, *binary)), _response_headers(json, binary))
+                write_response(b"".join((json, *binary)), _response_headers([json], binary))
             else:
                 write_response(json)
             if self.built_request.trace is not None:
@@ -228,7 +228,8 @@ class HttpInference(UnaryInference):
 
     async def _create_response(self, message: m.Finished | m.Responded) -> HttpResponse:
         if self.encoded is not None:
-            return _assemble_response(*self.encoded)
+            json, binary = self.encoded
+            return _assemble_response([json], binary)
         built_request, gateway = self.built_request, self.gateway
         infer_request, model = built_request.infer_request, built_request.model
         inferred = self.unpack_outputs(message)
@@ -274,40 +275,43 @@ async def _encode_response(
     The binary data of an uncompressed response are views of the outputs.
     """
     text_values, binary = await _encode_outputs(gateway, template, inferred)
-    response = _assemble_response(template.encode_json(request_id, text_values), binary)
+    json_pieces = template.encode_pieces(request_id, text_values)
+    response = _assemble_response(json_pieces, binary)
     if ACCEPT_ENCODING in request.headers:
         encoding = preferred_encoding(",".join(request.headers.getall(ACCEPT_ENCODING)))
         if encoding != "identity":
             compressed = compress_pieces(response.pieces, encoding)
-            response.pieces = [await join_in_pieces(compressed, gateway.malloc_trim)]
+            response.pieces = await list_in_turns(compressed, gateway.malloc_trim)
             response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
     return response
 
 
 async def _encode_outputs(
     gateway: Gateway, template: JsonResponseTemplate, inferred: Inferred
-) -> tuple[list[bytes], list[bytes | memoryview]]:
-    """Return the texts for `template.encode_json`, and views of the binary outputs."""
-    json_arrays: list[bytes] = []
+) -> tuple[list[list[bytes]], list[bytes | memoryview]]:
+    """Return the texts for `template.encode_pieces`, and views of the binary outputs."""
+    json_arrays: list[list[bytes]] = []
     binary_data: list[bytes | memoryview] = []
     for output in template.outputs:
         data = output_bytes(gateway, inferred.outputs[output.position])
         if output.binary:
             binary_data.append(data)
             if output.byte_size < 0:
-                json_arrays.append(b"%d" % len(data))
+                json_arrays.append([b"%d" % len(data)])
         else:
             tensor_fields = (output.datatype, output.shape, output.name)
             json_arrays.append(await encode_in_pieces(data, *tensor_fields, gateway.malloc_trim))
     return json_arrays, binary_data
 
 
-def _assemble_response(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:
-    return HttpResponse(200, (json, *binary), _response_headers(json, binary))
+def _assemble_response(json: list[bytes], binary: Sequence[bytes | memoryview]) -> HttpResponse:
+    return HttpResponse(200, (*json, *binary), _response_headers(json, binary))
 
 
-def _response_headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
-    return _BINARY_HEAD % len(json) if binary and any(map(len, binary)) else JSON_HEADER
+def _response_headers(json: list[bytes], binary: Sequence[bytes | memoryview]) -> bytes:
+    if binary and any(map(len, binary)):
+        return _BINARY_HEAD % sum(map(len, json))
+    return JSON_HEADER
 
 
 # --- clients that accept a stream
@@ -351,4 +355,4 @@ class _StreamEncoder:
         if response is inferred and isinstance(message, m.Responded) and not message.final:
             self._queue.inference.response_templates.store(message.schema, template)
         json_arrays, _ = await _encode_outputs(gateway, template, response)
-        return template.encode_json(self._infer_request.id, json_arrays)
+        return b"".join(template.encode_pieces(self._infer_request.id, json_arrays))

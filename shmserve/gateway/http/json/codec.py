@@ -382,6 +382,15 @@ class JsonResponseTemplate:
         text = self._format % tuple(text_values)
         return b'{"id":%b,%b' % (orjson.dumps(request_id), text) if request_id else b"{" + text
 
+    def encode_pieces(self, request_id: str, text_values: Sequence[Sequence[bytes]]) -> list[bytes]:
+        """Return the JSON text as `encode_json` does, without copying the pieces of the values."""
+        text = self.encode_json(request_id, [_CUT_MARK] * len(text_values))
+        first_text, *texts = text.split(_CUT_MARK)
+        pieces = [first_text]
+        for value_pieces, text in zip(text_values, texts, strict=True):
+            pieces += (*value_pieces, text)
+        return pieces
+
     def fill(self, request_id: str, data: Sequence[Any]) -> tuple[bytes, Sequence[bytes]] | None:
         """Return the JSON text of a response, and its binary data.
 

@@ -272,8 +272,10 @@ def _decode_strings(data: memoryview, name: str) -> Iterator[list[str]]:
 
 async def encode_in_pieces(
     data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name: str, trim: MallocTrim
-) -> bytes:
-    """Return a tensor as `encode` does; a large tensor is encoded in several turns of the loop.
+) -> list[bytes]:
+    """Return a tensor as `encode` does, a large one in pieces, each encoded in a turn of the loop.
+
+    Joining the pieces of a large tensor would block the loop.
 
     Args:
         data: The bytes of the tensor.
@@ -286,16 +288,15 @@ async def encode_in_pieces(
         ShmserveError: The errors of `encode`.
     """
     if len(data) <= _MAX_BYTES_PER_TURN:
-        return encode(data, datatype, shape, name)
-    return await join_in_pieces(encode_parts(data, datatype, shape, name), trim)
+        return [encode(data, datatype, shape, name)]
+    return await list_in_turns(encode_parts(data, datatype, shape, name), trim)
 
 
-async def join_in_pieces(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
-    """Return the joined parts. Each part is produced in a turn of its own."""
+async def list_in_turns(parts: Iterator[bytes], trim: MallocTrim) -> list[bytes]:
+    """Return the parts. Each part is produced in a turn of its own."""
     finished_parts: list[bytes] = []
     for part in parts:
         finished_parts.append(part)
         await asyncio.sleep(0)
-    content = b"".join(finished_parts)
-    trim.schedule(len(content))
-    return content
+    trim.schedule(sum(map(len, finished_parts)))
+    return finished_parts

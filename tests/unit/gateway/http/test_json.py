@@ -1,5 +1,6 @@
 """The v2 protocol's JSON and binary tensors: accepted and refused requests, and exact values."""
 
+import asyncio
 import contextlib
 import gc
 import gzip
@@ -31,6 +32,7 @@ from shmserve.gateway.http.body import _parse_header, header_size
 from shmserve.gateway.http.json import parser, tensors
 from shmserve.gateway.http.json.codec import JsonResponseTemplate, parse_request
 from shmserve.gateway.http.json.parser import JsonFault, loads, loads_large
+from shmserve.gateway.inference.body_arrival import MallocTrim
 from shmserve.gateway.inference.infer_request import InferOutput, InferRequest, RegionRange
 from shmserve.gateway.inference.prepare import check_capacity, raw_request
 from shmserve.ipc.model_spec import ModelSpec
@@ -669,6 +671,26 @@ def test_a_response_contains_the_requested_outputs() -> None:
     entries = json.loads(template.encode_json("", (b"[1,2]",)))["outputs"]
     assert [list(entry)[3:] for entry in entries] == [["parameters"], ["data"], []]
     assert entries[0]["parameters"] == {"binary_data_size": 2} and entries[1]["data"] == [1, 2]
+
+
+def test_pieces_of_large_outputs_are_not_copied() -> None:
+    """Copies of hundreds of megabytes would block the gateway's other clients."""
+    outputs = tuple(TensorRef(name, "INT8", (2,), bytes(2)) for name in ("A%b", "B", "C"))
+    request = InferRequest("", [], [InferOutput("B", True)])
+    template = JsonResponseTemplate(request, "m", "1", Inferred(outputs))
+    values = [[b"[1", b",2]"], [b"[3,4]"]]
+    pieces = template.encode_pieces("7%b\0", values)
+    assert all(any(piece is part for piece in pieces) for value in values for part in value)
+    joined_values = [b"".join(value) for value in values]
+    assert b"".join(pieces) == template.encode_json("7%b\0", joined_values)
+
+
+def test_a_large_output_is_encoded_in_small_pieces() -> None:
+    values = np.arange(1 << 20, dtype=np.int32)
+    fields = values.tobytes(), "INT32", values.shape, "A"
+    pieces = asyncio.run(tensors.encode_in_pieces(*fields, MallocTrim()))
+    assert json.loads(b"".join(pieces)) == values.tolist()
+    assert max(map(len, pieces)) < 1 << 20
 
 
 def test_an_output_must_fit_its_region() -> None:
