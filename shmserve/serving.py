@@ -492,21 +492,25 @@ def _parse(text: str) -> tuple[ast.Module, list[str]]:
 def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:
     """Yield the top-level statements of the module of a class, or of a notebook's cells.
 
-    Statements of a file that the program has not completed, and `if __name__ == "__main__":`, are
-    omitted.
+    Statements that the program has not completed are omitted, and so are statements that start a
+    server, and `if __name__ == "__main__":`.
 
     Yields:
         A statement, and the lines of its file or cell.
     """
     variables, running_line = vars(sys.modules[cls.__module__]), sys.maxsize
-    for frame in inspect.stack(0) if _cells(cls) is None else ():
-        if frame.function == "<module>" and frame.frame.f_globals is variables:
-            running_line = frame.lineno
-    for text in _texts(cls):
+    if _cells(cls) is None or isinstance(variables.get("In"), list):
+        for frame, _, line, *_ in inspect.stack(0):
+            if frame.f_globals is frame.f_locals is variables:
+                running_line = line
+    texts = _texts(cls)
+    for text in texts:
         tree, lines = _parse(text)
         for node in tree.body:
+            is_completed = text is not texts[-1] or (node.end_lineno or 0) < running_line
             is_main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-            if (node.end_lineno or 0) < running_line and not is_main:
+            calls = (part.func for part in _nodes(node) if isinstance(part, ast.Call))
+            if is_completed and not is_main and "serve" not in map(_last_name, calls):
                 yield node, lines
 
 
@@ -583,6 +587,11 @@ def _nodes(statement: ast.AST) -> Iterator[ast.AST]:
     ):
         for node in ast.iter_child_nodes(statement):
             yield from _nodes(node)
+
+
+def _last_name(node: ast.AST) -> str:
+    """Return the name in `name`, or in `module.name`."""
+    return node.attr if isinstance(node, ast.Attribute) else _root_name(node)
 
 
 def _root_name(node: ast.AST) -> str:

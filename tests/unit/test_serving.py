@@ -243,6 +243,7 @@ def test_a_class_of_a_notebook_is_found_in_the_last_cell_that_defines_it() -> No
         "",
         "from shmserve.model import FP32\nimport numpy as np",
         "class Scaled:\n    factor = 1",
+        "import shmserve\nif 0:\n  with shmserve.serve(Scaled): FACTOR = 5",
         "%matplotlib inline\nimport math\nfiles = !ls\n  !echo $x\nmath?\nFACTOR = math.floor(3.5)",
         "%%bash\nFACTOR=9",
         "%%time\n!pip list\ndef decorated(cls): return cls\n\n@decorated\nclass Scaled:\n"
