@@ -356,11 +356,10 @@ def _source_of(cls: type) -> str:
     sources: list[tuple[int, str]] = []
     changes: list[tuple[int, str]] = []  # of attributes, after the class
     for node, lines in statements:
-        is_class_bound = cls.__name__ in names_of[node]
-        if is_class_bound and isinstance(node, ast.Assign) and _are_parts(node.targets):
-            changes.append(_statement_source(node, lines))
-        elif is_class_bound:
+        if cls.__name__ in _assigned_names(node):
             changes.clear()
+        elif cls.__name__ in names_of[node]:
+            changes.append(_statement_source(node, lines))
         elif node in used_statements:
             sources.append(_statement_source(node, lines))
     sources += [(class_line, class_text), *changes]
@@ -452,7 +451,11 @@ def _cells(cls: type) -> list[str] | None:
 
 def _texts(cls: type) -> list[str]:
     """Return the text of the file of a class, or the texts of a notebook's cells."""
-    return _cells(cls) or ["".join(linecache.getlines(str(_source_file(cls))))]
+    if cells := _cells(cls):
+        return cells
+    file = str(_source_file(cls))
+    linecache.checkcache(file)  # the module may have been changed and reloaded
+    return ["".join(linecache.getlines(file))]
 
 
 def _parse(text: str) -> tuple[ast.Module, list[str]]:
@@ -485,7 +488,8 @@ def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:
     """
     variables, running_line = vars(sys.modules[cls.__module__]), sys.maxsize
     for frame in inspect.stack(0) if _cells(cls) is None else ():
-        if frame.function == "<module>" and frame.frame.f_globals is variables:
+        is_of_module = frame.function == "<module>" and frame.frame.f_globals is variables
+        if is_of_module and os.path.abspath(frame.filename) == _user_file(cls):  # not of `exec`
             running_line = frame.lineno
     for text in _texts(cls):
         tree, lines = _parse(text)
@@ -532,10 +536,7 @@ def _annotation_names(tree: ast.AST) -> set[str]:
 
 def _bound_names(statement: ast.stmt) -> set[str]:
     """Return the names that a statement binds, and the names of objects whose parts it assigns."""
-    symbols = symtable.symtable(ast.unparse(statement), "<definition>", "exec").get_symbols()
-    bound = {
-        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
-    }
+    bound = _assigned_names(statement)
     for node in _nodes(statement):
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             bound.add(_root_name(node))
@@ -544,8 +545,9 @@ def _bound_names(statement: ast.stmt) -> set[str]:
     return bound
 
 
-def _are_parts(targets: list[ast.expr]) -> bool:
-    return all(isinstance(target, ast.Attribute | ast.Subscript) for target in targets)
+def _assigned_names(statement: ast.stmt) -> set[str]:
+    symbols = symtable.symtable(ast.unparse(statement), "<definition>", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
 def _is_definition(statement: ast.stmt) -> bool:
