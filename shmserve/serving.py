@@ -274,8 +274,7 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
     """Generate a file that imports a class, or has a copy of a script's class; return its path."""
     package = cls.__module__.partition(".")[0]
     path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
-    is_importable = package != "__main__" and PathFinder.find_spec(package) is not None
-    if is_importable and "<locals>" not in cls.__qualname__:
+    if _is_importable(cls.__module__) and "<locals>" not in cls.__qualname__:
         try:
             attrgetter(cls.__qualname__)(sys.modules[cls.__module__])
         except AttributeError:
@@ -298,6 +297,22 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def _is_importable(module: str) -> bool:
+    """Check whether another process can import the file of a module by the module's name.
+
+    pytest's import mode `importlib` names a module after its folders, which need not be on the
+    path.
+    """
+    names, path, origin = module.split("."), None, None
+    for count in range(1, len(names) + 1):
+        spec = PathFinder.find_spec(".".join(names[:count]), path)
+        if spec is None:
+            return False
+        path, origin = spec.submodule_search_locations or [], spec.origin
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is not None and os.path.realpath(file) == os.path.realpath(origin or "")
 
 
 def _source_of(cls: type) -> str:

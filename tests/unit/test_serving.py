@@ -346,6 +346,16 @@ def test_a_class_without_a_class_statement_is_refused(tmp_path: Path) -> None:
         serving._file_of(made, tmp_path, {})
 
 
+@pytest.mark.parametrize("name", ["json.a_script", "json.tool", "json"])
+def test_the_source_of_a_module_that_its_name_does_not_import_is_sent(
+    name: str, load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = load("class M:\n    n = 3\n")
+    monkeypatch.setitem(sys.modules, name, module)
+    module.M.__module__ = name
+    assert "n = 3" in serving._file_of(module.M, tmp_path, {}).read_text()
+
+
 def test_the_error_of_a_failed_load_keeps_its_lines() -> None:
     log = (
         "E 2026-01-31T12:00:00.123Z supervisor[7] failed to load 'm' version 1: Internal: one\n"
