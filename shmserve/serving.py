@@ -305,6 +305,8 @@ def _is_importable(module: str) -> bool:
     pytest's import mode `importlib` names a module after its folders, which need not be on the
     path.
     """
+    if module == "__main__":  # another process has its own, also if a file `__main__.py` is found
+        return False
     names, path, origin = module.split("."), None, None
     for count in range(1, len(names) + 1):
         spec = PathFinder.find_spec(".".join(names[:count]), path)

@@ -356,6 +356,16 @@ def test_the_source_of_a_module_that_its_name_does_not_import_is_sent(
     assert "n = 3" in serving._file_of(module.M, tmp_path, {}).read_text()
 
 
+def test_the_source_of_a_program_in_a_folder_is_sent(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").write_text(
+        "import pathlib\nfrom shmserve import serving\nclass M: n = 3\n"
+        "print(serving._file_of(M, pathlib.Path(__file__).parent, {}).read_text())\n"
+    )
+    command = [sys.executable, str(tmp_path)]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert "class M: n = 3" in printed.stdout
+
+
 def test_the_error_of_a_failed_load_keeps_its_lines() -> None:
     log = (
         "E 2026-01-31T12:00:00.123Z supervisor[7] failed to load 'm' version 1: Internal: one\n"
