@@ -145,7 +145,7 @@ def serve(
 def _format_flag(name: str, value: Any) -> list[str]:
     """Return the arguments for a flag: none for None, one for each element of a list."""
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
+    texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
     return [f"--{name.replace('_', '-')}={text}" for text in texts]
 
 
@@ -305,6 +305,8 @@ def _is_importable(module: str) -> bool:
     pytest's import mode `importlib` names a module after its folders, which need not be on the
     path.
     """
+    if module == "__main__":  # another process has its own, also if a file `__main__.py` is found
+        return False
     names, path, origin = module.split("."), None, None
     for count in range(1, len(names) + 1):
         spec = PathFinder.find_spec(".".join(names[:count]), path)
@@ -371,11 +373,10 @@ def _source_of(cls: type) -> str:
     sources: list[tuple[int, str]] = []
     changes: list[tuple[int, str]] = []  # of attributes, after the class
     for node, lines in statements:
-        is_class_bound = cls.__name__ in names_of[node]
-        if is_class_bound and isinstance(node, ast.Assign) and _are_parts(node.targets):
-            changes.append(_statement_source(node, lines))
-        elif is_class_bound:
+        if cls.__name__ in _assigned_names(node):
             changes.clear()
+        elif cls.__name__ in names_of[node]:
+            changes.append(_statement_source(node, lines))
         elif node in used_statements:
             sources.append(_statement_source(node, lines))
     sources += [(class_line, class_text), *changes]
@@ -467,7 +468,11 @@ def _cells(cls: type) -> list[str] | None:
 
 def _texts(cls: type) -> list[str]:
     """Return the text of the file of a class, or the texts of a notebook's cells."""
-    return _cells(cls) or ["".join(linecache.getlines(str(_source_file(cls))))]
+    if cells := _cells(cls):
+        return cells
+    file = str(_source_file(cls))
+    linecache.checkcache(file)  # the module may have been changed and reloaded
+    return ["".join(linecache.getlines(file))]
 
 
 def _parse(text: str) -> tuple[ast.Module, list[str]]:
@@ -499,11 +504,11 @@ def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:
         A statement, and the lines of its file or cell.
     """
     variables, running_line = vars(sys.modules[cls.__module__]), sys.maxsize
-    if _cells(cls) is None or isinstance(variables.get("In"), list):
-        for frame, _, line, *_ in inspect.stack(0):
-            if frame.f_globals is frame.f_locals is variables:
-                running_line = line
-    texts = _texts(cls)
+    texts, is_file = _texts(cls), _cells(cls) is None
+    for frame, file, line, *_ in inspect.stack(0):
+        is_source = os.path.abspath(file) == _user_file(cls) if is_file else "In" in variables
+        if is_source and frame.f_globals is frame.f_locals is variables:  # not of `exec`
+            running_line = line
     for text in texts:
         tree, lines = _parse(text)
         for node in tree.body:
@@ -551,10 +556,7 @@ def _annotation_names(tree: ast.AST) -> set[str]:
 
 def _bound_names(statement: ast.stmt) -> set[str]:
     """Return the names that a statement binds, and the names of objects whose parts it assigns."""
-    symbols = symtable.symtable(ast.unparse(statement), "<definition>", "exec").get_symbols()
-    bound = {
-        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
-    }
+    bound = _assigned_names(statement)
     for node in _nodes(statement):
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             bound.add(_root_name(node))
@@ -563,8 +565,9 @@ def _bound_names(statement: ast.stmt) -> set[str]:
     return bound
 
 
-def _are_parts(targets: list[ast.expr]) -> bool:
-    return all(isinstance(target, ast.Attribute | ast.Subscript) for target in targets)
+def _assigned_names(statement: ast.stmt) -> set[str]:
+    symbols = symtable.symtable(ast.unparse(statement), "<definition>", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
 
 
 def _is_definition(statement: ast.stmt) -> bool:

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.cli.arguments import with_scheme
 from shmserve.errors import InvalidArgument, Unavailable, convert_os_errors
+from shmserve.protocols.http import describe_http_error
 from shmserve.protocols.servers import read_token
 
 _PREFIX = "shmserve_llm_"
@@ -116,6 +117,8 @@ def _scrape(url: str, token: str, model: str) -> defaultdict[str, float]:
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             metrics_text = response.read().decode()
+    except urllib.error.HTTPError as error:
+        raise Unavailable(f"{url}: {describe_http_error(error)}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if type(error) is urllib.error.URLError else error
         raise Unavailable(f"{url}: {str(reason).strip()}") from None

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.cli.arguments import with_scheme
 from shmserve.errors import Unavailable, convert_os_errors, missing_package
 from shmserve.logs import clean
+from shmserve.protocols.http import describe_http_error
 from shmserve.protocols.servers import read_token
 
 if TYPE_CHECKING:
@@ -98,11 +99,7 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
                         raise ValueError("this port is not the metrics port of shmserve")
                     yield figures
     except urllib.error.HTTPError as error:
-        body = error.read(1000).decode(errors="replace")
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            body = json.loads(body)["error"]
-        remedy = "; choose the file of a token with --token-file" if error.code == 401 else ""
-        raise Unavailable(f"{request.full_url}: {body or error}{remedy}") from None
+        raise Unavailable(f"{request.full_url}: {describe_http_error(error)}") from None
     except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
         reason = str(getattr(error, "reason", error)).strip()
         raise Unavailable(

@@ -172,6 +172,43 @@ def test_objects_are_sent_with_the_calls_that_change_them(
     assert "unrelated" not in text and "loop" not in text
 
 
+@pytest.mark.parametrize(
+    "change",
+    ["M.factor += 1", "M.other: int = 1", "for i in range(3): M.other = i", "M.setup()"],
+)
+def test_changes_of_attributes_follow_the_class(
+    change: str, load: Callable[[str], ModuleType]
+) -> None:
+    script = "class M:\n    other = 0\n    @classmethod\n    def setup(cls): cls.other = 1\n"
+    module = load(f"{script}M.factor = 7\n{change}\n")
+    exec(serving._source_of(module.M), namespace := {"__name__": "model"})
+    sent_class: Any = namespace["M"]
+    assert (sent_class.factor, sent_class.other) == (module.M.factor, module.M.other)
+
+
+def test_a_class_is_sent_from_code_that_runs_in_its_module(
+    load: Callable[[str], ModuleType],
+) -> None:
+    module = load("k = 1\nclass M:\n    def predict(self): return k\n")
+    exec("from shmserve import serving; text = serving._source_of(M)", vars(module))
+    assert "k = 1\nclass M" in module.text
+
+
+def test_a_class_is_sent_as_it_was_reloaded(tmp_path: Path) -> None:
+    file = tmp_path / "reloaded.py"
+    file.write_text("class M: n = 1\n")
+    spec = importlib.util.spec_from_file_location("reloaded", file)
+    assert spec is not None and spec.loader is not None
+    sys.modules["reloaded"] = module = importlib.util.module_from_spec(spec)
+    try:
+        for text in ("class M: n = 1\n", "m = 22\nclass M: n = m\n"):
+            file.write_text(text)
+            exec(compile(text, str(file), "exec"), vars(module))
+            assert serving._source_of(module.M).endswith(text)
+    finally:
+        del sys.modules["reloaded"]
+
+
 @pytest.mark.parametrize("separator", ["\f\n", "# a\x85b\n", "TEXT = 'a\u2028b'\n", "\r\n"])
 def test_separators_inside_a_line_end_no_line(
     separator: str, load: Callable[[str], ModuleType]
@@ -318,6 +355,16 @@ def test_the_source_of_a_module_that_its_name_does_not_import_is_sent(
     monkeypatch.setitem(sys.modules, name, module)
     module.M.__module__ = name
     assert "n = 3" in serving._file_of(module.M, tmp_path, {}).read_text()
+
+
+def test_the_source_of_a_program_in_a_folder_is_sent(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").write_text(
+        "import pathlib\nfrom shmserve import serving\nclass M: n = 3\n"
+        "print(serving._file_of(M, pathlib.Path(__file__).parent, {}).read_text())\n"
+    )
+    command = [sys.executable, str(tmp_path)]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert "class M: n = 3" in printed.stdout
 
 
 def test_the_error_of_a_failed_load_keeps_its_lines() -> None:
