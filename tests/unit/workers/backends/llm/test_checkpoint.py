@@ -220,6 +220,12 @@ def test_fields_have_the_effects_and_defaults_of_transformers(
     assert {key: getattr(architecture, key) for key in expected} == expected
 
 
+def test_an_empty_configuration_is_refused(tmp_path: Path) -> None:
+    (write_folder(tmp_path / "m") / "config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="config.json: architectures"):
+        Checkpoint.open(tmp_path / "m")
+
+
 def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(tmp_path)
