@@ -125,15 +125,17 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
         [*sorted(step.input_map.values()), *([conditional[i]] if i in conditional else [])]
         for i, step in enumerate(steps)
     ]
-    known = {io.name for io in config.input}  # names of tensors
+    known_tensors = {io.name for io in config.input}
     waiting_indices = list(range(len(steps)))
-    while ready_indices := [index for index in waiting_indices if known.issuperset(reads[index])]:
+    while ready_indices := [
+        index for index in waiting_indices if known_tensors.issuperset(reads[index])
+    ]:
         waiting_indices = [index for index in waiting_indices if index not in ready_indices]
-        known.update(t for index in ready_indices for t in steps[index].output_map.values())
+        known_tensors.update(t for index in ready_indices for t in steps[index].output_map.values())
     writer_indices = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
-    if known.issuperset(output.name for output in config.output):
+    if known_tensors.issuperset(output.name for output in config.output):
         for index in waiting_indices:  # these steps are in a cycle, or depend on a cycle
-            missing_tensor = next(tensor for tensor in reads[index] if tensor not in known)
+            missing_tensor = next(tensor for tensor in reads[index] if tensor not in known_tensors)
             text = (
                 f"step {index} of ensemble '{name}', model '{steps[index].model_name}', can "
                 f"never run: its input tensor '{missing_tensor}' is produced only by steps that "
@@ -141,8 +143,10 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
             )
             yield Problem((*_STEP_KEY, index), text)
     for index, output in enumerate(config.output):
-        if output.name not in known:
-            missing_tensor = next(t for t in reads[writer_indices[output.name]] if t not in known)
+        if output.name not in known_tensors:
+            missing_tensor = next(
+                t for t in reads[writer_indices[output.name]] if t not in known_tensors
+            )
             text = (
                 f"output '{output.name}' for ensemble '{name}' is not written: at least one of "
                 f"its depending tensors, '{missing_tensor}', is not connected"

@@ -142,9 +142,9 @@ class ModelRegistry:
     def loaded_for(self, name: str) -> list[str]:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
         models = self.models
-        used = {step for user in models.values() if user.name != name for step in user.step_models}
-        step_models = models[name].step_models if name in models else []
-        return [s for s in step_models if s not in used and s in models and models[s].is_step_only]
+        used_steps = {s for user in models.values() if user.name != name for s in user.step_models}
+        steps = models[name].step_models if name in models else []
+        return [s for s in steps if s not in used_steps and s in models and models[s].is_step_only]
 
     def ensembles_using(self, model: ModelEntry) -> list[ModelEntry]:
         """Return the ensembles whose serving or incoming versions need a model."""
