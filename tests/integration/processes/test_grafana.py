@@ -263,6 +263,6 @@ def test_every_named_metric_exists(server: Server) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_alerts_use_no_metric_that_a_flag_disables(models: Path, start: Start) -> None:
+def test_alerts_use_no_metric_that_a_flag_disables(models: Path, serve: Start) -> None:
     flags = ("--allow-cpu-metrics=false", "--metrics-config=counter_latencies=false")
-    check_metrics(start(models, *FLAGS, *flags), *(rule["expr"] for rule in alerts()))
+    check_metrics(serve(models, *FLAGS, *flags), *(rule["expr"] for rule in alerts()))
