@@ -129,22 +129,22 @@ def _after_one_request(connection: Connection) -> Connection:
 def _latencies(active: list[Connection]) -> list[float]:
     """Send a request per second on each connection, and return their latencies in ms."""
     by_socket = {connection.sock: connection for connection in active}
-    sent: dict[socket.socket, float] = {}
+    send_times: dict[socket.socket, float] = {}
     latencies_ms = []
     start_s = time.perf_counter()
     due_s = [start_s + number / len(active) for number in range(_SECONDS * len(active))]
-    while due_s or sent:
+    while due_s or send_times:
         if due_s and time.perf_counter() >= due_s[0]:
             connection = active[len(due_s) % len(active)]
             # A request that is due before the previous response is sent late, after that response.
-            if connection.sock not in sent:
-                sent[connection.sock] = due_s.pop(0)
+            if connection.sock not in send_times:
+                send_times[connection.sock] = due_s.pop(0)
                 connection.send_request()
         wait = max(0.0, due_s[0] - time.perf_counter()) if due_s else 1.0
-        for sock in select.select(list(sent), [], [], wait)[0] if len(sent) else ():
+        for sock in select.select(list(send_times), [], [], wait)[0] if len(send_times) else ():
             if by_socket[sock].read():
-                latencies_ms += [(time.perf_counter() - sent.pop(sock)) * 1e3]
-        if not sent:
+                latencies_ms += [(time.perf_counter() - send_times.pop(sock)) * 1e3]
+        if not send_times:
             time.sleep(wait)
     return latencies_ms
 

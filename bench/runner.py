@@ -25,7 +25,7 @@ from bench.cases.tables import (
 from bench.context import Context
 from bench.load import perf, queue_cost
 from bench.load.client import RequestFailed
-from bench.report.results import MACHINE, US, Results, Row
+from bench.report.results import MACHINE, SHMSERVE, Results, Row
 from bench.system import ensembles
 from bench.system.peer import Analyzer
 from bench.system.servers import BENCH, Server, ServerFailed, running
@@ -68,7 +68,7 @@ class Runner:
             for queue_size, figure in QUEUE_COST.items():
                 self._context.log(f"{QUEUE}: {queue_size:,} queued")
                 costs = [queue_cost.sample(queue_size) for _ in range(self._settings.repeats)]
-                self._add(Row(figure, {US: costs}))
+                self._add(Row(figure, {SHMSERVE: costs}))
         if self._settings.selects(MEMCPY.name):
             samples = [native.memcpy_sample() for _ in range(self._settings.repeats)]
             self._add(Row(MEMCPY, {MACHINE: samples}))

@@ -39,7 +39,7 @@ MAX_INSTANCES = "max_instances"
 IDLE_UNLOAD = "idle_unload_secs"
 EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
-ENVIRONMENT = "environment"  # a class's attribute; in configurations: ENVIRONMENT_PATH
+ENVIRONMENT = "environment"  # of a model class; configurations set ENVIRONMENT_PATH
 ENVIRONMENT_PATH = "EXECUTION_ENV_PATH"
 # The names of the parameters that a model may set when it completes its configuration. The next
 # constants add the parameters that every backend has, and those that the server or any backend

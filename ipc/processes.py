@@ -132,24 +132,24 @@ def _environment(pid: int) -> bytes:
 def kill_marked_descendants(supervisor_pid: int, run_dir: object) -> None:
     """Kill all other processes with the mark of `with_mark`, independently of their parents."""
     mark_variable = os.fsencode(f"{_MARK_VARIABLE}={supervisor_pid} {run_dir}")
-    known: set[tuple[int, bytes]] = set()  # pids, and the ends of empty environments
+    known_processes: set[tuple[int, bytes]] = set()  # pids, and the ends of empty environments
     for _ in range(_MAX_SCANS):
-        found, is_scan_complete = set[tuple[int, bytes]](), True
+        found_processes, is_scan_complete = set[tuple[int, bytes]](), True
         for pid in {int(path.name) for path in Path("/proc").glob("[0-9]*")} - {os.getpid()}:
             with contextlib.suppress(OSError):  # the process belongs to another user, or has exited
                 environ = _environment(pid)
                 if mark_variable in environ.split(b"\0"):
-                    found.add((pid, b""))
+                    found_processes.add((pid, b""))
                     is_scan_complete &= _kill(pid)
                 elif not environ and os.readlink(f"/proc/{pid}/exe"):  # not a thread of the kernel
                     # The address is 0 in execve. Afterwards it has a new random value.
                     env_end = Path(f"/proc/{pid}/stat").read_bytes().split()[-2]
-                    found.add((pid, env_end))
+                    found_processes.add((pid, env_end))
                     is_scan_complete &= env_end != b"0"
         # A process may have started another one, or another program, during the scan.
-        if is_scan_complete and found <= known:
+        if is_scan_complete and found_processes <= known_processes:
             return
-        known |= found
+        known_processes |= found_processes
         time.sleep(_SCAN_PAUSE_S)
 
 

@@ -369,7 +369,7 @@ class WorkerInstance:
                     context.mappings.unmap_process(pid)
                     self._output_memory.record_exit(pid)
                     if not self.link.connected:
-                        self._output_memory.drop_exited()
+                        self._output_memory.free_exited()
             case BaseException():
                 raise message  # a thread of the model has detected the loss of the device
             case _:
@@ -382,7 +382,7 @@ class WorkerInstance:
                 if memory == self._output_memory.id:
                     self._output_memory.release(pid, offsets)
             case ReaderExited(pid=pid):
-                self._output_memory.drop_reader(pid)
+                self._output_memory.free_all(pid)
 
     def _check_ready(self, check_number: int) -> None:
         is_ready = False
@@ -416,7 +416,7 @@ class WorkerInstance:
         """Connect the instance to the scheduler at `endpoint` instead of the current one."""
         self.link.attach(endpoint)
         with self.link.lock:
-            self._output_memory.drop_exited()
+            self._output_memory.free_exited()
         self._executor.on_scheduler_change()
         self._metrics.attach()
         self.link.flush()

@@ -189,7 +189,7 @@ class States:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
         fields, in_place = (spec.input_name, value.datatype, value.shape, raw), spec.same_buffer
         on_device = not isinstance(raw, memoryview)
-        return Input(*fields, on_device=on_device, is_state=not in_place, is_writable=in_place)
+        return Input(*fields, on_device=on_device, is_state=not in_place, is_private=in_place)
 
     def __len__(self) -> int:
         """Return the number of sequences whose states are stored."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from bench.cases.tables import through_shm
 from bench.load import perf
 from bench.load.perf import P50, THROUGHPUT, Load, run_shmserve_perf
-from bench.report.results import PEER, US, Figure, Row, Target
+from bench.report.results import SHMSERVE, TRITON, Figure, Row, Target
 from bench.system.servers import BENCH, Server, running
 
 if TYPE_CHECKING:
@@ -133,22 +133,22 @@ def run(case: NativeCase, context: Context) -> list[Row]:
             server = running(product, [model], notes=context.results.notes)
             servers[product.name] = stack.enter_context(server)
         for _ in range(context.settings.repeats):
-            value = _run_perf(case, servers[US], context.settings.seconds)
-            row.samples.setdefault(US, []).append(value)
+            value = _run_perf(case, servers[SHMSERVE], context.settings.seconds)
+            row.samples.setdefault(SHMSERVE, []).append(value)
             if case.peer is None:
-                row.samples.setdefault(PEER, []).append(memcpy_sample())
-            elif PEER in servers and analyzer is not None:
+                row.samples.setdefault(TRITON, []).append(memcpy_sample())
+            elif TRITON in servers and analyzer is not None:
                 triton_figures = [
                     perf.measure(
                         analyzer,
                         replace(case.peer, listener=listener),
-                        servers[PEER].address(listener),
+                        servers[TRITON].address(listener),
                         context.settings.seconds,
                     )[case.column]
                     for listener in case.listeners
                 ]
                 best = max(triton_figures) if case.in_flight > 1 else min(triton_figures)
-                row.samples.setdefault(PEER, []).append(best)
+                row.samples.setdefault(TRITON, []).append(best)
             figures = [f"{name} {values[-1]:,.0f}" for name, values in row.samples.items()]
             context.log(f"{case.name}: {', '.join(figures)} {case.figure.unit}")
     return [row]

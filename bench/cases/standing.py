@@ -122,9 +122,9 @@ def delay(product: Product, model: Path, repeats: int, notes: list[str]) -> Meas
         _queue_delays(client, model.name, _DELAY_REQUESTS // 10)
         for _ in range(repeats):
             delays = _queue_delays(client, model.name, _DELAY_REQUESTS)
-            cuts = statistics.quantiles(delays, n=100)
-            for samples, cut in zip(quantiles, (50, 90, 99), strict=True):
-                samples.append(cuts[cut - 1])
+            percentiles = statistics.quantiles(delays, n=100)
+            for samples, percent in zip(quantiles, (50, 90, 99), strict=True):
+                samples.append(percentiles[percent - 1])
             all_delays += delays
     return Measured(quantiles, all_delays)
 

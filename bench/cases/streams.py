@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from bench.load.perf import run_shmserve_perf
-from bench.report.results import US, Figure, Row, Target
+from bench.report.results import SHMSERVE, Figure, Row, Target
 from bench.system.servers import BENCH, Server, running
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MODEL = "repeat"
-RESPONSES, FIRST = "responses/s", "µs"
+RATE_UNIT, LATENCY_UNIT = "responses/s", "µs"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StreamCase:
 
 
 def _rate(name: str, title: str, must: float, aim: float) -> Figure:
-    return Figure(name, title, RESPONSES, "higher", Target("ratio", must, aim))
+    return Figure(name, title, RATE_UNIT, "higher", Target("ratio", must, aim))
 
 
 _STREAM_TITLE = "1,000 responses of 16 bytes a request, one gRPC stream"
@@ -55,7 +55,7 @@ STREAMS = (
             Figure(
                 "stream-first",
                 "the same: time to the first response, p50",
-                FIRST,
+                LATENCY_UNIT,
                 "lower",
                 Target("ratio", 1.2, 0.8),
             ),
@@ -101,8 +101,8 @@ def run(case: StreamCase, context: Context) -> list[Row]:
 
 def _sample(case: StreamCase, server: Server, seconds: float) -> dict[str, float]:
     """Run the load generator once; raise LoadFailed if it fails."""
-    native = case.transport == "native" and server.name == US
+    native = case.transport == "native" and server.name == SHMSERVE
     address = f"--run-dir={server.run_dir}" if native else f"--url=grpc://{server.address('grpc')}"
     load = (f"--concurrency={case.streams}", f"--input=COUNT=[{case.count}]")
     point = run_shmserve_perf(MODEL, address, *load, seconds=seconds)
-    return {RESPONSES: point["responses_per_second"], FIRST: point["first"]["p50"] * 1000}
+    return {RATE_UNIT: point["responses_per_second"], LATENCY_UNIT: point["first"]["p50"] * 1000}

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 from bench.load.perf import run_shmserve_perf
-from bench.report.results import PEER, US, Figure, Row, Target
+from bench.report.results import SHMSERVE, TRITON, Figure, Row, Target
 from bench.system.servers import BENCH, Shmserve, running
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def run(case: TraceCase, context: Context) -> list[Row]:
         trace_flags = [f"--trace-config={setting}" for setting in (*settings, url)]
         model = BENCH / "models" / "simple"
         servers = []
-        for column, flags in ((US, trace_flags), (PEER, [])):
+        for column, flags in ((SHMSERVE, trace_flags), (TRITON, [])):
             context.log(f"{case.name}: starting shmserve {' '.join(flags)}")
             server = stack.enter_context(
                 running(Shmserve(), [model], flags, notes=context.results.notes)

@@ -140,15 +140,15 @@ def _leak(stage: Stage) -> None:
     if stage.host.cgroup is None:
         return
     limit = stage.host.cgroup / "memory.limit_in_bytes"
-    used = int((stage.host.cgroup / "memory.usage_in_bytes").read_text())
-    limit.write_text(str(used + (192 << 20)))
+    used_bytes = int((stage.host.cgroup / "memory.usage_in_bytes").read_text())
+    limit.write_text(str(used_bytes + (192 << 20)))
     try:
         _model("leak", "leak")(stage)
     finally:
         limit.write_text("-1")
 
 
-def _cut(stage: Stage) -> None:
+def _truncate_region(stage: Stage) -> None:
     shared = stage.rng.choice([*REGIONS.values()] or [None])
     if shared is None:
         return
@@ -257,7 +257,7 @@ FAULTS = (
     Entry(1, _model("crash", "segfault")),
     Entry(1, _model("hang", "hang")),
     Entry(1, _leak),
-    Entry(2, _cut),
+    Entry(2, _truncate_region),
     Entry(2, _unlink),
     Entry(1, _fill),
     Entry(2, _reload),

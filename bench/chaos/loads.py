@@ -320,10 +320,11 @@ def _streamed_text(reply: Reply) -> str:
 REGIONS: dict[str, SharedObject] = {}
 
 
-def in_registered_region(cut: bool) -> OpenLoad:
+def in_registered_region(may_be_truncated: bool) -> OpenLoad:
     """Return a load of requests whose input and output are in one registered region.
 
-    With `cut`, a fault may truncate the region. Only the region's client may then lose a response.
+    With `may_be_truncated`, a fault may truncate the region. Only the region's client may then lose
+    a response.
     """
 
     @contextmanager
@@ -342,7 +343,7 @@ def in_registered_region(cut: bool) -> OpenLoad:
 
         with server.http(REQUEST_TIMEOUT_S) as connection, SharedObject(2 * size) as shared:
             _ok(connection.register(shared.name, shared.key, 2 * size))
-            if cut:
+            if may_be_truncated:
                 REGIONS[shared.name] = shared
             try:
                 yield send
@@ -432,8 +433,8 @@ LOADS = (
     Load("grpc-stream", grpc_stream),
     Load("http-text", text(stream=False)),
     Load("http-text-stream", text(stream=True)),
-    Load("http-region", in_registered_region(cut=False)),
-    Load("http-cut-region", in_registered_region(cut=True)),
+    Load("http-region", in_registered_region(may_be_truncated=False)),
+    Load("http-cut-region", in_registered_region(may_be_truncated=True)),
     Load("native-in-place", open_in_place),
     Load("http-vanishing", open_disconnecting),
 )

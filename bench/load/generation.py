@@ -66,7 +66,7 @@ class SequenceBatch:
         }
         self._rows = rows
         self._engine = WorkerEngine(
-            Passes(model, cache), None, prompts, lambda news: None, lambda *_: None
+            Passes(model, cache), None, prompts, lambda outputs: None, lambda *_: None
         )
 
     def prefill(self) -> float:

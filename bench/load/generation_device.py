@@ -45,21 +45,21 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def steps(passes: Passes, rows: int) -> tuple[float, float]:
+def measure_steps(passes: Passes, rows: int) -> tuple[float, float]:
     """Return the time of the prompts, and the median of the following steps, in ms."""
     parameters = GenerationParameters(max_tokens=NEW_TOKENS, temperature=0.0)
     prompts = {
         key: Prompt(key, torch.randint(3, 300, (PROMPT_TOKENS,)).tolist(), parameters, ())
         for key in range(rows)
     }
-    engine = WorkerEngine(passes, None, prompts, lambda news: None, lambda *_: None)
+    engine = WorkerEngine(passes, None, prompts, lambda outputs: None, lambda *_: None)
     blocks = (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_TOKENS
     tables = [list(range(key * blocks, (key + 1) * blocks)) for key in range(rows)]
     start_s = time.perf_counter()
     for key in range(rows):
         row = Row(key + 1, 0, PROMPT_TOKENS, 0, tables[key])
         engine.step(Step(key + 1, [row], [NewSequence(key + 1, key, 0)]))
-    prefill = time.perf_counter() - start_s
+    prompts_s = time.perf_counter() - start_s
     took_s: list[float] = []
     for position in range(1, NEW_TOKENS):
         step_rows = [
@@ -68,7 +68,7 @@ def steps(passes: Passes, rows: int) -> tuple[float, float]:
         start_s = time.perf_counter()
         engine.step(Step(rows + position, step_rows, []))
         took_s.append(time.perf_counter() - start_s)
-    return prefill * 1e3, statistics.median(took_s) * 1e3
+    return prompts_s * 1e3, statistics.median(took_s) * 1e3
 
 
 def copy_bytes_per_ms() -> float:
@@ -131,18 +131,18 @@ def main() -> None:
         )
         weights = architecture.layers * per_layer + architecture.vocab_size * architecture.hidden
         for rows in args.rows:
-            steps(passes, rows)
-            prefill, step = steps(passes, rows)
+            measure_steps(passes, rows)
+            prompts_ms, step_ms = measure_steps(passes, rows)
             peer_ms = transformers_ms(path, rows, args.weights)
             figures = {
                 "rows": rows,
-                "prompts_ms": round(prefill, 2),
-                "step_ms": round(step, 3),
+                "prompts_ms": round(prompts_ms, 2),
+                "step_ms": round(step_ms, 3),
                 "step_floor_ms": round(
                     weights * (2 if args.weights == "bf16" else 4) / bytes_per_ms, 3
                 ),
                 "tokens_per_s": round(
-                    rows * NEW_TOKENS / (prefill + (NEW_TOKENS - 1) * step) * 1e3
+                    rows * NEW_TOKENS / (prompts_ms + (NEW_TOKENS - 1) * step_ms) * 1e3
                 ),
                 "transformers_tokens_per_s": round(rows / peer_ms * 1e3),
                 "capture_s": round(capture_s, 2),

@@ -80,7 +80,7 @@ class Serving:
             Passes(model, cache),
             proposer.propose if proposer else None,
             self._prompts,
-            lambda news: None,
+            lambda outputs: None,
             lambda keys, error: None,
         )
         self.counts = GenerationStats()
@@ -194,8 +194,8 @@ def tight(rounds: int) -> dict[str, Any]:
 
     figures: dict[str, Any] = {}
     for rows in (32, 64):
-        needed = rows * (PROMPT_TOKENS + NEW_TOKENS) // 16
-        quarter, ample = (functools.partial(load, rows, n) for n in (needed // 4, 2 * needed))
+        blocks = rows * (PROMPT_TOKENS + NEW_TOKENS) // 16
+        quarter, ample = (functools.partial(load, rows, n) for n in (blocks // 4, 2 * blocks))
         figures[f"time_{rows}"] = ratio(quarter, ample, rounds)
     return figures
 

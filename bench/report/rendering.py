@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from bench.report.results import MACHINE, PEER, US, Results, Row, Spread
+from bench.report.results import MACHINE, SHMSERVE, TRITON, Results, Row, Spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,7 +73,7 @@ def _preamble(results: Results) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     figure = row.figure
-    values = (_spread_text(row.of(US)), _spread_text(row.of(PEER)), _spread_text(row.ratio()))
+    values = map(_spread_text, (row.of(SHMSERVE), row.of(TRITON), row.ratio()))
     targets = (_target_text(figure, figure.target.must), _target_text(figure, figure.target.aim))
     return (figure.title, figure.unit, *values, *targets, row.verdict())
 
@@ -102,7 +102,7 @@ def _memcpy(results: Results) -> str:
     if copy is None:
         return ""
     text = f"one memcpy of 16 MiB on this machine: {_spread_text(copy)} µs"
-    for server in (US, PEER):
+    for server in (SHMSERVE, TRITON):
         identity = rows["shm16m"].of(server) if "shm16m" in rows else None
         if identity:
             ratio = identity.median / copy.median
@@ -133,7 +133,7 @@ def _origin(results: Results) -> str:
 
 
 def _change(before: Row, after: Row) -> tuple[str, ...]:
-    server = MACHINE if MACHINE in after.samples else US
+    server = MACHINE if MACHINE in after.samples else SHMSERVE
     old, new = before.of(server), after.of(server)
     ratio = number(new.median / old.median) if old and new and old.median else "-"
     ratios = [
@@ -158,7 +158,7 @@ def _judgement(figure: Figure, old: Spread | None, new: Spread | None) -> str:
     return "better" if (new.median > old.median) == (figure.better == "higher") else "worse"
 
 
-_COLOURS = {US: "#2a6fbb", PEER: "#8a8a8a"}
+_COLOURS = {SHMSERVE: "#2a6fbb", TRITON: "#8a8a8a"}
 _LONGEST_DELAY_US = 600
 
 
@@ -196,8 +196,8 @@ def _ratios(axes: Axes, rows: list[Row], results: Results) -> None:
         ratio = row.ratio()
         assert ratio is not None
         power = 1 if row.figure.better == "higher" else -1
-        axes.plot([ratio.low**power, ratio.high**power], [y, y], color=_COLOURS[US], lw=2)
-        axes.plot(ratio.median**power, y, "o", color=_COLOURS[US], ms=8, label="measured")
+        axes.plot([ratio.low**power, ratio.high**power], [y, y], color=_COLOURS[SHMSERVE], lw=2)
+        axes.plot(ratio.median**power, y, "o", color=_COLOURS[SHMSERVE], ms=8, label="measured")
         target = row.figure.target
         if target.must:
             axes.plot(target.must**power, y, "|", color="#c0392b", ms=18, mew=2, label="must")
@@ -207,8 +207,8 @@ def _ratios(axes: Axes, rows: list[Row], results: Results) -> None:
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.axvline(1, color=_COLOURS[PEER], lw=1, zorder=0)
-    axes.set_xlabel(f"times as fast as Triton {results.versions.get(PEER, '')}")
+    axes.axvline(1, color=_COLOURS[TRITON], lw=1, zorder=0)
+    axes.set_xlabel(f"times as fast as Triton {results.versions.get(TRITON, '')}")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[:3], labels[:3], frameon=False, fontsize="small", loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)

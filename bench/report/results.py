@@ -38,8 +38,8 @@ class Figure:
     target: Target = Target()
 
 
-# The keys of `Row.samples`: the product that a sample was measured with.
-US, PEER, MACHINE = "shmserve", "triton", "machine"
+# The keys of `Row.samples`: the measured server, or the machine for a figure without a server.
+SHMSERVE, TRITON, MACHINE = "shmserve", "triton", "machine"
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Row:
 
     def ratio(self) -> Spread | None:
         """Return the ratio shmserve / Triton of the medians, with the extremes of sample pairs."""
-        own_spread, peer_spread = self.of(US), self.of(PEER)
+        own_spread, peer_spread = self.of(SHMSERVE), self.of(TRITON)
         if own_spread is None or peer_spread is None or peer_spread.median <= 0:
             return None
-        pairs = zip(self.samples[US], self.samples[PEER], strict=False)
+        pairs = zip(self.samples[SHMSERVE], self.samples[TRITON], strict=False)
         ratios = [a / b for a, b in pairs if b > 0]
         return (
             Spread(own_spread.median / peer_spread.median, min(ratios), max(ratios))
@@ -89,7 +89,7 @@ class Row:
     def verdict(self) -> str:
         """Return the name of the target reached, else `BELOW`; "" without target or measurement."""
         target = self.figure.target
-        measured = self.ratio() if target.of == "ratio" else self.of(US)
+        measured = self.ratio() if target.of == "ratio" else self.of(SHMSERVE)
         if target.of == "nothing" or measured is None:
             return ""
         sign = 1 if self.figure.better == "higher" else -1

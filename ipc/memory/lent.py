@@ -188,7 +188,7 @@ class LentMemory:
         """Release blocks of a memory; return whether at least one was lent to the reader."""
         return self._lent_tokens.release((reader, memory_id), offsets)
 
-    def drop_reader(self, reader: int) -> None:
+    def release_all(self, reader: int) -> None:
         """Release all blocks of a reader that has exited."""
         for key in list(self._lent_tokens):
             if key[0] == reader:

@@ -6,8 +6,11 @@ local client  <-> scheduler     LocalClientToScheduler, SchedulerToClient
 scheduler     <-> worker        SchedulerToWorker, WorkerToScheduler
 supervisor    <-> host          SupervisorToHost, HostToSupervisor
 supervisor    <-> gateway       SupervisorToGateway, GatewayToSupervisor
-supervisor    <-> scheduler     SupervisorToScheduler, SchedulerToSupervisor
+supervisor    <-> scheduler     SupervisorToScheduler, SchedulerToSupervisor; a model's scheduler
+                                also receives SupervisorToBatching, an ensemble's also
+                                SupervisorToEnsemble, and sends EnsembleToSupervisor
 supervisor    <-> worker        SupervisorToWorker, WorkerToSupervisor
+workspace      -> supervisor    WorkspaceToSupervisor
 supervisor    <-> local client  SupervisorToLocalClient, LocalClientToSupervisor
 supervisor     -> subscribers   ServerEvent
 """

@@ -90,7 +90,7 @@ class Memory(Record):
     inode: int
     byte_size: int
     sealed: bool  # whether the object cannot shrink
-    copied: bool = False  # whether it is accessed by system calls, not mapped
+    copied: bool = False  # whether its bytes are copied by system calls, not mapped
     pinned: bool = False  # whether workers on CUDA devices pin it
     cuda: CudaHandle | None = None
     packed: bytes = field(init=False, compare=False, repr=False)

@@ -231,7 +231,7 @@ class Router:
         if frames is None or decoder.violation:
             if decoder.violation and self._count_malformed():
                 logger.warning("closed a connection to %s: %s", self.endpoint, decoder.violation)
-            self._drop(connection)
+            self._close_connection(connection)
 
     def _count_malformed(self) -> bool:
         """Count a malformed message; return whether it is logged."""
@@ -265,7 +265,7 @@ class Router:
             connection.push()
         return connection
 
-    def _drop(self, connection: Connection) -> None:
+    def _close_connection(self, connection: Connection) -> None:
         del self._connections[connection.sock.fileno()]
         if connection.identity is not None:
             del self._peers[connection.identity]
@@ -357,7 +357,7 @@ class UntrustedRouter(Router):
         """Close a peer's connection."""
         connection = self._peers.get(peer)
         if connection is not None:
-            self._drop(connection)
+            self._close_connection(connection)
 
     def _accept(self) -> Connection | None:
         connection = super()._accept()
@@ -366,7 +366,7 @@ class UntrustedRouter(Router):
             connection.decoder.max_frame_size = MAX_FRAME_SIZE
             self._unregistered_connections[connection] = None
             if len(self._unregistered_connections) > _MAX_UNREGISTERED:
-                self._drop(next(iter(self._unregistered_connections)))
+                self._close_connection(next(iter(self._unregistered_connections)))
         return connection
 
     def _identify(self, connection: Connection, properties: dict[str, bytes]) -> None:
@@ -380,7 +380,7 @@ class UntrustedRouter(Router):
     def _read(self, connection: Connection, received_messages: list[tuple[bytes, Any]]) -> None:
         super()._read(connection, received_messages)
         if connection.malformed_messages > _MAX_MALFORMED or self._buffers_too_much(connection):
-            self._drop(connection)
+            self._close_connection(connection)
 
     def _buffers_too_much(self, connection: Connection) -> bool:
         if connection.decoder.buffered_bytes < _TOLERATED_BUFFER_BYTES:
@@ -391,7 +391,7 @@ class UntrustedRouter(Router):
             > _MAX_BUFFERED_BYTES
         )
 
-    def _drop(self, connection: Connection) -> None:
-        if connection.sock.fileno() >= 0:  # the connection was not dropped in the meantime
+    def _close_connection(self, connection: Connection) -> None:
+        if connection.sock.fileno() >= 0:  # the connection was not closed in the meantime
             self._unregistered_connections.pop(connection, None)
-            super()._drop(connection)
+            super()._close_connection(connection)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.cli.arguments import with_scheme
 from shmserve.errors import Unavailable, convert_os_errors, missing_package
 from shmserve.logs import clean
+from shmserve.protocols.http import describe_http_error
 from shmserve.protocols.servers import read_token
 
 if TYPE_CHECKING:
@@ -112,11 +113,9 @@ def open_page(request: urllib.request.Request, timeout_s: float) -> Iterator[HTT
             yield response
         return
     except urllib.error.HTTPError as error:
-        reason = error.read(1000).decode(errors="replace") or str(error)
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            reason = json.loads(reason)["error"]
+        reason = describe_http_error(error)
         if error.code in (401, 403):
-            remedy = "choose the file of a token with --token-file"
+            raise Unavailable(f"{request.full_url}: {reason}") from None
     except BadStatusLine as error:
         is_closed = isinstance(error, OSError)
         reason = str(error) if is_closed else "the response is not HTTP (gRPC has another port)"

@@ -25,7 +25,7 @@ from typing import Any
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import noop
 from shmserve.client.request.channel import RequestChannel
-from shmserve.client.server_state import ServerState
+from shmserve.client.server_state import SERVER_EXITED, ServerState
 from shmserve.errors import Disconnected, ShmserveError, from_code
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import publications as m
@@ -50,7 +50,6 @@ from shmserve.ipc.transport.frames import MalformedMessage
 _MAX_PACKET_BYTES = 4 * 1024 * 1024  # maximum size of a packet in bytes
 # The bounds of SO_SNDTIMEO in seconds: the kernel reads 0 as unlimited, and stores an int.
 _MIN_SEND_TIMEOUT_S, _MAX_SEND_TIMEOUT_S = 1e-3, 2e6
-SERVER_EXITED = "the server is no longer running"
 
 
 def _namespace_depth(pid: int) -> int:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Never, Protocol
 
 from shmserve.client.request.prepared import ClientTemplate
-from shmserve.errors import InvalidArgument, NotFound, Unavailable, Unsupported
+from shmserve.errors import Disconnected, InvalidArgument, NotFound, Unavailable, Unsupported
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.scheduler_client import Successors
@@ -16,6 +16,7 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.schemas import BoundedCache, ResponseSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature
 
+SERVER_EXITED = "the server is no longer running"
 _MAX_TEMPLATES = 64  # maximum number of request templates of a model
 _MAX_RESPONSE_SCHEMAS = 64
 
@@ -80,6 +81,7 @@ class ClientModels:
         self.on_demand_names: set[str] = set()
         self.ready = True
         self.started = True
+        self._is_closed = False
 
     def publish(self, message: ModelPublished) -> None:
         """Add a version of a model, or replace it if it is in the table."""
@@ -125,12 +127,15 @@ class ClientModels:
             NotFound: The model is unknown; the message is Triton's.
             Unavailable: The model may still be loading.
             InvalidArgument: The version is not a string.
+            Disconnected: The server has exited.
         """
         return self.find(name, version) or self._raise_not_found(name, version)
 
     def _raise_not_found(self, name: str, version: str) -> Never:
         if not isinstance(version, str):
             raise InvalidArgument(f"version must be a string, got {version!r:.80}")
+        if self._is_closed:
+            raise Disconnected(SERVER_EXITED)
         unknown_text = f"Request for unknown model: '{name}'"
         version_keys = [key for key in list(self._models) if key[0] == name]
         if not version_keys and not self.started:
@@ -151,7 +156,8 @@ class ClientModels:
         return sorted([*loaded_keys, *((name, "") for name in self.on_demand_names - loaded_names)])
 
     def close(self) -> None:
-        """Remove all models."""
+        """Remove all models, because the server has exited."""
+        self._is_closed = True
         for model in list(self._models.values()):
             model.close()
         self._models.clear()

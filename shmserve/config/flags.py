@@ -176,7 +176,7 @@ def find_flags(name: str) -> list[Flag]:
     """Return the flag with this name, or all flags whose names begin with it (getopt_long)."""
     if name in FLAGS:
         return [FLAGS[name]]
-    return list(dict.fromkeys(flag for known, flag in FLAGS.items() if known.startswith(name)))
+    return list(dict.fromkeys(flag for key, flag in FLAGS.items() if key.startswith(name)))
 
 
 _CACHE = "--cache-config"

@@ -272,18 +272,6 @@ def canonical_version(version: str) -> str:
     return str(int(version))
 
 
-def describe_model(model: GatewayModel, versions: list[str]) -> dict[str, Any]:
-    """Return the metadata of a model with these versions, as for GET /v2/models/NAME."""
-    metadata = model.metadata
-    return {
-        "name": model.name,
-        "versions": versions,
-        "platform": metadata.get("platform", ""),
-        "inputs": metadata.get("inputs", []),
-        "outputs": metadata.get("outputs", []),
-    }
-
-
 @dataclass(slots=True, eq=False)
 class Gateway:
     """The objects that the handlers of one gateway process share.

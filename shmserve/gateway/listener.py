@@ -191,7 +191,10 @@ class ClientIdentity:
         # server's own objects. The kernel no longer reports the user of such a local client.
         peer = self._find_user() if self.listener.kind is ListenerKind.LOOPBACK else None
         if peer is None:
-            raise PermissionDenied("the server cannot determine the user that sent the request")
+            raise PermissionDenied(
+                "shared memory: the server cannot determine the user of this connection; "
+                "send the request again on a new connection"
+            )
         return peer
 
     def _find_user(self) -> Peer | None:

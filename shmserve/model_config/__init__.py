@@ -22,9 +22,14 @@ from shmserve.model_config.completion import (
     plugin_backends,
     unknown_backend_error,
 )
-from shmserve.model_config.diagnostics import UNWRITTEN, Source
-from shmserve.model_config.message_builder import to_dict
-from shmserve.model_config.parse import class_source, from_json, parse_pbtxt, read_json, read_pbtxt
+from shmserve.model_config.diagnostics import UNWRITTEN, Source, class_source
+from shmserve.model_config.message_builder import (
+    from_json,
+    parse_pbtxt,
+    read_json,
+    read_pbtxt,
+    to_dict,
+)
 from shmserve.model_config.rules import (
     LoadProblem,
     ignored_fields,

@@ -13,7 +13,7 @@ from shmserve.ipc.engine_settings import ENGINE_PARAMETER as ENGINE
 from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.model_spec import BACKEND_GROUP, BUILT_IN_BACKENDS, MODEL_SETTINGS
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
-from shmserve.model_config.parse import from_json
+from shmserve.model_config.message_builder import from_json
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
@@ -314,7 +314,9 @@ def _merge_batching(
             f"{model.max_batch_size}"
         )
         conflicts.append(Problem(("max_batch_size",), text))
-    elif model.max_batch_size > merged.max_batch_size:
+    elif model.max_batch_size > merged.max_batch_size or (
+        is_size_written and merged.backend == "native"
+    ):  # The 0 of a class is a setting, which the server's default must not replace.
         merged.max_batch_size = model.max_batch_size
     scheduler_kind = merged.WhichOneof("scheduling_choice")
     if model.HasField("dynamic_batching"):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from shmserve.errors import InvalidArgument, clip
+from shmserve.ipc.class_source import source_positions
+from shmserve.ipc.model_spec import MODEL_SETTINGS
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 # ("output", 0, "name") is output[0].name. `map_key` returns the element for a key of a map.
@@ -160,3 +162,22 @@ def _has_value(config: ModelConfig, key: Key) -> bool:
         elif isinstance(part, int):
             current = current[part]
     return True
+
+
+# The keys of a configuration that an attribute or method of a class sets. All other attributes set
+# the key of their own name.
+_KEYS_OF_ATTRIBUTE: dict[str, tuple[Key, ...]] = {
+    "instances": (("instance_group",),),
+    "max_queue_delay_us": (("dynamic_batching", "max_queue_delay_microseconds"),),
+    "predict": (("input",), ("output",)),
+    **{name: (("parameters", map_key(name)),) for name in MODEL_SETTINGS},
+}
+
+
+def class_source(text: str | bytes, name: str, origin: str) -> Source:
+    """Return the positions of the attributes of class `name` in the text of the file `origin`."""
+    positions: dict[Key, str] = {}
+    for attribute, position in source_positions(text, name).items():
+        for key in _KEYS_OF_ATTRIBUTE.get(attribute, ((attribute,),)):
+            positions[key] = position
+    return Source(origin, positions)

@@ -1,7 +1,7 @@
-"""Conversion of syntax trees to protobuf messages, and of messages to JSON.
+"""Conversion of texts to configurations, which are protobuf messages, and of messages to JSON.
 
-`Builder` reports all violations of the schema. `to_dict` returns exactly the JSON of
-GET /v2/models/NAME/config.
+syntax.py parses a text to a tree, from which `Builder` fills a message. `Builder` reports all
+violations of the schema. `to_dict` returns exactly the JSON of GET /v2/models/NAME/config.
 """
 
 from __future__ import annotations
@@ -9,15 +9,27 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from shmserve.errors import clip, nearest
-from shmserve.model_config.diagnostics import Key, Problem, map_key
-from shmserve.model_config.syntax import Entry, MessageValue, Scalar
+from shmserve.common.names import reject_duplicate_keys
+from shmserve.errors import InvalidArgument, clip, nearest
+from shmserve.model_config.diagnostics import Key, Problem, Source, map_key, position_text
+from shmserve.model_config.syntax import (
+    Entry,
+    Malformed,
+    MessageValue,
+    Scalar,
+    decode_json,
+    parse,
+    tree_from_json,
+)
+from shmserve.proto.model_config_pb2 import ModelConfig
 
 _INT_RANGES: dict[int, tuple[int, int]] = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
@@ -54,6 +66,73 @@ _JSON_FLOATS = {b"Infinity": math.inf, b"-Infinity": -math.inf, b"NaN": math.nan
 _JSON_BOOLS: dict[Any, bool] = {b"true": True, b"false": False}
 _JSON_INTEGER = re.compile(rb"-?[0-9]{1,40}")
 _JSON_NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+
+def read_pbtxt(text: str, file_name: str = "config.pbtxt") -> tuple[ModelConfig, Source]:
+    """Return the configuration in a protobuf text as far as it can be read, and its source.
+
+    Values that do not fit the schema become problems of the source, so that `validate` reports them
+    together with its own.
+
+    Raises:
+        InvalidArgument: The text is malformed. The message has one line, for the position where the
+            parser stopped.
+    """
+    return _build(Builder(), partial(parse, text), file_name)
+
+
+def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[ModelConfig, Source]:
+    """Return the configuration in proto3 JSON as far as it can be read, and its source.
+
+    The reader is as lenient as protobuf's. It accepts snake_case and camelCase names, numbers and
+    booleans in strings, a single value for a list, names without quotes, and trailing commas.
+
+    Args:
+        value: JSON text, or a decoded object, whose keys have no positions.
+        origin: The name of the text in error texts.
+
+    Raises:
+        InvalidArgument: `value` is not a JSON object.
+    """
+    text = value if isinstance(value, str) else ""
+    try:
+        decoded = decode_json(value, reject_duplicate_keys) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None
+    if not isinstance(decoded, dict):
+        raise InvalidArgument(f"{origin}: expected a JSON object, found {type(decoded).__name__}")
+    return _build(Builder(is_json=True), partial(tree_from_json, decoded, text), origin)
+
+
+def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
+    """Return the configuration in a protobuf text.
+
+    Raises:
+        InvalidArgument: The text has mistakes. Each has a line in the message:
+            `file_name:LINE:COLUMN: key.path[0]: problem, value found, nearest known name`.
+    """
+    config, source = read_pbtxt(text, file_name)
+    source.raise_for_problems(config)
+    return config
+
+
+def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfig:
+    """Return the configuration in proto3 JSON; see `read_json` and `parse_pbtxt`."""
+    config, source = read_json(value, origin)
+    source.raise_for_problems(config)
+    return config
+
+
+def _build(
+    builder: Builder, read_tree: Callable[[], MessageValue], origin: str
+) -> tuple[ModelConfig, Source]:
+    config = ModelConfig()
+    try:
+        builder.fill(config, read_tree())
+    except Malformed as error:
+        raise InvalidArgument(f"{position_text(origin, error.at)} {error.message}") from None
+    return config, Source(origin, builder.positions, tuple(builder.problems))
 
 
 class _Misfit(Exception):

@@ -22,6 +22,7 @@ from shmserve.errors import Unavailable, convert_os_errors
 from shmserve.protocols.tensors import ModelTensor, decode, encode
 
 NOT_READY = "the server is not ready"
+TOKEN_HINT = "; choose the file of a token with --token-file"  # for errors with status 401
 # The timeout of requests for readiness and statistics; other requests have no timeout.
 QUERY_TIMEOUT_S = 10.0
 

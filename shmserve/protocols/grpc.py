@@ -29,6 +29,7 @@ from shmserve.proto import grpc_service_pb2
 from shmserve.protocols import (
     NOT_READY,
     QUERY_TIMEOUT_S,
+    TOKEN_HINT,
     Address,
     Credentials,
     LaneObserver,
@@ -154,6 +155,8 @@ def _transport_errors() -> Iterator[None]:
         details = error.details() or str(error.code())
         if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in details:
             details = f"no response: {details}"
+        elif error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            details += TOKEN_HINT
         raise TransportError(details) from error
 
 

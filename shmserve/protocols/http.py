@@ -14,6 +14,7 @@ import http.client
 import json
 import re
 import ssl
+import urllib.error
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.protocols import (
     NOT_READY,
     QUERY_TIMEOUT_S,
+    TOKEN_HINT,
     Address,
     Credentials,
     InputTensor,
@@ -216,8 +218,8 @@ class HttpTransport:
                 connection.request(method, path, body, headers)
                 reply = connection.getresponse()
                 if reply.status not in accepted_statuses:
-                    message = _error_text(reply.read())
-                    raise TransportError(message or f"{reply.status} {reply.reason}")
+                    default = f"{reply.status} {reply.reason}"
+                    raise TransportError(_error_text(reply.read(), reply.status, default))
                 yield reply
         except (OSError, http.client.HTTPException) as error:
             if type(error) is http.client.BadStatusLine:
@@ -306,13 +308,23 @@ def _parse_json(content: bytes) -> Any:
         raise TransportError("the server's response is not JSON") from error
 
 
-def _error_text(content: bytes) -> str:
-    """Return the message of an error response, "" if the body has none."""
+def describe_http_error(error: urllib.error.HTTPError) -> str:
+    """Return the message of an error response, which is closed."""
+    with error:
+        return _error_text(error.read(1000), error.code, str(error))
+
+
+def _error_text(content: bytes, status: int, default: str) -> str:
+    """Return the message of an error response, with a hint if the client lacks a token.
+
+    The message is `default` if the body has none.
+    """
     try:
         error = json.loads(content)["error"]
-        return str(error.get("message", error) if isinstance(error, dict) else error)
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
-        return ""
+        text = ""
+    return (text or default) + (TOKEN_HINT if status == http.HTTPStatus.UNAUTHORIZED else "")
 
 
 class HttpLaneFactory:
@@ -462,7 +474,8 @@ class HttpLane:
 
 def _describe_error(error: bytes) -> str:
     status, _, body = error.partition(b": ")
-    message = _error_text(body) or body.decode(errors="replace")
+    is_refused = status.startswith(b"401")
+    message = _error_text(body, 401 if is_refused else 0, body.decode(errors="replace"))
     return f"{status.decode()}: {' '.join(message.split())[:_MAX_ERROR_LENGTH]}"
 
 

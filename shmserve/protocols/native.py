@@ -211,7 +211,7 @@ class NativeLane:
 
     def _on_completed(self, request: ClientRequest) -> None:
         outcome, request.outcome = request.outcome, None
-        self._observer.on_end(outcome.message if isinstance(outcome, ShmserveError) else "")
+        self._end(outcome.message if isinstance(outcome, ShmserveError) else "")
 
     def _on_responses(self, pending: ClientStream) -> None:
         while pending.items:
@@ -228,7 +228,14 @@ class NativeLane:
         if pending.has_finished:
             pending.on_item = noop
             pending.abandon()
-            self._observer.on_end(self._stream_error)
+            self._end(self._stream_error)
+
+    def _end(self, error: str) -> None:
+        if error:
+            # Deferred, because a request may fail in `send`, and the observer sends the next one.
+            self._lane_factory.loop.call_soon(partial(self._observer.on_end, error))
+        else:
+            self._observer.on_end()
 
     def close(self) -> None:
         """Do nothing: the factory closes the channel."""

@@ -218,7 +218,7 @@ class ResponseCache:
     def process_exited(self, pid: int) -> None:
         """Release the memory of a process that has exited, and the copies that it was reading."""
         self._mappings.unmap_process(pid)
-        self.lent.drop_reader(pid)
+        self.lent.release_all(pid)
 
     def clear(self) -> None:
         """Remove all responses, because they may no longer be valid."""

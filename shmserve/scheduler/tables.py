@@ -360,10 +360,11 @@ class ExecutionStats(Table):
 
 
 class GenerationStats(Table):
-    """Counters of a generative model since it was loaded, and the latencies of its clients.
+    """Counters and histograms of a generative model since it was loaded.
 
-    The counters are tokens, steps and blocks. `prefilled` counts computed tokens of prompts,
-    and `decoded` counts tokens computed one at a time.
+    The counters are tokens, steps and blocks. The histograms are the durations of steps, the
+    latencies of the tokens of each text, and numbers of tokens. `prefilled` counts computed tokens
+    of prompts, and `decoded` counts tokens computed one at a time.
     """
 
     def __init__(self) -> None:

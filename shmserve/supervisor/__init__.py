@@ -6,7 +6,8 @@ Start reading at `main.py:serve`; `models/` has the path of a model load:
     supervisor.py       the life cycle of a server: start, serve, drain, stop
     context.py          the objects that all parts share
     kept.py             permanent processes: gateways, and workspace holders of CUDA devices
-    control_api.py      requests of gateways and models: regions, readiness, log settings
+    control_api.py      requests about regions, readiness and log settings (models/manager.py
+                        handles those about models)
     reload.py           changes on disk: SIGHUP for settings, the poller for repositories
     handover.py         the handover to a successor while both servers run
     health.py           liveness, readiness, and the service manager's watchdog

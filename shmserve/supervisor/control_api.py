@@ -33,7 +33,7 @@ _Notifications = m.RegionUse | MemoryChecked | ReadyChecked
 
 @dataclass(slots=True, eq=False)
 class ControlApi:
-    """The dispatcher of messages from gateways and models to the services of the supervisor."""
+    """The dispatcher of requests about regions, readiness checks, log and trace settings."""
 
     _context: SupervisorContext
     _regions: RegionRegistry

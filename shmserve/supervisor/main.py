@@ -47,11 +47,7 @@ from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMemory
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import (
-    LifecycleExecutor,
-    ModelManager,
-    ModelPublisher,
-)
+from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, ModelPublisher
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.processes.children import ProcessTable, Zygote, worker_preloads
 from shmserve.supervisor.processes.control_socket import (

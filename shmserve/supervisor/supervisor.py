@@ -258,8 +258,8 @@ class Supervisor:
                 context.workspaces.process_exited(pid)
         context.events.publish(ProcessEnded(pid, child.title, child.reason))
         if reason == f"signal {signal.SIGBUS.value}":
-            context.background(self.regions.drop_shrunk())
-            self.local_memory.drop_shrunk()
+            context.background(self.regions.unregister_shrunk())
+            self.local_memory.release_shrunk()
         exited = ProcessExited(pid, reason)
         context.broadcast(exited, *_CLIENT_ROLES, *(() if child.is_stopping else _MODEL_ROLES))
         if child.is_stopping:

@@ -69,9 +69,10 @@ class Input:
         memory_range: The range of the bytes, if `raw` is a view of an arena or of a region.
         model: The name of the model, for error texts.
         on_device: Whether the bytes are in device memory.
-        is_shared: Whether the bytes are shared, so that the model must not write into them.
+        is_shared: Whether other processes use the bytes, too, so that the model must not write
+            into them.
         is_state: Whether the bytes are a sequence's state that the model must not change.
-        is_writable: Whether the bytes are private, so that the model may change them.
+        is_private: Whether only the model uses the bytes, so that it may change them.
         batch: The bytes of the whole batch if `raw` is a part of them. The other parts belong to
             the other requests of the batch.
         array: The array that `numpy` has returned.
@@ -84,9 +85,9 @@ class Input:
     memory_range: Range | None = None
     model: str = ""  # name, for error texts
     on_device: bool = False  # whether `raw` is in device memory
-    is_shared: bool = False  # whether the model must not write to `raw`
+    is_shared: bool = False  # whether other processes use `raw`, too
     is_state: bool = False  # whether it is a sequence's state that must not change
-    is_writable: bool = False  # whether the model may change `raw`
+    is_private: bool = False  # whether only the model uses `raw`
     batch: Any = None  # bytes of the whole batch; `raw` is a part of them
     array: Array | None = None
 

@@ -277,7 +277,7 @@ def _replace_inputs(
             batch_bytes[offset:end],
             model=source.model,
             on_device=not isinstance(batch_bytes, memoryview),
-            is_writable=True,  # the padded array belongs to this batch alone
+            is_private=True,  # the padded array belongs to this batch alone
             batch=batch_bytes,
         )
         offset = end

@@ -321,7 +321,7 @@ class Runner:
         # An input that is copied to the device needs no protection from writes.
         first_input = requests[0].inputs[name]
         is_in_place = not self._device.needs_copies or first_input.on_device
-        is_aliased = is_in_place and not first_input.is_writable
+        is_aliased = is_in_place and not first_input.is_private
         copies_views = is_aliased and not self._passes_views
         raw, shape, is_view = self._gatherer.gather(name, requests, copies_views)
         from shmserve.workers.memory.tensors import as_torch
@@ -337,7 +337,7 @@ class Runner:
             # The input is in the memory of another device.
             self._copy_counter.inputs += tensor.nbytes
             return tensor.to(self._device.torch)
-        if (is_view or self._is_learning) and not first_input.is_writable:
+        if (is_view or self._is_learning) and not first_input.is_private:
             self._watched_tensors.append((tensor, tensor._version))
         return tensor
 

@@ -119,20 +119,23 @@ class OutputMemory:
         self._lent_tokens.release(reader, offsets)
 
     def record_exit(self, reader: int) -> None:
-        """Record that a process has exited; its blocks are kept until `drop_reader`.
+        """Record that a process has exited; its blocks are kept until `free_all`.
 
         The scheduler may still copy the blocks into the response cache, and sends `ReaderExited`
-        after that. `drop_exited` frees them if the scheduler itself exits.
+        after that. `free_exited` frees them if the scheduler itself exits.
         """
         if reader in self._lent_bytes:
             self._exited_readers.add(reader)
 
-    def drop_exited(self) -> None:
-        """Free the blocks of all exited readers, because the scheduler has exited, too."""
-        for reader in list(self._exited_readers):
-            self.drop_reader(reader)
+    def free_exited(self) -> None:
+        """Free the blocks of all exited readers without waiting for `ReaderExited`.
 
-    def drop_reader(self, reader: int) -> None:
+        This is called when the scheduler has exited, which would have sent the message.
+        """
+        for reader in list(self._exited_readers):
+            self.free_all(reader)
+
+    def free_all(self, reader: int) -> None:
         """Free every block of a process that has exited."""
         self._exited_readers.discard(reader)
         self._lent_tokens.release_all(reader)

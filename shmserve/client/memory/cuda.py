@@ -64,12 +64,14 @@ class _ManagedTensor(ctypes.Structure):
 _exported: dict[int, tuple[Any, ...]] = {}
 
 _c_api = ctypes.pythonapi
-_new = _c_api.PyCapsule_New  # creates a capsule
-_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_is_valid = _c_api.PyCapsule_IsValid  # of a capsule
-_is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.c_void_p, ctypes.c_char_p)
-_pointer = _c_api.PyCapsule_GetPointer  # of a capsule
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_char_p)
+_create_capsule = _c_api.PyCapsule_New
+_create_capsule.restype = ctypes.py_object
+_create_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_is_capsule = _c_api.PyCapsule_IsValid
+_is_capsule.restype, _is_capsule.argtypes = ctypes.c_int, (ctypes.c_void_p, ctypes.c_char_p)
+_capsule_pointer = _c_api.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
 
 
 def _release_exported(address: int) -> None:
@@ -78,8 +80,8 @@ def _release_exported(address: int) -> None:
 
 def _destroy_capsule(capsule: int) -> None:
     # A consumer renames the capsule and calls the deleter, so only unused capsules are freed here.
-    if _is_valid(capsule, _CAPSULE_NAME):
-        _exported.pop(_pointer(capsule, _CAPSULE_NAME), None)
+    if _is_capsule(capsule, _CAPSULE_NAME):
+        _exported.pop(_capsule_pointer(capsule, _CAPSULE_NAME), None)
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -112,7 +114,7 @@ def capsule(
     managed_tensor.deleter = _DELETER
     address = ctypes.addressof(managed_tensor)
     _exported[address] = (managed_tensor, dims, owner)
-    return _new(address, _CAPSULE_NAME, _DESTRUCTOR)
+    return _create_capsule(address, _CAPSULE_NAME, _DESTRUCTOR)
 
 
 def device_number(device: object) -> int | None:

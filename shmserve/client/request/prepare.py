@@ -35,7 +35,7 @@ from shmserve.ipc.trace import TraceContext
 
 _MAX_TIMEOUT_S = 2e6  # epoll has a limit; a longer timeout counts as no timeout
 _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack integers
-_MISSING = ("None", "nan", "NaT", "<NA>")  # missing values of Python, numpy and pandas as text
+_MISSING_VALUES = ("None", "nan", "NaT", "<NA>")  # of Python, numpy and pandas, as text
 
 
 class Options(NamedTuple):
@@ -309,7 +309,7 @@ def _prepare_region(
 def _encode(array: Array, name: str) -> bytes:
     if array.dtype.kind in "OT":
         for item in array.ravel():
-            if not isinstance(item, bytes | str) and str(item) in _MISSING:
+            if not isinstance(item, bytes | str) and str(item) in _MISSING_VALUES:
                 text = (
                     f"input '{name}' has a missing value ({item}): pass a string or bytes instead"
                 )

@@ -28,7 +28,6 @@ from shmserve.gateway.context import (
     Gateway,
     GatewayModel,
     canonical_version,
-    describe_model,
     resolve_model,
 )
 from shmserve.gateway.listener import ClientIdentity
@@ -98,7 +97,14 @@ async def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str,
         ShmserveError: `resolve_model` does not find the model, or cannot load it.
     """
     model = await resolve_model(gateway, name, version)
-    return describe_model(model, [model.version] if version else gateway.models.versions(name))
+    metadata = model.metadata
+    return {
+        "name": model.name,
+        "versions": [model.version] if version else gateway.models.versions(name),
+        "platform": metadata.get("platform", ""),
+        "inputs": metadata.get("inputs", []),
+        "outputs": metadata.get("outputs", []),
+    }
 
 
 def request_examples(gateway: Gateway) -> list[dict[str, Any]]:

@@ -162,8 +162,8 @@ def _total_cache_families(reports: list[dict[str, Any]]) -> Iterator[ExpositionF
     """Yield Triton's gauges of the server's response cache."""
     for family in _FAMILIES["cache totals"]:
         yield _create_gauge(family.name, family.help_text, sum(map(family.value_in, reports)))
-    used, size = (sum(report["cache"][key] for report in reports) for key in ("bytes", "bound"))
-    utilization = used / size if size else 0.0
+    used_bytes, max_bytes = (sum(r["cache"][key] for r in reports) for key in ("bytes", "bound"))
+    utilization = used_bytes / max_bytes if max_bytes else 0.0
     yield _create_gauge("nv_cache_util", "Cache utilization [0.0 - 1.0]", utilization)
 
 

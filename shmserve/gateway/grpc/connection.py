@@ -92,11 +92,11 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self._opening_timer is not None:
             self._opening_timer.cancel()
         self.lifetime.stop()
-        self._drop_calls()
+        self._disconnect_calls()
         self._acceptor.connection_lost(self)
         self.client.call_disconnect_actions()
 
-    def _drop_calls(self) -> None:
+    def _disconnect_calls(self) -> None:
         streams = list(self.http2.streams.values())
         self.http2.streams.clear()
         for stream in streams:
@@ -236,7 +236,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self.transport is not None and not self._is_closing:
             self._is_closing = True
             self.transport.pause_reading()
-            self._drop_calls()
+            self._disconnect_calls()
             self.loop.call_later(_CLOSE_AFTER_VIOLATION_S, self.force_close)
 
     def _resume_reading(self) -> None:

@@ -19,22 +19,12 @@ import asyncio
 import logging
 import os
 
-from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
-from shmserve.gateway.http.incoming import (
-    MAX_HEADERS,
-    MAX_LINE_BYTES,
-    SMALL_BODY_BYTES,
-    Incoming,
-    MalformedBody,
-    ReadState,
-)
+from shmserve.gateway.http.incoming import MAX_HEADERS, MAX_LINE_BYTES, Incoming
 from shmserve.gateway.http.messages import (
-    CONTENT_LENGTH,
-    EXPECT,
     JSON_HEADER,
     STATUS_LINES,
     TRANSFER_ENCODING,
@@ -65,6 +55,8 @@ class HttpConnection(Incoming):
 
     def __init__(self, acceptor: Acceptor, app: App, settings: GatewaySettings) -> None:
         super().__init__(asyncio.get_running_loop(), settings)
+        self._is_handling = False
+        self._idle_start = self._loop.time()
         self._acceptor = acceptor
         self._app = app
         self._task: asyncio.Task[None] | None = None
@@ -201,8 +193,13 @@ class HttpConnection(Incoming):
             return message
         if isinstance(message, HttpProcessingError):
             logger.debug("malformed HTTP request: %s", message)
-            problem = InvalidArgument(f"malformed HTTP request: {_describe_error(message)}")
-            self._refuse(problem, self._head or b"")
+            head_bytes = self._head or b""
+            reason = _describe_error(message)
+            if head_bytes.startswith(b"PRI * HTTP/2"):
+                grpc_port = self._settings.grpc_port
+                grpc_hint = f"the gRPC port is {grpc_port}" if grpc_port else "gRPC has no TCP port"
+                reason = f"this port supports HTTP/1.1, not HTTP/2 or gRPC ({grpc_hint})"
+            self._refuse(InvalidArgument(f"malformed HTTP request: {reason}"), head_bytes)
             return None
         head = message[0]
         if head.chunked and head.headers[TRANSFER_ENCODING].strip().lower() != "chunked":
@@ -225,8 +222,7 @@ class HttpConnection(Incoming):
     async def _serve_request(self, request: HttpRequest) -> bool:
         content = request.content
         if type(content) is not WholeBody and not content.is_eof():
-            self._body_stream = content
-            await self._await_small_body(request, content)
+            await self._receive_small_body(request, content)
         response = await self._app.handle(request)
         if request.closes_connection or (type(content) is not WholeBody and not content.is_eof()):
             response.closes_connection = True
@@ -246,10 +242,9 @@ class HttpConnection(Incoming):
         transport = self.transport
         if transport is None or transport.is_closing():
             return
-        self._state, self._idle_start = ReadState.FAILED, self._loop.time()
+        self._idle_start = self._loop.time()
         transport.write_eof()
-        self._is_stream_full = self._is_queue_full = False
-        self._set_reading()
+        self._drop_further_bytes()
         end, dropped_bytes = self._idle_start + _LINGER_TIMEOUT_S, -1
         while dropped_bytes < self._dropped_bytes < _MAX_LINGER_BYTES and self._loop.time() < end:
             dropped_bytes = self._dropped_bytes
@@ -260,22 +255,6 @@ class HttpConnection(Incoming):
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
             self.transport.write(response.head(None, len(body)) + body)
-
-    async def _await_small_body(self, request: HttpRequest, content: StreamReader) -> None:
-        """Wait until a small body is complete or has failed, before its handler starts."""
-        headers = request.headers
-        if not 0 < int(headers.get(CONTENT_LENGTH, 0)) <= SMALL_BODY_BYTES or EXPECT in headers:
-            return
-        if content.exception() is not None:
-            return
-        self._awaits_body = True
-        self._start_timeout(self._settings.body_timeout_s)
-        try:
-            await content.wait_eof()
-        except (TimeoutError, MalformedBody):
-            return  # the handler receives the exception when it reads the stream
-        finally:
-            self._awaits_body = False
 
 
 def _describe_error(error: HttpProcessingError) -> str:

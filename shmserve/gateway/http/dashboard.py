@@ -234,15 +234,15 @@ class _SnapshotSource:
             pss_bytes = await collect(proportional_sizes(os.getppid()))
             self._process_figures = {"processes": len(pss_bytes), "pss_bytes": sum(pss_bytes)}
         self._snapshot_count += 1
-        total, used = memory_bytes()
+        total_bytes, used_bytes = memory_bytes()
         regions = [*gateway.regions.named_regions(), *gateway.regions.unnamed_regions()]
         return {
             "id": gateway.settings.id,
             "version": __version__,
             "ready": gateway.health.ready,
             "cpu": round(self._cpu.read(), 3),
-            "memory_used": used,
-            "memory_total": total,
+            "memory_used": used_bytes,
+            "memory_total": total_bytes,
             "regions": len(regions),
             "region_bytes": sum(region.byte_size for region in regions),
             "arena_used": gateway.arena.used_bytes,

@@ -46,13 +46,14 @@ from shmserve.gateway.inference.prepare import build_in_pieces
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.schemas import Inferred
+from shmserve.ipc.tensors.signature import id_prefix
 
 _ONE_RESPONSE_EXPECTED = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
     "generates various number of responses"
 )
 
-_DUPLICATE_INPUT = "[request id: <id_unknown>] input '{name}' already exists in request"
+_DUPLICATE_INPUT = "input '{name}' already exists in request"
 
 
 async def generate(gateway: Gateway, request: HttpRequest, name: str, version: str) -> HttpResponse:
@@ -103,7 +104,8 @@ async def _start_generation(
         infer_request = parse_generate(body, inputs, model.is_stateful)
     except DuplicateKey as fault:
         if fault.name in inputs:
-            raise InvalidArgument(_DUPLICATE_INPUT.format(name=fault.name)) from None
+            text = id_prefix("") + _DUPLICATE_INPUT.format(name=fault.name)
+            raise InvalidArgument(text) from None
         raise
     built_request = await build_in_pieces(gateway, model, infer_request)
     await reload_model(gateway, built_request)
@@ -197,6 +199,8 @@ def _read_members(
                 raise InvalidArgument(text)
             _read_nested_members(request, value, inputs)
         elif key in inputs:
+            if any(item.name == key for item in request.inputs):
+                raise InvalidArgument(id_prefix(request.id) + _DUPLICATE_INPUT.format(name=key))
             request.inputs.append(_create_input(key, value, *inputs[key]))
         else:
             if type(value) is Packed and not value.is_json:

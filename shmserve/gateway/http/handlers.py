@@ -224,8 +224,9 @@ def _decode_load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, 
         if key == "config":
             config = value
             continue
-        try:  # Encoders may break lines.
-            contents = base64.b64decode("".join(value.split()), validate=True)
+        value = "".join(value.split())  # encoders may break lines, and omit the padding
+        try:
+            contents = base64.b64decode(value + "=" * (-len(value) % 4), validate=True)
         except (binascii.Error, ValueError):
             raise InvalidArgument(f"the contents of '{key}' are not valid base64") from None
         files[key.removeprefix("file:")] = contents

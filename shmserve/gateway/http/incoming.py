@@ -92,10 +92,15 @@ class ReadState(enum.Enum):
 class Incoming(LimitedConnection, asyncio.Protocol):
     """The receiver of a connection's requests.
 
-    `client` is the identity of the client, set in `connection_made`.
+    Attributes:
+        client: The identity of the client. The subclass sets it and the next attributes.
+        _is_handling: Whether a request is being handled.
+        _idle_start: The time when the last request ended or, before, the connection began.
     """
 
     client: ClientIdentity
+    _is_handling: bool
+    _idle_start: float
 
     def __init__(self, loop: asyncio.AbstractEventLoop, settings: GatewaySettings) -> None:
         self._loop = loop
@@ -107,7 +112,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # Received requests, and at most one error, as the last entry. A request with a cached head
         # is the only entry, and its body is complete.
         self._messages: deque[HttpRequest | HttpProcessingError | ParsedMessage] = deque()
-        # Awaited by the task while no request is queued.
+        # Created and awaited by the subclass's task while no request is queued, and resolved here.
         self._waiter: asyncio.Future[None] | None = None
         self._state = ReadState.PARSING
         self._dropped_bytes = 0  # the number of bytes dropped in the state FAILED
@@ -118,7 +123,6 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # --- read timeouts
         self._read_timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # the time limit of the missing bytes, by the loop's clock
-        self._is_handling = False  # whether a request is being handled
         self._is_head_incomplete = False  # whether the head of the next request is incomplete
         self._body_stream: StreamReader | None = None  # the stream of an incomplete body
         self._awaits_body = False  # whether a small body is awaited
@@ -133,8 +137,6 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # two requests; from then on, the parser receives all bytes.
         self._missing_bytes = 0
         self._offers_upgrade = False  # whether the last request offers another protocol (`Upgrade`)
-        # The end of the last request, or the start of the connection.
-        self._idle_start = loop.time()
         # --- back-pressure
         # The transport's protocol since the first large body; None before.
         self._receiver: TensorReceiver | None = None
@@ -387,6 +389,29 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             authorisation = self.client.listener.authorisation
             request = HttpRequest(message, content, self)
             self._cached_head = (data[:head_size], head_size, size, request, authorisation)
+
+    async def _receive_small_body(self, request: HttpRequest, content: StreamReader) -> None:
+        """Wait until a small body is complete or has failed, before its handler starts."""
+        self._body_stream = content
+        headers = request.headers
+        if not 0 < int(headers.get(CONTENT_LENGTH, 0)) <= SMALL_BODY_BYTES or EXPECT in headers:
+            return
+        if content.exception() is not None:
+            return
+        self._awaits_body = True
+        self._start_timeout(self._settings.body_timeout_s)
+        try:
+            await content.wait_eof()
+        except (TimeoutError, MalformedBody):
+            return  # the handler receives the exception when it reads the stream
+        finally:
+            self._awaits_body = False
+
+    def _drop_further_bytes(self) -> None:
+        """Drop all bytes that arrive from now on, since the connection ends."""
+        self._state = ReadState.FAILED
+        self._is_stream_full = self._is_queue_full = False
+        self._set_reading()
 
     def _start_head_timeout(self) -> None:
         """Start the read timeout of an incomplete head, unless it runs."""

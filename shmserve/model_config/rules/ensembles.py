@@ -125,15 +125,17 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
         [*sorted(step.input_map.values()), *([conditional[i]] if i in conditional else [])]
         for i, step in enumerate(steps)
     ]
-    known = {io.name for io in config.input}  # names of tensors
+    known_tensors = {io.name for io in config.input}
     waiting_indices = list(range(len(steps)))
-    while ready_indices := [index for index in waiting_indices if known.issuperset(reads[index])]:
+    while ready_indices := [
+        index for index in waiting_indices if known_tensors.issuperset(reads[index])
+    ]:
         waiting_indices = [index for index in waiting_indices if index not in ready_indices]
-        known.update(t for index in ready_indices for t in steps[index].output_map.values())
+        known_tensors.update(t for index in ready_indices for t in steps[index].output_map.values())
     writer_indices = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
-    if known.issuperset(output.name for output in config.output):
+    if known_tensors.issuperset(output.name for output in config.output):
         for index in waiting_indices:  # these steps are in a cycle, or depend on a cycle
-            missing_tensor = next(tensor for tensor in reads[index] if tensor not in known)
+            missing_tensor = next(tensor for tensor in reads[index] if tensor not in known_tensors)
             text = (
                 f"step {index} of ensemble '{name}', model '{steps[index].model_name}', can "
                 f"never run: its input tensor '{missing_tensor}' is produced only by steps that "
@@ -141,8 +143,10 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
             )
             yield Problem((*_STEP_KEY, index), text)
     for index, output in enumerate(config.output):
-        if output.name not in known:
-            missing_tensor = next(t for t in reads[writer_indices[output.name]] if t not in known)
+        if output.name not in known_tensors:
+            missing_tensor = next(
+                t for t in reads[writer_indices[output.name]] if t not in known_tensors
+            )
             text = (
                 f"output '{output.name}' for ensemble '{name}' is not written: at least one of "
                 f"its depending tensors, '{missing_tensor}', is not connected"
@@ -174,7 +178,10 @@ class GraphProblem(InvalidArgument):
 
 
 def compose(
-    config: ModelConfig, models: Sequence[ModelConfig | None], has_any_version: Sequence[bool]
+    config: ModelConfig,
+    models: Sequence[ModelConfig | None],
+    has_any_version: Sequence[bool],
+    failures: Sequence[str],
 ) -> ModelConfig:
     """Return the final configuration of an ensemble.
 
@@ -182,11 +189,12 @@ def compose(
         config: The ensemble's configuration.
         models: The configuration of each step's model; None: the model is not available.
         has_any_version: For each step, whether any version of its model serves.
+        failures: For each step, why its model could not be loaded; empty if no load failed.
 
     Raises:
         GraphProblem: The ensemble does not fit the models.
     """
-    available_models = _available_models(config, models, has_any_version)
+    available_models = _available_models(config, models, has_any_version, failures)
     _check_mappings(config, available_models)
     _check_streams(config, available_models)
     full_config = copy.deepcopy(config)
@@ -197,7 +205,10 @@ def compose(
 
 
 def _available_models(
-    config: ModelConfig, models: Sequence[ModelConfig | None], has_versions: Sequence[bool]
+    config: ModelConfig,
+    models: Sequence[ModelConfig | None],
+    has_versions: Sequence[bool],
+    failures: Sequence[str],
 ) -> list[ModelConfig]:
     name, steps = config.name, config.ensemble_scheduling.step
     missing_models: dict[str, Key] = {}
@@ -207,6 +218,12 @@ def _available_models(
                 f"ensemble '{name}' depends on '{step.model_name}' whose required version "
                 f"{step.model_version} is not loaded.",
                 (*_STEP_KEY, index, "model_version"),
+            )
+        if model is None and failures[index]:
+            raise GraphProblem(
+                f"ensemble '{name}' depends on '{step.model_name}' which has no loaded version. "
+                f"Model '{step.model_name}' loading failed with error: {failures[index]}",
+                (*_STEP_KEY, index, "model_name"),
             )
         if model is None:
             missing_models.setdefault(step.model_name, (*_STEP_KEY, index, "model_name"))

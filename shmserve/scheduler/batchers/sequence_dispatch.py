@@ -117,9 +117,9 @@ class SequenceDispatcher(Dispatcher):
             code, reason = "UNAVAILABLE", Reason.REJECTED
         if has_expired and sequence.instance_slots is None:
             text = _BACKLOG_EXPIRED
-            removed_requests = self._sequences.drop_all(sequence)
+            removed_requests = self._sequences.end_sequence(sequence)
         else:
-            removed_requests = self._sequences.drop(request)
+            removed_requests = self._sequences.remove(request)
         for dependent in () if keep_dependents else removed_requests:
             if dependent is not request:
                 self._fail(dependent, code, text, reason, now_ns)

@@ -95,7 +95,7 @@ class WaitingRequests:
         """Remove and return the request that arrived first."""
         key, request = self._segments[0].popitem(last=False)
         del self._segments_by_key[key]
-        self._drop_empty_segments()
+        self._remove_empty_segments()
         return request
 
     def is_in_last_segment(self, request: ScheduledRequest) -> bool:
@@ -110,11 +110,11 @@ class WaitingRequests:
             key, removed_request = segment.popitem()
             del self._segments_by_key[key]
             removed_requests.append(removed_request)
-        self._drop_empty_segments()
+        self._remove_empty_segments()
         removed_requests.reverse()
         return removed_requests
 
-    def _drop_empty_segments(self) -> None:
+    def _remove_empty_segments(self) -> None:
         while self._segments and not self._segments[0]:
             self._segments.popleft()
         while self._segments and not self._segments[-1]:
@@ -436,7 +436,7 @@ class Sequences:
         if self._open_sequences.get(sequence.id) is sequence:
             del self._open_sequences[sequence.id]
 
-    def drop(self, request: ScheduledRequest) -> list[ScheduledRequest]:
+    def remove(self, request: ScheduledRequest) -> list[ScheduledRequest]:
         """Remove a waiting request and the requests that depend on it, up to the next START.
 
         Return the removed requests. The sequence ends if no further request can come.
@@ -450,7 +450,7 @@ class Sequences:
             self._update_slot(sequence)
         return removed_requests
 
-    def drop_all(self, sequence: StatefulSequence) -> list[ScheduledRequest]:
+    def end_sequence(self, sequence: StatefulSequence) -> list[ScheduledRequest]:
         """End a sequence; remove and return its waiting requests."""
         removed_requests = list(sequence.waiting)
         sequence.waiting = WaitingRequests()

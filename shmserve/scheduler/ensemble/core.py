@@ -293,7 +293,7 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._memory.process_exited(pid)
-        self._memory.lent.drop_reader(pid)
+        self._memory.lent.release_all(pid)
 
     @property
     def live_requests(self) -> int:
@@ -325,7 +325,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         if request.state is not RUNNING:
             # Release the request's values now: a running step may wait for their memory.
             flow.close()
-            self.step_runner.drop_waiting(request)
+            self.step_runner.remove_waiting(request)
         elif self._is_decoupled:
             requests.relay(request, now_ns)
         if request.running_ids or request.waiting_count:

@@ -232,7 +232,7 @@ class StepRunner:
             if step is not None:
                 self.schedulers.cancel(step)
 
-    def drop_waiting(self, request: EnsembleRequest) -> None:
+    def remove_waiting(self, request: EnsembleRequest) -> None:
         """Remove a request's waiting steps, which will not run."""
         if not request.waiting_count:
             return

@@ -123,7 +123,7 @@ class Engine(Generic[T]):
     def cancel(self, generation: Generation[T]) -> None:
         """Remove the sequences of a generation, without a call of `on_sequence_end`."""
         for sequence in generation.sequences[:]:
-            self.drop(sequence)
+            self.remove(sequence)
         self._beams.pop(generation.key, None)
         self._acceptance.pop(generation.key, None)
 
@@ -136,7 +136,7 @@ class Engine(Generic[T]):
         if self.running_step is None or number not in self.running_step.rows:
             self._end_sequence(sequence, "stop")
 
-    def drop(self, sequence: Sequence[T]) -> None:
+    def remove(self, sequence: Sequence[T]) -> None:
         """Remove a sequence and free its blocks.
 
         The running step may still write to the blocks, so they are reused no earlier than in the
@@ -155,7 +155,7 @@ class Engine(Generic[T]):
         sequence.reset()
 
     def _end_sequence(self, sequence: Sequence[T], finish_reason: str) -> None:
-        self.drop(sequence)
+        self.remove(sequence)
         if not sequence.generation.sequences:
             self._acceptance.pop(sequence.generation.key, None)
         self.on_sequence_end(sequence, finish_reason)
@@ -527,7 +527,7 @@ class Engine(Generic[T]):
             child.score = candidate.score
         # Parents are dropped after all children have begun, so that shared blocks stay referenced.
         for parent in parents:
-            self.drop(parent)
+            self.remove(parent)
         if beams.is_finished:
             generation = sequence.generation
             self.cancel(generation)

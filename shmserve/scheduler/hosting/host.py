@@ -474,8 +474,8 @@ class Host:
         active_schedulers, in_process_links = self._active_schedulers, self._in_process_links
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
-            due = (scheduler for scheduler in self._schedulers if now_ns >= scheduler.wake_ns)
-            active_schedulers.update(dict.fromkeys(due))
+            due_schedulers = (s for s in self._schedulers if now_ns >= s.wake_ns)
+            active_schedulers.update(dict.fromkeys(due_schedulers))
         turned_schedulers: list[HostedScheduler] = []  # a scheduler may occur twice
         while active_schedulers or in_process_links.queued_messages:
             # Delivered first, so that an ensemble and its steps handle messages in the same turn.

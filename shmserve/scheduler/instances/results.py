@@ -137,7 +137,7 @@ class Results:
                 self._responses.finish(request, code, reply.message, response, timing, now_ns)
             else:
                 if not code:
-                    self._responses.drop_outputs(request, reply.data)
+                    self._responses.release_outputs(request, reply.data)
                 self._responses.close(request, now_ns)
 
     def _reschedule(self, request: ScheduledRequest) -> bool:
@@ -205,7 +205,7 @@ class Results:
             self._statistics.count_response(request, message, now_ns)
             self._responses.relay(request, message)
         elif message.data:
-            self._responses.drop_outputs(request, message.data)
+            self._responses.release_outputs(request, message.data)
 
     def _end_request(
         self,
@@ -225,7 +225,7 @@ class Results:
         else:
             self._statistics.count_cancelled(request, now_ns)
             if final_message.data:
-                self._responses.drop_outputs(request, final_message.data)
+                self._responses.release_outputs(request, final_message.data)
             self._responses.close(request, now_ns)
 
     # --- exits of workers -------------------------------------------------------------------------

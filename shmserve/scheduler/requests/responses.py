@@ -198,7 +198,7 @@ class Responses:
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
         request.client.post(Failed(request.id, code, message, 0, is_early, spans))
         if not is_early:
-            self._drop_held(request)
+            self._release_held(request)
             self._remove(request)
 
     def close(self, request: ScheduledRequest, now_ns: int) -> None:
@@ -220,10 +220,10 @@ class Responses:
             self._statistics.count_failure(request.arrived_ns, Reason.CANCELED, now_ns)
         request.transition(Event.ABANDON)
         if request.state is State.DONE:
-            self._drop_held(request)
+            self._release_held(request)
             self._remove(request)
 
-    def drop_outputs(self, request: ScheduledRequest, data: list[Any]) -> None:
+    def release_outputs(self, request: ScheduledRequest, data: list[Any]) -> None:
         """Release the outputs in a worker's memory that no client will read."""
         worker = request.worker
         for release in unread_releases(data):
@@ -231,13 +231,13 @@ class Responses:
                 message = ReleaseOutputs(request.client.pid, release.offsets, release.memory)
                 self._workers.post(worker.peer, message)
 
-    def _drop_held(self, request: ScheduledRequest) -> None:
+    def _release_held(self, request: ScheduledRequest) -> None:
         outcome, request.outcome = request.outcome, None
         if outcome is None:
             return
         if request.lookup is not None:
             request.lookup.cancel()
-        self.drop_outputs(request, outcome.response[1])
+        self.release_outputs(request, outcome.response[1])
 
     def _remove(self, request: ScheduledRequest) -> None:
         self.live_requests -= 1

@@ -24,7 +24,6 @@ from shmserve.ipc.messages.publications import (
     TOPICS,
     EventHeader,
     ModelChanged,
-    ModelCounted,
     ProcessStarted,
     SequenceReached,
 )
@@ -248,17 +247,3 @@ def changes(before: States, after: States) -> Iterator[ModelChanged]:
     for (name, version), state in after.items():
         if before.get((name, version)) != state:
             yield ModelChanged(name, version, *state)
-
-
-_COUNTER_NAMES = ("success", "fail", "inference_count", "execution_count", "pending", "executing")
-_DURATION_NAMES = ("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns")
-
-
-def counters_event(name: str, version: str, statistics: dict[str, Any]) -> ModelCounted:
-    """Return the event for a scheduler's snapshot. Durations are sums over all requests in ns."""
-    counters = {
-        **{name: statistics[name] for name in _COUNTER_NAMES},
-        "request_ns": statistics["success_ns"],
-        **{name: statistics[name] for name in _DURATION_NAMES},
-    }
-    return ModelCounted(name, version, counters)

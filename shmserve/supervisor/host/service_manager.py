@@ -104,7 +104,7 @@ class ServiceManager:
         """Store descriptors under a name for the next server."""
         self._notify("FDSTORE=1", f"FDNAME={_STORED_PREFIX}{name}", "FDPOLL=0", fds=fds)
 
-    def drop(self, name: str) -> None:
+    def remove_stored(self, name: str) -> None:
         """Remove the stored descriptors that have this name."""
         self._notify("FDSTOREREMOVE=1", f"FDNAME={_STORED_PREFIX}{name}")
 

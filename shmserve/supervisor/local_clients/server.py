@@ -167,7 +167,7 @@ class LocalMemory:
                 self._publish_event(RegionUnregistered(region.name, reason))
                 self._opener.close(region)
 
-    def drop_shrunk(self) -> None:
+    def release_shrunk(self) -> None:
         """Release regions that lost pages, since a worker has accessed a missing page (SIGBUS)."""
         for region in self.all():
             if not region.owner.copied and region.has_shrunk():

@@ -101,7 +101,8 @@ class Autoscaler:
             try:
                 self.sample()
             except Exception:  # for example, a file in /proc cannot be opened
-                logger.exception("the load of models could not be measured")
+                text = "the load of models could not be measured; the next attempt is in %g s"
+                logger.exception(text, SAMPLE_EVERY_S)
 
     def sample(self) -> None:
         """Request the statistics of each scheduler that has answered the last request.

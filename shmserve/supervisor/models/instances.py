@@ -219,7 +219,7 @@ class Instances:
         """
         if instance.child is None:
             await self._spawn(instance, config, instance_count)
-        self._announce(instance)
+        self._send_instance_expected(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
         message = await self._receive_in_time(instance, m.InstanceLoaded)
@@ -321,7 +321,7 @@ class Instances:
                 instance.child.kill()
             raise Unavailable(f"instance '{instance.name}' was stopped while it was loading")
 
-    def _announce(self, instance: Instance) -> None:
+    def _send_instance_expected(self, instance: Instance) -> None:
         """Notify the scheduler of an instance that will attach, and of its process, if any."""
         pid = instance.child.pid if instance.child is not None else 0
         self._scheduler.send(m.InstanceExpected(instance.index, pid))
@@ -439,7 +439,7 @@ class Instances:
             elif instance.state is InstanceState.FAILED:
                 self._send_instance_gone(instance)
             elif instance.state is not InstanceState.STOPPED:
-                self._announce(instance)
+                self._send_instance_expected(instance)
 
     def attach(self) -> None:
         """Connect every ready instance to the current scheduler."""

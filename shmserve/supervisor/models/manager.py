@@ -102,17 +102,18 @@ class ModelPublisher:
             absent_versions: The versions that do not serve, which are withdrawn even if they were
                 never published.
         """
-        sent = self._sent_messages.setdefault(name, {})
+        sent_messages = self._sent_messages.setdefault(name, {})
         for version, message in publications.items():
-            previous = sent.get(version)
+            previous = sent_messages.get(version)
             if previous is None or previous.message != message:
-                sent[version] = _publish(audience, previous, message)
+                sent_messages[version] = _publish(audience, previous, message)
         # Withdrawals follow, so that a request for the latest version always finds a version.
-        for version in sorted({*sent, *absent_versions} - publications.keys()):
-            if version not in sent or not isinstance(sent[version].message, ModelWithdrawn):
+        for version in sorted({*sent_messages, *absent_versions} - publications.keys()):
+            previous = sent_messages.get(version)
+            if previous is None or not isinstance(previous.message, ModelWithdrawn):
                 withdrawn = ModelWithdrawn(name, version, 0)
-                sent[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
-        if not sent:
+                sent_messages[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
+        if not sent_messages:
             del self._sent_messages[name]
 
     def remove(self, name: str) -> None:

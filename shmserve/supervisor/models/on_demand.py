@@ -231,7 +231,8 @@ class OnDemand:
                     await self._memory.measure(self._registry.models, measures_again=True)
                 await self.free_memory()
             except Exception:  # for example, no thread can be started
-                logger.exception("the memory of models could not be freed")
+                text = "idle models could not be unloaded; the next attempt is in %g s"
+                logger.exception(text, _CHECK_EVERY_S)
             await asyncio.sleep(_CHECK_EVERY_S)
 
     async def free_memory(self) -> None:

@@ -85,6 +85,14 @@ class ModelRegistry:
         model = self.models.get(name)
         return None if model is None else model.published.get(version or model.latest)
 
+    def load_failure(self, name: str) -> str:
+        """Return why versions of a model could not be loaded; empty if no load failed."""
+        problems = {} if name not in self.models else ModelSummary.of(self.models[name]).problems
+        return " ".join(
+            f"version {number} is at UNAVAILABLE state: {text};" if number else text
+            for number, text in problems.items()
+        )
+
     def describe_published(self, name: str, version: str) -> dict[str, Any]:
         """Return the endpoint and the properties of a model, for the models that call it.
 
@@ -142,9 +150,9 @@ class ModelRegistry:
     def loaded_for(self, name: str) -> list[str]:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
         models = self.models
-        used = {step for user in models.values() if user.name != name for step in user.step_models}
-        step_models = models[name].step_models if name in models else []
-        return [s for s in step_models if s not in used and s in models and models[s].is_step_only]
+        used_steps = {s for user in models.values() if user.name != name for s in user.step_models}
+        steps = models[name].step_models if name in models else []
+        return [s for s in steps if s not in used_steps and s in models and models[s].is_step_only]
 
     def ensembles_using(self, model: ModelEntry) -> list[ModelEntry]:
         """Return the ensembles whose serving or incoming versions need a model."""

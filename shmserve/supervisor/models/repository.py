@@ -54,6 +54,9 @@ _IGNORED_PREFIXES = (".", "__", "lost+found")  # prefixes of folders that are no
 _DANGLING = "a link whose target does not exist"
 # The suffixes of files that are opened. Pipes of other names may belong to the model's code.
 _OPENED_SUFFIX = re.compile(r"\.(bin|jinja|json|model|onnx|pbtxt|pt2?|py|safetensors|txt|yaml)")
+# The suffixes of files whose contents a download may have replaced by a web page.
+_DATA_SUFFIX = re.compile(r"\.(bin|data|json|model|onnx|pth?|pt2|safetensors)")
+_WEB_PAGE = re.compile(rb"\s*<(!doctype|html|head|\?xml)", re.IGNORECASE)
 # Maximum bytes of the pointer file that Git LFS leaves in place of the real file.
 _MAX_POINTER_BYTES = 1024
 _IGNORED_NAMES = ("__pycache__",)  # written when a model is loaded, and not a change of the model
@@ -220,21 +223,33 @@ def no_model_file_hint(folder: ModelFolder) -> str:
 
 
 def incomplete_files(model_dir: Path, versions: Iterable[int | str]) -> list[str]:
-    """Return a text for each dangling link and each Git LFS pointer among a model's files.
+    """Return a text for each dangling link and each file without its contents.
 
     The files are those of the model's folder, of its `versions` and of their subfolders.
     """
     texts: list[str] = []
     for path in _model_paths(model_dir, versions):
-        name = path.relative_to(model_dir)
+        problem = ""
         with contextlib.suppress(OSError):  # the model may not need a file that cannot be read
-            if _is_dangling(path):
-                texts.append(f"'{name}' is {_DANGLING}")
-            is_small = path.is_file() and path.stat().st_size < _MAX_POINTER_BYTES
-            if is_small and path.read_bytes().startswith(_LFS_MARK):
-                remedy = "run 'git lfs pull' in the clone"
-                texts.append(f"'{name}' is a Git LFS pointer, not the file: {remedy}")
+            problem = _DANGLING if _is_dangling(path) else _content_problem(path)
+        if problem:
+            texts.append(f"'{path.relative_to(model_dir)}' is {problem}")
     return texts
+
+
+def _content_problem(path: Path) -> str:
+    """Return what a file contains instead of its contents, and the remedy, or ""."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        start = file.read(_MAX_POINTER_BYTES)
+    if len(start) < _MAX_POINTER_BYTES and start.startswith(_LFS_MARK):
+        return "a Git LFS pointer, not the file: run 'git lfs pull' in the clone"
+    if not _DATA_SUFFIX.fullmatch(path.suffix):
+        return ""
+    if _WEB_PAGE.match(start):
+        return "a web page, not the file: download the file itself, with a token if it needs one"
+    return "" if start else "empty: copy or download it again"
 
 
 def check_files(folder: ModelFolder) -> None:

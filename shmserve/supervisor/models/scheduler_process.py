@@ -19,10 +19,10 @@ from shmserve.common.tasks import resolve_future, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.publications import ModelCounted
 from shmserve.ipc.messages.supervision import CacheStart, HostStart, SchedulerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events import counters_event
 from shmserve.supervisor.models.instance import Instance
 from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.processes.children import Child
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _ENTRY = "shmserve.scheduler.hosting.host:run"
 STOP_PATIENCE_S = 5.0
+_COUNTER_NAMES = ("success", "fail", "inference_count", "execution_count", "pending", "executing")
+_DURATION_NAMES = ("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns")
 
 
 class Group(NamedTuple):
@@ -368,7 +370,7 @@ class VersionScheduler:
                 resolve_future(self._snapshot, statistics)
                 if self._publishes_counters:
                     self._publishes_counters = False
-                    event = counters_event(self._spec.name, self._spec.version, statistics)
+                    event = _counters_event(self._spec.name, self._spec.version, statistics)
                     self._context.events.publish(event)
             case _:
                 self._on_message(message)
@@ -457,3 +459,13 @@ class VersionScheduler:
         self._context.tickets.remove(id(self))
         if self._latest is not None:
             await self.hosts.close(self._latest, patience_s)
+
+
+def _counters_event(name: str, version: str, statistics: dict[str, Any]) -> ModelCounted:
+    """Return the event for a scheduler's snapshot. Durations are sums over all requests in ns."""
+    counters = {
+        **{name: statistics[name] for name in _COUNTER_NAMES},
+        "request_ns": statistics["success_ns"],
+        **{name: statistics[name] for name in _DURATION_NAMES},
+    }
+    return ModelCounted(name, version, counters)

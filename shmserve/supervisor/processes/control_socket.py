@@ -344,11 +344,12 @@ class TraceControl:
             InvalidArgument: The level is not OFF, but requests would not be traced.
         """
         if changes:
-            previous_changes = self._changes.get(model)
-            merged = ((previous_changes or {}) | changes).items()
-            self._changes[model] = {name: value for name, value in merged if value is not None}
+            previous_changes = self._changes
+            merged = (previous_changes.get(model, {}) | changes).items()
+            kept_changes = {name: value for name, value in merged if value is not None}
+            self._changes = {**previous_changes, model: kept_changes}
             if problem := self._settings_of(model).problem:
-                self._changes[model] = previous_changes or {}
+                self._changes = previous_changes
                 raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")
             logger.info("changed trace settings of %s: %s", model or "all models", changes)
             self._control.broadcast(self._tracing_message(), "gateway", "scheduler", "ensemble")

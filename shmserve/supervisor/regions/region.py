@@ -170,7 +170,7 @@ class KeptRegions:
     def remove(self, region: OpenRegion) -> None:
         """Remove a region that has been unregistered from the kept registrations."""
         if region.kept_name:
-            self._service_manager.drop(region.kept_name)
+            self._service_manager.remove_stored(region.kept_name)
             if self._other_server is not None:
                 self._other_server.ask(DROP, region.kept_name)
             region.kept_name = ""
@@ -197,7 +197,7 @@ class KeptRegions:
                 )
                 for fd in fds:
                     os.close(fd)
-                self._service_manager.drop(name)
+                self._service_manager.remove_stored(name)
             else:
                 region.kept_name = name
                 yield region

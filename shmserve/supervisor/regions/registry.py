@@ -360,7 +360,7 @@ class RegionRegistry:
                 if region.lease_holder == lease_holder and memory_id in (0, region.memory_id):
                     await self._withdraw(region)
 
-    async def drop_shrunk(self) -> None:
+    async def unregister_shrunk(self) -> None:
         """Unregister regions that lost pages, since a worker has accessed a missing page (SIGBUS).
 
         The next request that names such a region fails, since the name is unknown.

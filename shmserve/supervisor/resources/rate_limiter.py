@@ -266,8 +266,8 @@ class RateLimiter:
         instances = [] if record is None else record.instances.values()
         if any(self._fits(instance.needs.resources, used_counts) for instance in instances):
             return set()
-        needed = {resource for instance in instances for resource in instance.needs.resources}
-        return {holder.pid for holder in holders if not needed.isdisjoint(holder.needs.resources)}
+        resources = {resource for instance in instances for resource in instance.needs.resources}
+        return {h.pid for h in holders if not resources.isdisjoint(h.needs.resources)}
 
     def _grant(self) -> list[GrantedTicket]:
         granted_tickets: list[GrantedTicket] = []

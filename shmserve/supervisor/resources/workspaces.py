@@ -100,7 +100,7 @@ class WorkspacePool:
         self._free_list.free(offset)
         return self._grant()
 
-    def drop(self, pid: int) -> list[GrantedLease]:
+    def end_leases(self, pid: int) -> list[GrantedLease]:
         """End all leases and lease requests of a process that has exited."""
         for offset in [offset for offset, lease_pid in self._owners.items() if lease_pid == pid]:
             del self._owners[offset]
@@ -190,7 +190,7 @@ class Workspaces:
     def process_exited(self, pid: int) -> None:
         """End the leases and requests of a process that has exited."""
         for pool in self._pools.values():
-            self._send_granted(pool, pool.drop(pid))
+            self._send_granted(pool, pool.end_leases(pid))
 
     def close(self) -> None:
         """Release the memory. Mappings of a worker live on until the worker exits."""

@@ -37,7 +37,7 @@ def guarded_server(folder: Path) -> Iterator[Server]:
         "--load-model=identity",
         "--log-verbose=1",
     ]
-    with running(repository, *flags) as running_server:
+    with running(repository, *flags, grpc=True) as running_server:
         yield running_server
     assert not (folder / "socket").exists()
 
@@ -86,6 +86,9 @@ def test_the_shells_client_shows_a_token_and_a_header(
         assert client.run(["config", "identity", run_dir_flag, *f]) == 1
         assert f"http://0.0.0.0:{guarded_server.http_port}: " in (stderr := capsys.readouterr().err)
         assert text in stderr
+    assert client.run(["config", "identity", f"--url=grpc://{guarded_server.grpc_url}"]) == 1
+    error = "requires a known token: 'Authorization: Bearer TOKEN'; choose the file of a token with"
+    assert f"{error} --token-file\n" in capsys.readouterr().err
 
 
 def test_a_token_opens_its_scopes(http: Http) -> None:
@@ -221,6 +224,15 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
     finally:
         server.stop()
     assert not path.exists()
+
+
+def test_a_grpc_client_on_the_http_port_receives_the_grpc_port(guarded_server: Server) -> None:
+    with socket.create_connection(
+        ("127.0.0.1", guarded_server.http_port), timeout=10
+    ) as client_socket:
+        client_socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        with client_socket.makefile("rb") as file:
+            assert f"the gRPC port is {guarded_server.grpc_port})" in file.read().decode()
 
 
 PAGE = "https://app.example.com"

@@ -301,3 +301,20 @@ def test_tls_and_a_server_that_stops(tmp_path: Path, capsys: pytest.CaptureFixtu
         stopping.join()
         # The error depends on the moment of the stop.
         assert re.search("cannot be reached|no response|failed", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("arguments", [["simple"], ["counter", "--input=COUNT=[2]"]])
+def test_a_native_load_ends_with_its_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    repositories.add(tmp_path, "simple")
+    repositories.write(tmp_path, "counter", COUNTER_CONFIG, COUNTER_MODEL)
+    with running(tmp_path) as server:
+        stopping = threading.Timer(1.0, server.stop)
+        stopping.start()
+        flags = [*connection_flags(server, "native"), "--concurrency=4", "--window=60"]
+        assert main(["perf", *arguments, *flags]) == 1
+        stopping.join()
+    # The error depends on the moment of the stop.
+    expected_error = "server was closed before|server is no longer running"
+    assert re.search(expected_error, capsys.readouterr().err)

@@ -446,6 +446,25 @@ def test_a_file_that_is_no_image_and_a_host_without_pillow(
         encode(ModelTensor("X", "UINT8", (-1, -1, 3)), load_value("X", f"@{file}"))
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "client config m --url=",
+        "perf m --openai=chat --url=",
+        "top --once --metrics-url=",
+        "profile m --metrics-url=",
+    ],
+)
+def test_an_unauthorised_command_names_the_flag_of_the_token(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = b'{"error":"this server requires a known token"}'
+    head = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with reply_once(head + body) as port:
+        assert main([*command.split()[:-1], f"{command.split()[-1]}http://127.0.0.1:{port}"]) == 1
+    assert capsys.readouterr().err.endswith("; choose the file of a token with --token-file\n")
+
+
 def test_a_port_of_grpc_is_no_port_of_http(capsys: pytest.CaptureFixture[str]) -> None:
     with reply_once(b"\0\0\x06\x04\0\0\0\0\0\0\x05\0\0\x40\0") as port:
         assert client.run(["models", f"--url=http://127.0.0.1:{port}"]) == 1

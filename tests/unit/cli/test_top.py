@@ -12,6 +12,7 @@ from rich.console import Console, Group
 
 from shmserve.cli.top import Top, open_page
 from shmserve.errors import Unavailable
+from shmserve.protocols import TOKEN_HINT
 from tests.support.servers import reply_once
 from tests.unit.gateway.test_figures import build_rows, report
 
@@ -27,9 +28,9 @@ ENDED_EVENT = {
 @pytest.mark.parametrize(
     ("response", "error_text"),
     [
-        (b"HTTP/1.1 404 No\r\n\r\nNot Found", "Not Found; start a server by `shmserve serve`, or"),
-        (b'HTTP/1.1 401 No\r\n\r\n{"error": "who?"}', "who?; choose the file of a token with"),
-        (b"HTTP/1.1 403 No\r\n\r\n", "HTTP Error 403: No; choose the file of a token with"),
+        (b"HTTP/1.1 404 No\r\n\r\nNot Found", "HTTP Error 404: No; start a server by `shmserve"),
+        (b'HTTP/1.1 401 No\r\n\r\n{"error": "who?"}', f"who?{TOKEN_HINT}"),
+        (b"HTTP/1.1 403 No\r\n\r\n", "HTTP Error 403: No"),
         (b"\0\0\x18\4\0\0\0\r\n", "the response is not HTTP (gRPC has another port); start"),
         (b"", "Remote end closed connection without response; start a server by"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", "IncompleteRead(0 bytes read, 9 more"),

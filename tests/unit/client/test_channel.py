@@ -24,7 +24,7 @@ from shmserve.client.request.prepare import PLAIN, PackedRequest
 from shmserve.client.request.waiting import ThreadChannel
 from shmserve.client.server_state import ClientModel
 from shmserve.client.session import Session
-from shmserve.errors import Disconnected, Unavailable
+from shmserve.errors import Disconnected, NotFound, Unavailable
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import Welcome
@@ -98,6 +98,15 @@ def build_request(connection: ServerConnection) -> PackedRequest:
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0
     )
     return PackedRequest(ClientModel(model, connection.models), b"work", [], PLAIN)
+
+
+def test_a_model_of_an_ended_connection_is_not_unknown(connection: ServerConnection) -> None:
+    """A call may have got the connection before the server exited."""
+    with pytest.raises(NotFound, match="unknown model: 'm'"):
+        connection.models.resolve("m", "")
+    connection.close()
+    with pytest.raises(Disconnected, match="the server is no longer running"):
+        connection.models.resolve("m", "")
 
 
 def readable(fd: int) -> bool:

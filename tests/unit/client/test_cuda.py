@@ -123,7 +123,7 @@ class SupervisorContext:
         return m.Finished(submit.id, worker_reply.schema, worker_reply.data)
 
     def unmap_dropped(self) -> None:
-        """Take the news that a worker gets from the supervisor."""
+        """Handle the messages that a worker receives from the supervisor."""
         while self.processes.workers:
             dropped: MemoryDropped = self.processes.workers.pop(0)
             self.worker.context.mappings.unmap(dropped.memory_id)

@@ -12,7 +12,7 @@ from shmserve.common.names import DuplicateKeyError, reject_duplicate_keys
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.json import parser
 from shmserve.gateway.http.json.parser import loads, loads_large
-from shmserve.model_config.parse import from_json
+from shmserve.model_config.message_builder import from_json
 from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, add_sub, rig
 from tests.support.wire.raw_http import Http
 

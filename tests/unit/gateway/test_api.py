@@ -255,8 +255,14 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
     http.post(f"{path}/load", {"parameters": {"config": "{}", **files}}).ok()
     http.post(f"{path}/unload").ok()
     http.post(f"{path}/unload", {"parameters": {"unload_dependents": True}}).ok()
+    unpadded_files = {"file:1/model.py": "eA"}  # accepted by Triton, too
+    http.post(f"{path}/load", {"parameters": {"config": "{}", **unpadded_files}}).ok()
     loads = [(x.name, x.config, x.files) for x in gateway.received_of(m.LoadModel)]
-    assert loads == [("a.model", "", {}), ("a.model", "{}", {"1/model.py": contents})]
+    assert loads == [
+        ("a.model", "", {}),
+        ("a.model", "{}", {"1/model.py": contents}),
+        ("a.model", "{}", {"1/model.py": b"x"}),
+    ]
     unload_requests = [(x.name, x.unload_dependents) for x in gateway.received_of(m.UnloadModel)]
     assert unload_requests == [("a.model", False), ("a.model", True)]
 

@@ -58,10 +58,10 @@ def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
 def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
     for reader in (READER, OTHER_READER, READER):
         lend(memory, reader)
-    memory.drop_reader(READER)
+    memory.release_all(READER)
     assert len(memory._lent_tokens) == 1
-    memory.drop_reader(OTHER_READER)
-    memory.drop_reader(OTHER_READER)
+    memory.release_all(OTHER_READER)
+    memory.release_all(OTHER_READER)
     assert memory.used_bytes == 0
 
 

@@ -121,6 +121,13 @@ def test_the_servers_defaults_fill_only_unset_fields() -> None:
     assert not normalise(parse_pbtxt("max_batch_size: 2"), "m", 0).HasField("dynamic_batching")
 
 
+def test_the_servers_defaults_do_not_replace_the_zero_of_a_class() -> None:
+    defaults = ModelDefaults(max_batch_size=4)
+    config = parse_pbtxt('backend: "native"')
+    merged = merge_autocomplete(config, {"max_batch_size": 0})
+    assert normalise(merged, "m", 0, defaults).max_batch_size == 0
+
+
 @pytest.mark.parametrize(
     ("text", "key", "expected"),
     [

@@ -6,13 +6,21 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.client.request.channel import RequestChannel
+from shmserve.client.request.prepare import PLAIN, PackedRequest
+from shmserve.client.server_state import ServerState
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.messages.publications import ModelPublished
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.scheduler_client import NO_SCHEDULER
 from shmserve.perf.load import (
     SCHEDULES,
     LoadGenerator,
@@ -25,6 +33,7 @@ from shmserve.perf.load import (
 from shmserve.protocols import Credentials, LaneObserver, TransportError, servers
 from shmserve.protocols.connection import EventLoop
 from shmserve.protocols.http import HttpLaneFactory
+from shmserve.protocols.native import NativeLane
 from tests.support.servers import reply_once
 
 
@@ -117,6 +126,36 @@ def test_a_load_against_a_silent_server_ends(transport: InstantLaneFactory) -> N
     with pytest.raises(Unavailable, match=r"not responded within 0\.1 s"):
         probe(transport.loop, transport, None, 0.1)
     assert probe(transport.loop, transport, "error!", 5) == "error!"
+
+
+class LostServer(ServerState):
+    """A server whose only scheduler is lost, while the connection to its listener is open."""
+
+    def is_closed(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_requests_that_fail_at_once_are_counted(
+    transport: InstantLaneFactory, is_decoupled: bool
+) -> None:
+    """A native client's request fails before `send` returns if no scheduler serves its model."""
+    server = LostServer()
+    spec = ModelSpec.of({"name": "m", "max_batch_size": 0, "input": [], "output": []})
+    server.models.publish(ModelPublished("m", "1", spec, {}, "ipc://lost", True, True, 0.0, 0))
+    server.on_scheduler_lost("ipc://lost", "")
+    packed = PackedRequest(server.models.resolve("m", ""), b"work", [], PLAIN)
+    lanes: Any = SimpleNamespace(is_decoupled=is_decoupled, loop=transport.loop, connection=None)
+    lanes.session = SimpleNamespace(pack=lambda *_, **__: packed)
+    lanes.lane = partial(NativeLane, lanes)
+    lanes.channel = RequestChannel(server, lambda fd: None, lambda fd: None)
+    with contextlib.closing(lanes.channel):
+        generator = load(lanes, ["a"], 2)
+        generator.begin()
+        while generator.mark().failed < 4:
+            generator.run(0)
+        generator.finish()
+    assert set(generator.records.errors) == {NO_SCHEDULER}
 
 
 def lane_factory(port: int, loop: EventLoop) -> HttpLaneFactory:

@@ -3,14 +3,23 @@
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from shmserve.common.trace_settings import TraceSettings
+from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.control_requests import ChangeLogging, FindModel, IndexRepository
 from shmserve.ipc.messages.publications import Acknowledged, SchedulerLost
 from shmserve.ipc.transport.zmtp import Dealer
-from shmserve.supervisor.processes.control_socket import Acknowledgements, ControlSocket
+from shmserve.supervisor.processes.control_socket import (
+    Acknowledgements,
+    ControlSocket,
+    TraceControl,
+)
 from tests.rigs.arrivals import receive_arrived
 
 
@@ -89,6 +98,26 @@ async def test_a_message_of_another_role_is_refused(tmp_path: Path) -> None:
     worker.close()
     control.close()
     assert received == [FindModel(1, "m", "")]
+
+
+async def test_a_refused_trace_setting_leaves_no_settings_of_its_model() -> None:
+    """A new gateway or scheduler receives the settings only if they were changed."""
+    sent: list[Any] = []
+    control: Any = SimpleNamespace(
+        broadcast=lambda message, *roles: sent.append(message),
+        send=lambda address, message: sent.append(message),
+    )
+    tracing = TraceControl(control, TraceSettings())
+    for model in ("m", ""):
+        with pytest.raises(InvalidArgument, match="invalid trace setting"):
+            tracing.change(model, {"trace_level": ("TIMESTAMPS",)})
+    tracing.send_settings(1)
+    assert not sent
+    tracing.change("m", {"trace_rate": 5})
+    with pytest.raises(InvalidArgument, match="invalid trace setting"):
+        tracing.change("m", {"trace_level": ("TIMESTAMPS",), "trace_rate": 7})
+    assert tracing.change("m", {})["trace_rate"] == ["5"]
+    assert [[*message.settings] for message in sent] == [["", "m"]]
 
 
 async def test_every_connected_peer_must_acknowledge() -> None:

@@ -103,10 +103,10 @@ def test_memory_that_was_truncated_is_released_after_a_worker_died_of_it() -> No
         shared_memory = unpack_memory(memory.share(client, 8192, False, [os.dup(object_.fd)]))
         assert not shared_memory.sealed and not shared_memory.copied
         assert unpack_memory(memory.share(client, 4096, False, [os.dup(sealed_fd)])).sealed
-        memory.drop_shrunk()
+        memory.release_shrunk()
         assert len(memory) == 2
         os.ftruncate(object_.fd, 4096)
-        memory.drop_shrunk()
+        memory.release_shrunk()
         assert [region.memory_id != shared_memory.id for region in memory.all()] == [True]
         _, _, blamed, unregistered = events
         assert (blamed.name, blamed.reason) == (unregistered.name, unregistered.reason)

@@ -246,7 +246,7 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
                 if lease[0] != worker
             }
             waiting_requests = deque(lease for lease in waiting_requests if lease[0] != worker)
-            take(pool.drop(worker))
+            take(pool.end_leases(worker))
         check_leases(pool)
         assert len(pool._requests) == len(waiting_requests)
         assert leases or not waiting_requests  # if nothing is leased, no request waits
@@ -302,7 +302,7 @@ def test_only_the_owner_ends_a_lease() -> None:
     pool = open_pool()
     assert pool.ask(1, 7, POOL_SIZE) == [GrantedLease(1, 7, 0)]
     assert pool.ask(2, 8, 64) == [] and pool.release(2, 0) == []
-    assert pool.release(1, 64) == [] and pool.drop(1) == [GrantedLease(2, 8, 0)]
+    assert pool.release(1, 64) == [] and pool.end_leases(1) == [GrantedLease(2, 8, 0)]
 
 
 def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
@@ -313,6 +313,6 @@ def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
     assert pool.ask(2, 8, 64) == pool.ask(3, 9, 64) == []
     pool.close()
     assert not pool._owners and len(pool._requests) == 2
-    assert pool.release(1, 0) == pool.drop(2) == []
+    assert pool.release(1, 0) == pool.end_leases(2) == []
     check_leases(pool)
     assert pool.open(device_memory(2)) == [GrantedLease(3, 9, 0)]

@@ -803,9 +803,9 @@ def test_blocks_of_an_exited_reader_are_released() -> None:
     memory = OutputMemory(arena)
     for pid in (1, 2, 1):
         memory.allocate(pid, 1000)
-    memory.drop_reader(1)
+    memory.free_all(1)
     assert len(memory) == 1
-    memory.drop_reader(2)
+    memory.free_all(2)
     assert arena.used_bytes == 0
     arena.close()
 
@@ -819,15 +819,15 @@ def test_blocks_of_a_dead_reader_are_kept_until_the_scheduler_confirms_its_exit(
         memory.mark_sent()
         memory.record_exit(1)
         assert arena.used_bytes
-        memory.drop_reader(1)
+        memory.free_all(1)
         assert not arena.used_bytes
-        memory.drop_exited()
+        memory.free_exited()
         memory.allocate(1, 1000)  # for a new process with the same pid
-        memory.drop_exited()
+        memory.free_exited()
         assert arena.used_bytes
         memory.record_exit(1)
         memory.record_exit(2)
-        memory.drop_exited()
+        memory.free_exited()
         assert not arena.used_bytes and len(memory) == 0
     arena.close()
 
@@ -871,10 +871,10 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
     memory.release(FIRST_LOCAL_CLIENT, first_ranges)
     assert len(fill(FIRST_LOCAL_CLIENT)) == 16
     for reader in (FIRST_LOCAL_CLIENT, FIRST_LOCAL_CLIENT + 1, FIRST_LOCAL_CLIENT + 2, CLIENT_PID):
-        memory.drop_reader(reader)
+        memory.free_all(reader)
     assert arena.used_bytes == 0
     assert len(fill(FIRST_LOCAL_CLIENT)) == 32, "who has ended holds nothing"
-    memory.drop_reader(FIRST_LOCAL_CLIENT)
+    memory.free_all(FIRST_LOCAL_CLIENT)
     memory.allocate(FIRST_LOCAL_CLIENT, MIB)  # one output may be larger than a client's share
     arena.close()
 

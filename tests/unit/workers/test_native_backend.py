@@ -61,7 +61,7 @@ def test_the_example_is_served(worker: Rig) -> None:
     )
     completed = complete(worker, config)
     assert completed["max_batch_size"] == 32
-    assert completed["dynamic_batching"] == {"max_queue_delay_microseconds": 0}
+    assert completed["dynamic_batching"] == {}  # the server has the default of the delay
     assert completed["input"] == [tensor_config("image", "FP32", [-1, -1])]
     assert completed["output"] == [tensor_config("output", "FP32", [-1, -1])]
     serve(worker, config)
@@ -124,6 +124,10 @@ RESULTS = {
     ),
     "typed dict with a key less": ("class R(TypedDict):\n    score: Required[FP32[Tensor, 1]]\n"
         "    label: INT64[Tensor, 1]\n    more: NotRequired[FP32[Tensor, 1]]\n", "R",
+        "{'label': x.long(), 'score': x}", ("score", "label")),
+    "typed dict with annotations that are strings": ("class R(TypedDict, total=False):\n"
+        "    score: 'Required[FP32[Tensor, 1]]'\n    label: INT64[Tensor, 1]\n"
+        "class S(R):\n    more: 'NotRequired[FP32[Tensor, 1]]'\n", "S",
         "{'label': x.long(), 'score': x}", ("score", "label")),
 }  # fmt: skip
 

@@ -404,6 +404,33 @@ def test_a_model_reports_whether_it_is_ready(
             model.backend.is_ready()
 
 
+def test_is_ready_runs_in_the_loop_of_execute(model: Model) -> None:
+    """An object of a model, such as a connection, may belong to the loop."""
+    model.serve("""
+        loops = set()
+        async def execute(self, requests):
+            self.loops.add(asyncio.get_running_loop())
+            return [response(given(r)) for r in requests]
+        async def is_ready(self):
+            self.loops.add(asyncio.get_running_loop())
+            return len(self.loops) == 1
+        """)
+    assert model.infer(1) == [[1]] and model.backend.is_ready() and model.infer(2) == [[2]]
+
+
+def test_a_readiness_check_that_is_no_coroutine_leaves_batches_in_their_thread(
+    model: Model,
+) -> None:
+    model.serve("""
+        async def execute(self, requests):
+            self.thread = threading.get_ident()
+            return [response(given(r)) for r in requests]
+        def is_ready(self):
+            return self.thread == threading.get_ident()
+        """)
+    assert model.infer(1) == [[1]] and model.backend.is_ready()
+
+
 def test_an_attribute_named_is_ready_is_not_called(model: Model) -> None:
     model.serve("is_ready = True\ndef execute(self, requests): pass")
     assert not model.backend.checks_ready

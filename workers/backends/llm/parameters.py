@@ -59,7 +59,11 @@ _NOT_WITH_BEAM_SEARCH = (
     "grammar"
 )
 # Parameters that are read elsewhere, or have no effect on a text.
-_IGNORED_NAMES = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PARAMETERS)
+# Triton, too, sends the id of a request of `generate` to the model.
+_IGNORED_NAMES = (
+    *("model", "exclude_input_in_output", "timeout", "explain", "id"),
+    *IGNORED_PARAMETERS,
+)
 # The parameters that generation_config.json or config.json may set for all requests.
 _PRESETS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
@@ -453,8 +457,8 @@ def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
     allowed_text = f"an object with one of {', '.join(_CONSTRAINTS)}"
     members = _decode_json(value, allowed_text)
     _check(isinstance(members, dict), allowed_text)
-    given = {key: option for key, option in members.items() if option is not None}
-    enabled = {key: given[key] for key in given if key not in _BOOLEANS or given[key] is not False}
+    members = {k: v for k, v in members.items() if v is not None}
+    enabled = {k: v for k, v in members.items() if k not in _BOOLEANS or v is not False}
     constraint_names = [key for key in enabled if key in _CONSTRAINTS]
     unknown_names = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTION_NAMES]
     options_text = f"{allowed_text}, and optionally {', '.join(_OPTION_NAMES)}"
@@ -462,7 +466,8 @@ def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
     kind = constraint_names[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
     for key in _BOOLEANS:
-        _check(isinstance(given.get(key, True), bool), f"an object in which {key} is true or false")
+        is_boolean = isinstance(members.get(key, True), bool)
+        _check(is_boolean, f"an object in which {key} is true or false")
     options: dict[str, Any] = {}
     if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False

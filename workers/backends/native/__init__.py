@@ -70,6 +70,7 @@ class NativeBackend(Backend):
         self._model: Any = None
         self._streams: GeneratorStreams | None = None
         self._exit_stack = contextlib.ExitStack()
+        self._event_loop = EventLoopThread(inference_mode)
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add inputs and outputs from the annotations, and batching from the attributes."""
@@ -111,8 +112,10 @@ class NativeBackend(Backend):
             limit = max(1, declaration.whole_number(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(limit)})
         elif completed["max_batch_size"] > 1 and not completed_spec.has_scheduler:
-            delay_us = declaration.whole_number(model, "max_queue_delay_us", 0)
-            completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay_us}
+            completed["dynamic_batching"] = {}
+            if hasattr(model, "max_queue_delay_us"):  # otherwise the server's default applies
+                delay_us = declaration.whole_number(model, "max_queue_delay_us", 0)
+                completed["dynamic_batching"]["max_queue_delay_microseconds"] = delay_us
         return completed
 
     def load(self, config: ModelSpec) -> None:
@@ -146,7 +149,7 @@ class NativeBackend(Backend):
                 lambda **inputs: self._model.predict(**inputs),
                 self._respond,
                 max_streams,
-                lambda: self._event_loop,
+                self._event_loop,
             )
             self._exit_stack.callback(self._streams.close)
         if hasattr(self._model, "load"):
@@ -203,12 +206,6 @@ class NativeBackend(Backend):
         return self._coroutines.run(result)
 
     @cached_property
-    def _event_loop(self) -> EventLoopThread:
-        loop = EventLoopThread(inference_mode)
-        self._exit_stack.callback(loop.close)
-        return loop
-
-    @cached_property
     def _coroutines(self) -> asyncio.Runner:
         return self._exit_stack.enter_context(asyncio.Runner())
 
@@ -218,6 +215,7 @@ class NativeBackend(Backend):
         needs_loop = asyncio.iscoroutinefunction(unload)
         if unload is not None and needs_loop:
             self._await(unload())
+        self._event_loop.close()
         self._exit_stack.close()
         if unload is not None and not needs_loop:
             unload()
@@ -232,8 +230,9 @@ class NativeBackend(Backend):
             model = getattr(module, name, None)
             if not isinstance(model, type):
                 classes = {key: v for key, v in vars(module).items() if isinstance(v, type)}
-                own = [key for key, v in classes.items() if v.__module__ == module.__name__]
-                hint = suggestion(name, classes) or (own and f" (it has {', '.join(own)})") or ""
+                own_classes = [key for key, v in classes.items() if v.__module__ == module.__name__]
+                found_text = f" (it has {', '.join(own_classes)})" if own_classes else ""
+                hint = suggestion(name, classes) or found_text
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{hint}")
             declaration.adopt_forward(model)
             self._model_class = model
@@ -311,8 +310,8 @@ Respond = Callable[[Request, Any], Response]
 class GeneratorStreams:
     """The running iterators, each returned by `predict` for one request.
 
-    `respond(request, yielded)` returns the response for a yielded value, and
-    `get_event_loop()` the loop of asynchronous iterators.
+    `respond(request, yielded)` returns the response for a yielded value. `event_loop` runs
+    asynchronous iterators.
     """
 
     def __init__(
@@ -320,11 +319,11 @@ class GeneratorStreams:
         predict: Callable[..., Any],
         respond: Respond,
         max_streams: int,
-        get_event_loop: Callable[[], EventLoopThread],
+        event_loop: EventLoopThread,
     ) -> None:
         self._predict = predict
         self._respond = respond
-        self._get_event_loop = get_event_loop
+        self._event_loop = event_loop
         self._free_slots = max_streams  # number of slots
         self._waiting_streams: deque[tuple[OutputStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
@@ -349,7 +348,7 @@ class GeneratorStreams:
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
                 relay_coroutine = self._relay_async(iterator, stream)
-                future = self._get_event_loop().run(relay_coroutine, stream.fail_raised)
+                future = self._event_loop.run(relay_coroutine, stream.fail_raised)
                 stream.on_cancel(future.cancel)
                 future.add_done_callback(lambda _: self._finish(stream))
             else:

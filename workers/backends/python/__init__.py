@@ -14,6 +14,7 @@ import gc
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import logging
 import sys
@@ -163,9 +164,9 @@ class PythonBackend(Backend):
         Raises:
             Internal: The result is not a bool.
         """
-        return check_ready(
-            self._model, self._decoupled_execution.run if self._decoupled_execution else asyncio.run
-        )
+        execution = self._decoupled_execution or self._execution
+        assert execution is not None
+        return check_ready(self._model, execution.run)
 
     def _metrics_changed(self, at_once: bool) -> None:
         self.context.control.wake()
@@ -279,20 +280,41 @@ def _misuse_error(instance: str, problem: str) -> Internal:
     return Internal(f"Failed to process the request(s) for model '{instance}', message: {problem}")
 
 
-class PythonExecution:
-    """The execution of a model that is not decoupled.
+class _Execution:
+    """The calls of a model, whose coroutines run in an event loop with a thread of its own.
 
-    If its `execute` is a coroutine function, one event loop runs the coroutines. An `iterative`
-    model may reschedule a request once.
+    An `iterative` model may reschedule a request once.
     """
 
     def __init__(self, context: ModelContext, model: Any, is_iterative: bool = False) -> None:
         self._context = context
         self._model = model
         self._is_iterative = is_iterative
+        self._loop = EventLoopThread()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine of the model; return its result or raise its exception."""
+        return self._loop.wait(coroutine)
+
+    def close(self) -> None:
+        """Close the event loop."""
+        self._loop.close()
+
+
+class PythonExecution(_Execution):
+    """The execution of a model that is not decoupled.
+
+    If its `execute` is a coroutine function, one event loop runs the coroutines.
+    """
+
+    def __init__(self, context: ModelContext, model: Any, is_iterative: bool = False) -> None:
+        super().__init__(context, model, is_iterative)
         self._instance_name = context.instance_name
         self._lender = Lender(context.model_name, context.mappings, context.copy_counter)
         self._runner: asyncio.Runner | None = None
+        # A readiness check cannot use the `asyncio.Runner` of the thread of the batches.
+        is_ready = getattr(model, "is_ready", None)
+        self._runs_in_loop_thread = inspect.iscoroutinefunction(is_ready)
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Call the model, and return a response for each request.
@@ -319,14 +341,16 @@ class PythonExecution:
         _detach_kept_inputs(requests, received_requests)
         return responses
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine of the model; return its result or raise its exception."""
+    def _run_in_batch(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine of `execute`; return its result or raise its exception."""
+        if self._runs_in_loop_thread:
+            return self.run(coroutine)
         if self._runner is None:
             self._runner = asyncio.Runner()
         return self._runner.run(coroutine)
 
     def close(self) -> None:
-        """Close the event loop."""
+        super().close()
         if self._runner is not None:
             self._runner.close()
 
@@ -358,7 +382,7 @@ class PythonExecution:
     def _as_list(self, returned: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
         """Return the list that `execute`, or its coroutine, has returned."""
         if isinstance(returned, Coroutine):
-            returned = self.run(returned)
+            returned = self._run_in_batch(returned)
         if returned is None and all(
             request.outbox is not None or request.is_rescheduled for request in received_requests
         ):
@@ -401,7 +425,7 @@ class PythonExecution:
     def _await_senders(self, outboxes: Sequence[SingleResponse]) -> None:
         """Wait for responses that threads of the model, or tasks of its loop, send."""
         if self._runner is not None and not all(outbox.done_event.is_set() for outbox in outboxes):
-            self.run(_wait_for_senders(outboxes))
+            self._runner.run(_wait_for_senders(outboxes))
         for outbox in outboxes:
             outbox.done_event.wait()
         for outbox in outboxes:
@@ -416,18 +440,11 @@ class PythonExecution:
         return responses if len(responses) == len(received_requests) else []
 
 
-class DecoupledExecution:
+class DecoupledExecution(_Execution):
     """The execution of a decoupled model, whose responses may outlast the batch.
 
-    If its `execute` is a coroutine function, the coroutines run concurrently in an event loop with
-    a thread of its own. An `iterative` model may reschedule a request once.
+    If its `execute` is a coroutine function, the coroutines of several batches run concurrently.
     """
-
-    def __init__(self, context: ModelContext, model: Any, is_iterative: bool = False) -> None:
-        self._context = context
-        self._model = model
-        self._is_iterative = is_iterative
-        self._loop: EventLoopThread | None = None
 
     def execute(self, streams: list[OutputStream]) -> None:
         """Call the model's `execute`.
@@ -442,7 +459,7 @@ class DecoupledExecution:
         received_requests = [DecoupledRequest(stream) for stream in streams]
         returned = self._model.execute(list(received_requests))
         if isinstance(returned, Coroutine):
-            self._running_loop().run(returned, partial(_fail_all, streams))
+            self._loop.run(returned, partial(_fail_all, streams))
         elif returned is not None:
             instance = self._context.instance_name
             raise _misuse_error(
@@ -455,20 +472,6 @@ class DecoupledExecution:
                 stream.reschedule()
             elif request.is_rescheduled:
                 stream.fail(Internal(_NOT_ITERATIVE_TEXT))
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine of the model; return its result or raise its exception."""
-        return self._running_loop().wait(coroutine)
-
-    def close(self) -> None:
-        """Close the event loop."""
-        if self._loop is not None:
-            self._loop.close()
-
-    def _running_loop(self) -> EventLoopThread:
-        if self._loop is None:
-            self._loop = EventLoopThread()
-        return self._loop
 
 
 def _fail_all(streams: Sequence[OutputStream], error: BaseException) -> None:

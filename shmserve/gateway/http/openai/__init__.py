@@ -23,7 +23,8 @@ messages between processes:
     2. gateway/http/response_queue.py       submits the request by gateway/inference/in_flight.py
                                             (Submit), and then collects its responses
 
-    3. scheduler/batching.py                queues the request
+    3. scheduler/batching.py                queues the request, which hosting/host.py has received
+                                            and front.py has passed on
 
     4. scheduler/generative/dispatch.py     assigns the request to a worker (Prepare)
 

@@ -252,7 +252,7 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     if tokens == []:
         return json_response({"prompt": ""})
     if type(tokens) is not Packed and not are_tokens(tokens):
-        raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
+        raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens (integers)")
     tokens_input, max_tokens = bodies.prompt_input(tokens, "tokens"), model.max_model_len
     if max_tokens and tokens_input.count > max_tokens:
         text = prompt_too_long(max_tokens, f"{tokens_input.count} tokens exceed this limit")

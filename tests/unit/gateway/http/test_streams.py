@@ -310,10 +310,15 @@ def test_errors_before_the_submission(gateway: Rig, scheduler: Scheduler, verb: 
         reply = http.post(path, body, headers)
         assert (reply.status, reply.error) == (status, text)
         assert reply.headers["Content-Type"] == "application/json"
-    for duplicated_body in (b'{"IN": 1, "parameters": {"IN": 1}}', b'{"IN": 1, "IN": 1}'):
-        reply = http.post(path, duplicated_body)
-        assert reply.status == 400
-        assert reply.error == "[request id: <id_unknown>] input 'IN' already exists in request"
+    for body_text, prefix in (
+        ('{"IN": 1, "IN": 1}', "[request id: <id_unknown>]"),
+        ('{"parameters": {"IN": 1}, "IN": 1, "id": "a"}', "[request id: a]"),
+        ('{"IN": 1, "parameters": {"IN": 1}}',
+         "Converting keyword: 'parameters': [request id: <id_unknown>]"),
+    ):  # fmt: skip
+        reply = http.post(path, body_text.encode())
+        expected_error = f"{prefix} input 'IN' already exists in request"
+        assert (reply.status, reply.error) == (400, expected_error)
     unknown_reply = http.post(f"/v2/models/nope/{verb}", {"IN": 1})
     assert unknown_reply.status == 404
     assert unknown_reply.error == "Request for unknown model: 'nope' is not found"

@@ -241,6 +241,35 @@ def test_incomplete_files_do_not_hinder_the_load(
     assert f"'{folder.parent}/other' is skipped: it is a link whose target" in caplog.text
 
 
+@pytest.mark.parametrize("suffix", ["onnx", "pt", "pt2", "safetensors", "json"])
+@pytest.mark.parametrize(
+    ("contents", "expected_text"),
+    [
+        (b"\n <!DOCTYPE html>" + bytes(4096), "a web page, not the file: download"),
+        (b"<HTML><body>Sign in</body></HTML>", "a web page, not the file: download"),
+        (b'<?xml version="1.0"?><Error>', "a web page, not the file: download"),
+        (b"", "empty: copy or download it again"),
+        (POINTER, "a Git LFS pointer, not the file: run 'git lfs pull' in the clone"),
+        (b"<\0\0\0\0\0\0\0{}", None),
+        (b"\x08\x07", None),
+    ],
+)
+def test_a_file_without_its_contents_is_named(
+    tmp_path: Path, suffix: str, contents: bytes, expected_text: str | None
+) -> None:
+    file = tmp_path / "1" / f"model.{suffix}"
+    file.parent.mkdir()
+    file.write_bytes(contents)
+    for name in ("README.html", "1/__init__.py"):
+        (tmp_path / name).write_bytes(b"<html>" if "html" in name else b"")
+    texts = incomplete_files(tmp_path, [1])
+    if expected_text is None:
+        assert not texts
+    else:
+        (text,) = texts
+        assert text.startswith(f"'1/{file.name}' is {expected_text}")
+
+
 def test_a_configuration_without_its_contents_is_named(tmp_path: Path) -> None:
     load_planner = planner(tmp_path, POINTER.decode())
     assert "('config.pbtxt' is a Git LFS pointer, not the file" in refusal(load_planner).message

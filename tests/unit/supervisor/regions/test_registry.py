@@ -91,7 +91,7 @@ async def test_a_region_in_use_is_withdrawn_when_its_use_ends(key: str, end_caus
         draining_regions.gateway_exited(8)
     else:
         os.truncate(f"/dev/shm{key}", 0)
-        await rig.registry.drop_shrunk()
+        await rig.registry.unregister_shrunk()
     await asyncio.sleep(0)
     assert rig.published[2] == RegionWithdrawn("r", memory_id, 1)
     draining_regions.record_release(7, memory_id)

@@ -362,7 +362,7 @@ def padded_count(count: int) -> int:
 
 
 class Attention:
-    """Attention with one call for each run, on any device."""
+    """Attention on any device, with one call of torch's kernel for each `Run` of a pass."""
 
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
@@ -411,7 +411,7 @@ class Attention:
 
 
 class SparseAttention(Attention):
-    """Attention on CPUs: decode rows are computed together, and other rows run by run."""
+    """Attention on CPUs: decode rows are computed together, the other rows `Run` by `Run`."""
 
     def for_rows(self, rows: Pass) -> Attend:
         cache = self._cache

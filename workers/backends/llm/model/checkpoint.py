@@ -112,6 +112,7 @@ _INTEGER, _TEXT = ((int,), "an integer"), ((str,), "a string")
 _TOKENS_FIELD = ((list, dict), "a list or an object")
 _TOKEN = ((str, dict), "a string or an object")
 _IDS = ((int, list), "an integer or a list of integers")
+_TEMPLATES = ((str, list, dict), "a string, a list or an object")
 # The types of the fields of each file, and of `quantization_config`, with a description. A null
 # means an absent field.
 _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
@@ -135,7 +136,7 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
         _TOKENS_FIELD: "extra_special_tokens",
         _TEXT: "tokenizer_class",
         _TOKEN: _SPECIAL_TOKEN_NAMES,
-        ((str, list, dict), "a string, a list or an object"): "chat_template",
+        _TEMPLATES: "chat_template",
     },
     "special_tokens_map.json": {
         _LIST: "additional_special_tokens",
@@ -143,6 +144,7 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
         _TOKEN: _SPECIAL_TOKEN_NAMES,
     },
     "generation_config.json": {_IDS: "eos_token_id", _INTEGER: "max_new_tokens"},
+    "chat_template.json": {_TEMPLATES: "chat_template"},
     _INDEX_FILE: {_OBJECT: "weight_map"},
 }
 # Patterns of files that other programs read instead of a required file.
@@ -188,7 +190,7 @@ class Checkpoint:
         """Return the checkpoint in a folder. Raises InvalidArgument with all problems."""
         problems: list[str] = []
         config = read_json(path / "config.json", problems)
-        architecture = Architecture.of(config, problems) if config else None
+        architecture = Architecture.of(config, problems) if config or not problems else None
         settings = read_json(path / "tokenizer_config.json", problems, is_optional=True)
         tokenizer = _read_tokenizer(path, settings, config, problems)
         stored_tensors = _read_headers(path, problems)
@@ -307,8 +309,11 @@ def _add_pointers(path: Path, problems: list[str]) -> None:
 
 
 def _is_pointer(file: Path) -> bool:
-    with file.open("rb") as content:
-        return content.read(len(_LFS_POINTER_START)) == _LFS_POINTER_START
+    try:
+        with file.open("rb") as content:
+            return content.read(len(_LFS_POINTER_START)) == _LFS_POINTER_START
+    except OSError:  # the problem of the file already has the reason
+        return False
 
 
 def _read_tokenizer(
@@ -364,8 +369,9 @@ def _merge_special_tokens(settings: dict[str, Any], special_map: dict[str, Any])
     Returns:
         The unnamed special tokens that are also special in added_tokens.json, as in transformers.
     """
-    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, special_map)]
-    special_tokens = settings.pop("extra_special_tokens", None) or lists[0]
+    older_tokens = settings.pop("additional_special_tokens", None)
+    older_map_tokens = special_map.pop("additional_special_tokens", None)
+    special_tokens = settings.pop("extra_special_tokens", None) or older_tokens
     map_tokens = special_map.pop("extra_special_tokens", None)
     settings |= special_map
     texts: list[Any] = []
@@ -376,7 +382,7 @@ def _merge_special_tokens(settings: dict[str, Any], special_map: dict[str, Any])
             texts += tokens or []
     listed_tokens = texts
     if not isinstance(special_tokens, list) and not isinstance(map_tokens, list):
-        texts = lists[1] or lists[0] or []
+        texts = older_map_tokens or older_tokens or []
     settings |= settings.get("model_specific_special_tokens") or {}
     settings["extra_special_tokens"] = texts
     return listed_tokens
@@ -533,10 +539,12 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
 
     In files of a model without a head, the names lack the prefix `model.`.
     """
+    problem_count, list_name = len(problems), _SINGLE_FILE
     if (path / _SINGLE_FILE).exists():
         shards = [_SINGLE_FILE]
     elif (path / _INDEX_FILE).exists():
-        weight_map = read_json(path / _INDEX_FILE, problems).get("weight_map", {})
+        list_name = _INDEX_FILE
+        weight_map = read_json(path / _INDEX_FILE, problems).get("weight_map") or {}
         shards = sorted({str(shard) for shard in weight_map.values()})
     else:
         problems.append(_describe_missing(path / _SINGLE_FILE))
@@ -544,18 +552,25 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
     weights: dict[str, StoredTensor] = {}
     for shard in shards:
         file_path = path / shard
-        if Path(shard).is_absolute() or ".." in Path(shard).parts:
-            problems.append(f"{_INDEX_FILE}: weight_map: '{shard}' is not in the folder")
+        is_outside = Path(shard).is_absolute() or ".." in Path(shard).parts
+        is_file_name = shard.isprintable() and not os.path.isdir(file_path)
+        if list_name == _INDEX_FILE and (is_outside or not is_file_name):
+            name_text = f"'{clip(shard)}'"
+            problems.append(f"{_INDEX_FILE}: weight_map: {name_text} is not a file in the folder")
             continue
         try:
-            with safe_open(file_path, "pt") as file:
+            # `safe_open` reports every file that it cannot open as missing.
+            with file_path.open("rb"), safe_open(file_path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - no mapping
                     tensor = file.get_slice(name)
                     shape = tuple(tensor.get_shape())
                     weights[name] = StoredTensor(file_path, name, shape, str(tensor.get_dtype()))
         except (OSError, SafetensorError) as error:
             # Clients see the error, and must not see paths of the server.
-            problems.append(f"{shard} cannot be read: {error}".replace(f": {file_path}", ""))
+            error_text = getattr(error, "strerror", "") or str(error).replace(f": {file_path}", "")
+            problems.append(f"{clip(shard)} cannot be read: {error_text}")
+    if not weights and len(problems) == problem_count:
+        problems.append(f"{list_name}: no tensors found")
     if "norm.weight" in weights:
         weights |= {f"model.{name}": tensor for name, tensor in weights.items()}
     return weights
@@ -643,19 +658,22 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
         except FileNotFoundError:
             if file.is_symlink():
                 problems.append(_describe_missing(file))
+        except OSError as error:
+            problems.append(f"{file.name} cannot be read: {error.strerror}")
         except ValueError:
             problems.append(f"{file.name} is not UTF-8 text")
-    setting = settings.get("chat_template")
+    setting, source = settings.get("chat_template"), "tokenizer_config.json"
     if not templates and not setting:
-        document = read_json(path / "chat_template.json", problems, is_optional=True)
-        setting = document.get("chat_template")
+        source = "chat_template.json"
+        setting = read_json(path / source, problems, is_optional=True).get("chat_template")
     if not templates and isinstance(setting, list):
         named_templates = [template for template in setting if isinstance(template, dict)]
         if len(named_templates) < len(setting):
-            text = "tokenizer_config.json: chat_template: an item of the list is not an object"
-            problems.append(text)
+            problems.append(f"{source}: chat_template: an item of the list is not an object")
         setting = {template.get("name"): template.get("template") for template in named_templates}
     if not templates and isinstance(setting, dict):
+        if not all(isinstance(text, str) for item in setting.items() for text in item):
+            problems.append(f"{source}: chat_template: a name or a template is not a string")
         return {str(name): str(template) for name, template in setting.items()}
     return templates or ({"default": str(setting)} if setting else {})
 

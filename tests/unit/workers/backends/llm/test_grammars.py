@@ -127,6 +127,9 @@ def test_limits_of_large_integers_hold(
         ({"exclusiveMaximum": 0, "minimum": -0.5}, [-0.25], [0, -0.75]),
         ({"exclusiveMinimum": -1, "exclusiveMaximum": 1}, [0, 0.5, -0.5], [-1, 1]),
         ({"minimum": 0.5, "exclusiveMinimum": True, "maximum": 1.5}, [1], [2]),
+        ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, [0.25, 0.5], [0, 0.75]),
+        ({"minimum": -3, "exclusiveMinimum": False, "maximum": 0.5}, [-3, 0, 0.25], [0.75]),
+        ({"exclusiveMinimum": 0, "maximum": 5, "exclusiveMaximum": False}, [0.5, 5], [0, 6]),
     ],
 )
 def test_a_number_is_not_an_exclusive_limit(
@@ -136,6 +139,16 @@ def test_a_number_is_not_an_exclusive_limit(
     assert [value for value in valid_values + invalid_values if accepts(schema, value)] == (
         valid_values
     )
+
+
+@pytest.mark.parametrize(
+    "limits", [{"exclusiveMinimum": "0", "maximum": 1}, {"exclusiveMinimum": 0, "maximum": "1"}]
+)
+def test_a_limit_that_is_not_a_number_is_named(limits: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"Expected f64 for '\w+', got"):
+        accepts({"type": "number", **limits}, 0)
+    # The values of keywords that are not JSON Schema's may be of any type.
+    assert accepts({"type": "number", "x-limits": {"exclusiveMinimum": {}, "maximum": 1}}, 0)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +210,31 @@ def test_keywords_have_their_types(schema: dict[str, Any], error: str) -> None:
             match=f"tools: the parameters of a tool cannot be compiled to a grammar: {error}",
         ):
             Lark({}).json(schema)
+
+
+@pytest.mark.parametrize(
+    ("divisors", "is_allowed"),
+    [
+        ([19_997], True),
+        ([999_983], False),
+        ([601, 607], False),
+        ([1e6, 131_072, 3], True),
+        ([0.01, 0.25, 7, 60], True),
+    ],
+)
+@pytest.mark.parametrize("compact", [True, False])
+def test_divisors_that_need_many_states_are_refused(
+    divisors: list[float], is_allowed: bool, compact: bool
+) -> None:
+    schema = {"anyOf": [{"type": "integer", "multipleOf": divisor} for divisor in divisors]}
+    text = json.dumps(schema, separators=(",", ":") if compact else None)
+    for grammar in (("json_schema", text), ("grammar", f"start: %json {text}")):
+        for message_grammar in ("", "start: @body"):
+            if is_allowed:
+                GRAMMARS.matcher(grammar, message_grammar)
+                continue
+            with pytest.raises(InvalidArgument, match="above the limit of 20000"):
+                GRAMMARS.matcher(grammar, message_grammar)
 
 
 def test_a_uuid_has_its_version() -> None:
