@@ -134,7 +134,8 @@ class AttachedSegment(Segment):
             os.posix_fallocate(fd, 0, self.size)
             self._set_mapping(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
         except OSError as error:
-            raise Unavailable(f"the memory cannot be mapped: {error}") from error
+            text = f"{self.size} bytes of attached memory cannot be reserved and mapped: {error}"
+            raise Unavailable(f"{text}; free memory, or raise the limit") from error
 
 
 AnySegment = Segment | DeviceSegment

@@ -110,7 +110,7 @@ class Instances:
         self._instances = expand_instances(self.config)
 
     def adopt_count(self, replaced: Instances) -> None:
-        """Start as many instances as the replaced version has, if it is scaled automatically."""
+        """Use the replaced version's number of instances if the autoscaler has chosen it."""
         if bounds_of(replaced.config) is not None:
             self._replaced_count = replaced.count
             self._instances = expand_instances(self.config, self._replaced_count)

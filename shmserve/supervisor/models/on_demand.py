@@ -53,7 +53,7 @@ class Resident(NamedTuple):
     name: str
     byte_size: int
     last_used_ns: int
-    must_stay: bool = False  # whether it must not be unloaded now
+    must_stay: bool = False  # whether the model must not be unloaded now
     idle_limit_ns: int = 0  # 0: no limit
     ensembles: frozenset[str] = frozenset()
 

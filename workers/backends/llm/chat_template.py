@@ -165,15 +165,16 @@ class _CompiledTemplate(NamedTuple):
     """A compiled template and its properties.
 
     Attributes:
-        iterates_parts: Whether it iterates over the parts of a content.
-        distinguishes_parts: Whether it distinguishes a list of parts from a string.
-        has_developer_role: Whether it has the role `developer`; else that role becomes `system`.
-        names_content: Whether it contains the name `content`.
-        names_thinking: Whether it contains a tag or a variable of reasoning.
-        checks_content: Whether it checks that a message has a content.
-        checks_null: Whether it checks that a content is null.
-        takes_argument_text: Whether it writes the arguments of a call as a text.
-        requires_tool_name: Whether it rejects a tool's message without the name of the tool.
+        iterates_parts: Whether the template iterates over the parts of a content.
+        distinguishes_parts: Whether the template distinguishes a list of parts from a string.
+        has_developer_role: Whether the template has the role `developer`; else that role becomes
+            `system`.
+        names_content: Whether the template contains the name `content`.
+        names_thinking: Whether the template contains a tag or a variable of reasoning.
+        checks_content: Whether the template checks that a message has a content.
+        checks_null: Whether the template checks that a content is null.
+        takes_argument_text: Whether the template writes the arguments of a call as a text.
+        requires_tool_name: Whether the template rejects tools' messages without a tool's name.
         variables: The names of its variables.
     """
 

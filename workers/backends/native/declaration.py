@@ -60,8 +60,8 @@ class Parameter:
 
     name: str
     type: TensorType
-    is_numpy: bool  # whether it receives a numpy array
-    optional: bool  # whether it has a default
+    is_numpy: bool  # whether `predict` receives a numpy array
+    optional: bool  # whether the parameter has a default
 
 
 @dataclass(frozen=True, slots=True)

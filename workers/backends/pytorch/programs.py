@@ -63,9 +63,9 @@ class Argument:
     """
 
     name: str
-    required: bool = True  # whether it has no default
+    required: bool = True  # whether the argument has no default
     is_keyword_only: bool = False
-    is_text: bool = False  # whether it is a list of strings
+    is_text: bool = False  # whether the argument is a list of strings
 
 
 class ArgumentBinding:
