@@ -521,7 +521,10 @@ class Instances:
                 was_killed = child is not None and child.was_killed
                 instance.failed_loads += not was_killed
                 text = "\n".join((error.message, *getattr(error, "__notes__", ())))
-                logger.error("instance '%s' could not be restarted: %s", instance.name, text)
+                failures = f"counted failures: {instance.failed_loads} of {_MAX_FAILED_LOADS}"
+                logger.error(
+                    "instance '%s' could not be restarted (%s): %s", instance.name, failures, text
+                )
                 if instance.failed_loads < _MAX_FAILED_LOADS:
                     pause_s = self._pause_s(instance, child, 0)
                     continue

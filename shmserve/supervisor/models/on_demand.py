@@ -216,7 +216,8 @@ class OnDemand:
                 outcome = error
             else:
                 outcome = Internal()
-                logger.exception("model '%s' could not be loaded on demand", name)
+                text = "model '%s' could not be loaded on demand; its next request tries again"
+                logger.exception(text, name)
         finally:
             del self._loads[name]
             load.set_result(outcome)
