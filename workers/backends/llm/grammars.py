@@ -437,18 +437,18 @@ def _exclude_limits(schema: dict[str, Any]) -> None:
 
     These are whole numbers with another limit less than 1 away, as in 0 < x <= 0.5.
     """
+    keys = (*_MINIMA, *_MAXIMA)
+    limits = {key: schema[key] for key in keys if type(schema.get(key)) in (int, float)}
     for key, inclusive_key, other_keys, sign in (
         ("exclusiveMinimum", "minimum", _MAXIMA, 1),
         ("exclusiveMaximum", "maximum", _MINIMA, -1),
     ):
-        limit, *other_limits = (schema.get(name, math.nan) for name in (key, *other_keys))
-        if (
-            limit is not True
-            and limit % 1 == 0
-            and any(sign * (other - limit) < 1 for other in other_limits)
-        ):
+        # In draft 4 of JSON Schema, the exclusive keyword is a bool.
+        limit = limits.get(inclusive_key if schema.get(key) is True else key, math.nan)
+        other_limits = (limits[other] for other in other_keys if other in limits)
+        if limit % 1 == 0 and any(sign * (other - limit) < 1 for other in other_limits):
             excluding = limit + sign * max(1e-9, math.ulp(limit))
-            inclusive_limit = schema.get(inclusive_key, excluding)
+            inclusive_limit = limits.get(inclusive_key, excluding)
             schema[inclusive_key] = max(excluding, inclusive_limit, key=lambda x: sign * x)
             del schema[key]
 

@@ -14,6 +14,7 @@ import gc
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import logging
 import sys
@@ -290,6 +291,7 @@ class _Execution:
         self._model = model
         self._is_iterative = is_iterative
         self._loop: EventLoopThread | None = None
+        self._lock = threading.Lock()  # a batch and a readiness check may create the loop
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine of the model; return its result or raise its exception."""
@@ -301,9 +303,10 @@ class _Execution:
             self._loop.close()
 
     def _running_loop(self) -> EventLoopThread:
-        if self._loop is None:
-            self._loop = EventLoopThread()
-        return self._loop
+        with self._lock:
+            if self._loop is None:
+                self._loop = EventLoopThread()
+            return self._loop
 
 
 class PythonExecution(_Execution):
@@ -317,6 +320,9 @@ class PythonExecution(_Execution):
         self._instance_name = context.instance_name
         self._lender = Lender(context.model_name, context.mappings, context.copy_counter)
         self._runner: asyncio.Runner | None = None
+        # A readiness check cannot use the `asyncio.Runner` of the thread of the batches.
+        is_ready = getattr(model, "is_ready", None)
+        self._runs_in_loop_thread = inspect.iscoroutinefunction(is_ready)
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Call the model, and return a response for each request.
@@ -343,10 +349,10 @@ class PythonExecution(_Execution):
         _detach_kept_inputs(requests, received_requests)
         return responses
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        # `is_ready` runs beside batches, in a thread that cannot use their `asyncio.Runner`.
-        if hasattr(self._model, "is_ready"):
-            return super().run(coroutine)
+    def _run_in_batch(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine of `execute`; return its result or raise its exception."""
+        if self._runs_in_loop_thread:
+            return self.run(coroutine)
         if self._runner is None:
             self._runner = asyncio.Runner()
         return self._runner.run(coroutine)
@@ -384,7 +390,7 @@ class PythonExecution(_Execution):
     def _as_list(self, returned: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
         """Return the list that `execute`, or its coroutine, has returned."""
         if isinstance(returned, Coroutine):
-            returned = self.run(returned)
+            returned = self._run_in_batch(returned)
         if returned is None and all(
             request.outbox is not None or request.is_rescheduled for request in received_requests
         ):
@@ -427,7 +433,7 @@ class PythonExecution(_Execution):
     def _await_senders(self, outboxes: Sequence[SingleResponse]) -> None:
         """Wait for responses that threads of the model, or tasks of its loop, send."""
         if self._runner is not None and not all(outbox.done_event.is_set() for outbox in outboxes):
-            self.run(_wait_for_senders(outboxes))
+            self._runner.run(_wait_for_senders(outboxes))
         for outbox in outboxes:
             outbox.done_event.wait()
         for outbox in outboxes:

@@ -534,10 +534,12 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
 
     In files of a model without a head, the names lack the prefix `model.`.
     """
+    problem_count, list_name = len(problems), _SINGLE_FILE
     if (path / _SINGLE_FILE).exists():
         shards = [_SINGLE_FILE]
     elif (path / _INDEX_FILE).exists():
-        weight_map = read_json(path / _INDEX_FILE, problems).get("weight_map", {})
+        list_name = _INDEX_FILE
+        weight_map = read_json(path / _INDEX_FILE, problems).get("weight_map") or {}
         shards = sorted({str(shard) for shard in weight_map.values()})
     else:
         problems.append(_describe_missing(path / _SINGLE_FILE))
@@ -545,8 +547,10 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
     weights: dict[str, StoredTensor] = {}
     for shard in shards:
         file_path = path / shard
-        if Path(shard).is_absolute() or ".." in Path(shard).parts:
-            problems.append(f"{_INDEX_FILE}: weight_map: '{shard}' is not in the folder")
+        is_outside = Path(shard).is_absolute() or ".." in Path(shard).parts
+        if is_outside or not shard.isprintable() or os.path.isdir(file_path):
+            name_text = f"'{clip(shard)}'"
+            problems.append(f"{_INDEX_FILE}: weight_map: {name_text} is not a file in the folder")
             continue
         try:
             with safe_open(file_path, "pt") as file:
@@ -556,7 +560,10 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
                     weights[name] = StoredTensor(file_path, name, shape, str(tensor.get_dtype()))
         except (OSError, SafetensorError) as error:
             # Clients see the error, and must not see paths of the server.
-            problems.append(f"{shard} cannot be read: {error}".replace(f": {file_path}", ""))
+            error_text = str(error).replace(f": {file_path}", "")
+            problems.append(f"{clip(shard)} cannot be read: {error_text}")
+    if not weights and len(problems) == problem_count:
+        problems.append(f"{list_name}: no tensors found")
     if "norm.weight" in weights:
         weights |= {f"model.{name}": tensor for name, tensor in weights.items()}
     return weights

@@ -621,10 +621,26 @@ def test_shards_may_be_in_subfolders_but_not_outside(tmp_path: Path) -> None:
     assert str(path) not in caught.value.message
     index.write_text(text.replace('"model-', '"parts/model-'), encoding="utf-8")
     assert torch.equal(Checkpoint.open(path).weight("model.norm.weight"), expected)
-    for prefix in ("../m/parts/", f"{path}/parts/"):
+    for prefix in ("../m/parts/", f"{path}/parts/", r"\u0000", r"\ud800", r"\n"):
         index.write_text(text.replace('"model-', f'"{prefix}model-'), encoding="utf-8")
-        with pytest.raises(InvalidArgument, match=r"weight_map: '.*' is not in the folder"):
+        with pytest.raises(InvalidArgument, match=r"weight_map: '.*' is not a file in the folder"):
             Checkpoint.open(path)
+    for shard in ("", ".", "parts"):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+        with pytest.raises(InvalidArgument, match=f"map: '{shard}' is not a file in the folder"):
+            Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("index", [None, {}, {"weight_map": {}}, {"weight_map": None}])
+def test_a_folder_without_tensors_is_refused(tmp_path: Path, index: Any) -> None:
+    path = write_folder(tmp_path / "m")
+    file = path / ("model.safetensors" if index is None else "model.safetensors.index.json")
+    save_weights(path, {})
+    if index is not None:
+        (path / "model.safetensors").unlink()
+        file.write_text(json.dumps(index))
+    with pytest.raises(InvalidArgument, match=f"{file.name}: no tensors found"):
+        Checkpoint.open(path)
 
 
 def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:

@@ -127,6 +127,9 @@ def test_limits_of_large_integers_hold(
         ({"exclusiveMaximum": 0, "minimum": -0.5}, [-0.25], [0, -0.75]),
         ({"exclusiveMinimum": -1, "exclusiveMaximum": 1}, [0, 0.5, -0.5], [-1, 1]),
         ({"minimum": 0.5, "exclusiveMinimum": True, "maximum": 1.5}, [1], [2]),
+        ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, [0.25, 0.5], [0, 0.75]),
+        ({"minimum": -3, "exclusiveMinimum": False, "maximum": 0.5}, [-3, 0, 0.25], [0.75]),
+        ({"exclusiveMinimum": 0, "maximum": 5, "exclusiveMaximum": False}, [0.5, 5], [0, 6]),
     ],
 )
 def test_a_number_is_not_an_exclusive_limit(
@@ -136,6 +139,16 @@ def test_a_number_is_not_an_exclusive_limit(
     assert [value for value in valid_values + invalid_values if accepts(schema, value)] == (
         valid_values
     )
+
+
+@pytest.mark.parametrize(
+    "limits", [{"exclusiveMinimum": "0", "maximum": 1}, {"exclusiveMinimum": 0, "maximum": "1"}]
+)
+def test_a_limit_that_is_not_a_number_is_named(limits: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"Expected f64 for '\w+', got"):
+        accepts({"type": "number", **limits}, 0)
+    # The values of keywords that are not JSON Schema's may be of any type.
+    assert accepts({"type": "number", "x-limits": {"exclusiveMinimum": {}, "maximum": 1}}, 0)
 
 
 @pytest.mark.parametrize(
