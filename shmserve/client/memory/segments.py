@@ -57,7 +57,8 @@ class Segment(RegisteredMemory):
         try:
             self.fd = os.memfd_create("shmserve-client", flags)
         except OSError as error:  # there are no huge pages, or no free descriptor
-            raise Unavailable(f"shared memory cannot be allocated: {error}") from error
+            text = f"{byte_size} bytes of shared memory cannot be allocated: {error}"
+            raise Unavailable(text) from error
         page_size = os.fstatvfs(self.fd).f_bsize
         self.size = -(-byte_size // page_size) * page_size
         try:

@@ -282,8 +282,8 @@ class RequestChannel:
         if message_bytes > MAX_REQUEST_BYTES:
             packed.release_memory()
             raise InvalidArgument(
-                f"the request has {message_bytes} bytes besides its tensors, the maximum is "
-                f"{MAX_REQUEST_BYTES}"
+                f"the request has {message_bytes} bytes besides its tensors in shared memory "
+                f"(maximum: {MAX_REQUEST_BYTES})"
             )
         pending.submit = make_submit(
             next(self._request_ids),

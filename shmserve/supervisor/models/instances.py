@@ -521,9 +521,12 @@ class Instances:
                 was_killed = child is not None and child.was_killed
                 instance.failed_loads += not was_killed
                 text = "\n".join((error.message, *getattr(error, "__notes__", ())))
-                failures = f"counted failures: {instance.failed_loads} of {_MAX_FAILED_LOADS}"
                 logger.error(
-                    "instance '%s' could not be restarted (%s): %s", instance.name, failures, text
+                    "instance '%s' could not be restarted (counted failures: %d of %d): %s",
+                    instance.name,
+                    instance.failed_loads,
+                    _MAX_FAILED_LOADS,
+                    text,
                 )
                 if instance.failed_loads < _MAX_FAILED_LOADS:
                     pause_s = self._pause_s(instance, child, 0)

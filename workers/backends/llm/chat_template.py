@@ -328,7 +328,8 @@ def _as_function(value: Any, position: str) -> Any:
         function = {"name": name, "arguments": _to_json({"input": custom_tool["input"]})}
         return {**other_members, "type": "function", "function": function}
     if not is_tool_name(name):
-        raise InvalidArgument(f"{position}.custom.name: {clip(repr(name))} is not a name")
+        allowed_text = "a name of letters, digits and _.:/-"
+        raise InvalidArgument(f"{position}.custom.name: {clip(repr(name))} is not {allowed_text}")
     if custom_tool.get("format") not in (None, {"type": "text"}):
         raise InvalidArgument(f"{position}.custom.format: only the type 'text' is supported")
     members = {key: custom_tool[key] for key in custom_tool if key != "format"}
@@ -590,7 +591,9 @@ def _exchange(process: subprocess.Popen[str], value: Any) -> Any:
     print(json.dumps(value), file=process.stdin, flush=True)
     line = process.stdout.readline()
     if not line:
-        raise Internal("the process that renders long conversations has exited")
+        raise Internal(
+            "the process that rendered this conversation has exited; send the request again"
+        )
     response = json.loads(line)
     if "error" in response:
         raise InvalidArgument(response["error"])

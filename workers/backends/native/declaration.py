@@ -202,7 +202,7 @@ def _predict_method(model: type) -> Callable[..., Any]:
     """Return the class's `predict`, a method with `self`."""
     predict = inspect.getattr_static(model, "predict", None)
     if predict is None:
-        raise InvalidArgument(f"class '{model.__name__}' has no method 'predict'")
+        raise InvalidArgument(f"class '{model.__name__}' has no method 'predict(self, ...)'")
     if not inspect.isfunction(predict) or not inspect.signature(predict).parameters:
         text = f"'{model.__name__}.predict' must be an ordinary method, 'def predict(self, ...)'"
         raise InvalidArgument(text)
