@@ -88,10 +88,13 @@ def _locate_environment(start: WorkerStart) -> Path:
         path = folder / os.path.expanduser(given_path)
         if path.exists():
             return path
-    raise InvalidArgument(
-        f"environment '{given_path}' does not exist (a relative path begins in the folder of the "
-        "version or of the model, or in the server's working directory)"
+    hint = (
+        f"write {_MODEL_DIRECTORY}, with two dollar signs"
+        if _MODEL_DIRECTORY.strip("$") in given_path
+        else "a relative path begins in the folder of the version or of the model, or in the "
+        "server's working directory"
     )
+    raise InvalidArgument(f"environment '{given_path}' does not exist ({hint})")
 
 
 def _server_package_folders() -> Iterator[str]:

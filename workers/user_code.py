@@ -168,7 +168,8 @@ def shorten_error(text: str) -> str:
 class EventLoopThread:
     """An event loop in a thread of its own, for coroutines that outlast their batch.
 
-    The thread runs in the context manager that `context_factory` returns, until `close`.
+    The first coroutine starts the thread. The thread runs in the context manager that
+    `context_factory` returns, until `close`.
     """
 
     def __init__(
@@ -178,16 +179,15 @@ class EventLoopThread:
         ] = contextlib.nullcontext,
     ) -> None:
         self._context_factory = context_factory
-        self._loop = asyncio.new_event_loop()
         self._futures: set[Future[None]] = set()
-        self._thread = threading.Thread(target=self._serve, name="model event loop", daemon=True)
-        self._thread.start()
+        self._start_lock = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def run(
         self, coroutine: Coroutine[Any, Any, Any], on_error: Callable[[BaseException], None]
     ) -> Future[None]:
         """Start a coroutine; an exception that it raises is passed to `on_error`."""
-        future = asyncio.run_coroutine_threadsafe(_run_guarded(coroutine, on_error), self._loop)
+        future = self._submit(_run_guarded(coroutine, on_error))
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         return future
@@ -195,17 +195,26 @@ class EventLoopThread:
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop, wait, and return its result or raise its exception."""
         errors: list[BaseException] = []
-        guarded_coroutine = _run_guarded(coroutine, errors.append)
-        future: Future[T] = asyncio.run_coroutine_threadsafe(guarded_coroutine, self._loop)
-        result = future.result()
+        result: T = self._submit(_run_guarded(coroutine, errors.append)).result()
         if errors:
             raise errors[0]
         return result
 
     def close(self) -> None:
         """Cancel all coroutines, and wait some seconds for the thread to end."""
+        if self._thread is None:
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._start_lock:  # a batch and a readiness check may come at the same time
+            if self._thread is None:
+                self._loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=self._serve, name="model event loop", daemon=True)
+                thread.start()
+                self._thread = thread
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="the name of the model")
     add_flags(parser, "perf", "the requests")
     add_flags(parser, "server")
+    parser.add_argument("--openai", help=argparse.SUPPRESS)  # rejected with the reason
     # Defaults of the flags that only `shmserve perf` has.
     parser.set_defaults(model_version="", sequence_length=0, seed=0, patience=30.0)
 

@@ -567,8 +567,8 @@ def connect(
         run_dir: The server's run directory (`--run-dir`), or the socket of systemd; by default
             $SHMSERVE_RUN_DIR, else the run directory of this user's server.
         memory_limit: The maximum shared memory of this client in bytes, by default 1 GiB.
-        timeout: Seconds to wait for a server that has loaded its models; by default `connect` fails
-            immediately if there is none.
+        timeout: Seconds to wait for a server that has loaded its models. By default `connect` fails
+            immediately if there is none, except at systemd's socket: there it waits for 10 seconds.
         token: A token for `load`, `unload`, `metadata` and `statistics`, if the server has
             --auth-token-file.
 

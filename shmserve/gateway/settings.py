@@ -144,6 +144,7 @@ class GatewaySettings:
         max_connections: The limit of open connections of a listener.
         http_address: The address of the HTTP listeners, which is also allowed as a Host header.
         metrics_port: The TCP port of metrics and of the dashboard; 0 if there is none.
+        grpc_port: The TCP port of gRPC; 0 if there is none.
         shm_overlap: The policy for overlapping outputs (region_table.py).
         http_header_forward_pattern: The pattern of headers that become parameters of requests.
         grpc_header_forward_pattern: The same pattern for gRPC metadata.
@@ -169,6 +170,7 @@ class GatewaySettings:
     max_connections: int = 16384
     http_address: str = "127.0.0.1"
     metrics_port: int = 0
+    grpc_port: int = 0
     tokens: dict[str, tuple[str, ...]] = field(default_factory=dict)  # hash -> scopes
     http_restricted: Restrictions = field(default_factory=dict)
     grpc_restricted: Restrictions = field(default_factory=dict)

@@ -155,6 +155,7 @@ class Gateways(PermanentProcesses):
                 config.gateway,
                 tokens=dict(config.tokens),
                 metrics_port=listeners.metrics_port,
+                grpc_port=listeners.grpc_port,
                 cuda_devices=cuda_devices(config.visible_devices),
                 counter_latencies=config.metrics.counter_latencies,
                 histogram_latencies=config.metrics.histogram_latencies,

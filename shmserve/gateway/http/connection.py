@@ -193,8 +193,13 @@ class HttpConnection(Incoming):
             return message
         if isinstance(message, HttpProcessingError):
             logger.debug("malformed HTTP request: %s", message)
-            problem = InvalidArgument(f"malformed HTTP request: {_describe_error(message)}")
-            self._refuse(problem, self._head or b"")
+            head_bytes = self._head or b""
+            reason = _describe_error(message)
+            if head_bytes.startswith(b"PRI * HTTP/2"):
+                grpc_port = self._settings.grpc_port
+                grpc_hint = f"the gRPC port is {grpc_port}" if grpc_port else "gRPC has no TCP port"
+                reason = f"this port supports HTTP/1.1, not HTTP/2 or gRPC ({grpc_hint})"
+            self._refuse(InvalidArgument(f"malformed HTTP request: {reason}"), head_bytes)
             return None
         head = message[0]
         if head.chunked and head.headers[TRANSFER_ENCODING].strip().lower() != "chunked":

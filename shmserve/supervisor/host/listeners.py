@@ -222,8 +222,12 @@ class Listeners:
     @property
     def metrics_port(self) -> int:
         """Return the TCP port of metrics, or 0."""
-        tcp_sockets = (sock for sock in self.metrics if sock.family != socket.AF_UNIX)
-        return next((sock.getsockname()[1] for sock in tcp_sockets), 0)
+        return _tcp_port(self.metrics)
+
+    @property
+    def grpc_port(self) -> int:
+        """Return the TCP port of gRPC, or 0."""
+        return _tcp_port(self.grpc)
 
     def urls(self) -> tuple[str, str]:
         """Return the URLs of HTTP and of metrics; "" without a listener."""
@@ -238,6 +242,11 @@ class Listeners:
         urls += [_address(sock, url_prefix) for sock in self.grpc if sock.family != socket.AF_UNIX]
         with contextlib.suppress(OSError):
             file.write_text("".join(f"{url}\n" for url in urls))
+
+
+def _tcp_port(sockets: list[socket.socket]) -> int:
+    tcp_sockets = (sock for sock in sockets if sock.family != socket.AF_UNIX)
+    return next((sock.getsockname()[1] for sock in tcp_sockets), 0)
 
 
 def _address(sock: socket.socket, url_prefix: str, unix_prefix: str = "unix:") -> str:

@@ -226,6 +226,15 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_grpc_client_on_the_http_port_receives_the_grpc_port(guarded_server: Server) -> None:
+    with socket.create_connection(
+        ("127.0.0.1", guarded_server.http_port), timeout=10
+    ) as client_socket:
+        client_socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        with client_socket.makefile("rb") as file:
+            assert f"the gRPC port is {guarded_server.grpc_port})" in file.read().decode()
+
+
 PAGE = "https://app.example.com"
 PREFLIGHT_HEADERS = {
     "Origin": PAGE,

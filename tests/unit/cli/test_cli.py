@@ -167,6 +167,14 @@ def test_each_verb_explains_itself(capsys: pytest.CaptureFixture[str], verb: str
     assert status == 0 and "usage:" in captured.out and not captured.err
 
 
+def test_tune_offers_no_flags_of_text_generation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "--help"])
+    offered = capsys.readouterr().out
+    assert "--shared-memory" in offered
+    assert "--openai" not in offered and "--max-tokens" not in offered
+
+
 @pytest.mark.parametrize(
     ("verb", "hint"),
     [("srve", ", did you mean 'serve'?"), ("infer", ", did you mean 'client infer'?"), ("xyz", "")],

@@ -597,6 +597,26 @@ def test_waits_for_enough_credit_do_not_spin(model: Model, monkeypatch: pytest.M
     assert model.responses(1) == ["end"]
 
 
+def test_two_threads_with_the_first_coroutines_share_a_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are the threads of batches and of readiness checks."""
+    loop, is_locked = EventLoopThread(), []
+    create_loop = asyncio.new_event_loop
+
+    def check_lock() -> asyncio.AbstractEventLoop:
+        is_locked.append(loop._start_lock.locked())
+        return create_loop()
+
+    async def running_loop() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    monkeypatch.setattr(asyncio, "new_event_loop", check_lock)
+    assert loop.wait(running_loop()) is loop.wait(running_loop())
+    assert is_locked == [True]
+    loop.close()
+
+
 def test_a_coroutine_that_begins_while_its_loop_closes_is_cancelled() -> None:
     loop, is_cancelled = EventLoopThread(), threading.Event()
 

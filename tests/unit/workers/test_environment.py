@@ -6,12 +6,17 @@ import stat
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.class_source import class_attribute
-from shmserve.workers.environment import _check_interpreter, _find_interpreter
+from shmserve.workers.environment import (
+    _check_interpreter,
+    _find_interpreter,
+    _locate_environment,
+)
 
 Member = tuple[str, bytes, str]  # the name, the type for tarfile, and the target of a link
 
@@ -82,6 +87,13 @@ def test_nothing_is_written_outside(tmp_path: Path, members: list[Member]) -> No
 def test_an_absolute_name_is_relative_to_the_folder(tmp_path: Path) -> None:
     packed = archive(tmp_path / "env.tar.gz", ("/bin/python", tarfile.REGTYPE, ""))
     assert _find_interpreter(packed, tmp_path / "copies").is_relative_to(tmp_path / "copies")
+
+
+@pytest.mark.parametrize("variable", ["$TRITON_MODEL_DIRECTORY", "${TRITON_MODEL_DIRECTORY}"])
+def test_the_message_about_a_variable_with_one_dollar_sign(variable: str) -> None:
+    start = SimpleNamespace(environment=f"{variable}/env", model_dir=Path("m"), version="1")
+    with pytest.raises(InvalidArgument, match=r"write \$\$TRITON_MODEL_DIRECTORY, with two"):
+        _locate_environment(start)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\3\4", b"half"])

@@ -368,7 +368,13 @@ def test_an_output_has_its_true_shape(worker: Rig, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("kind", "remedy"),
-    [("seq(map(int64,tensor(float)))", "without ZipMap"), ("seq(tensor(float))", "ConcatFrom")],
+    [
+        ("seq(map(int64,tensor(float)))", "without ZipMap"),
+        ("seq(tensor(float))", "ConcatFrom"),
+        ("optional(tensor(float))", "with a tensor in its place$"),
+        ("sparse_tensor(float)", "with a tensor in its place$"),
+        ("tensor(float8e4m3fn)", "add a Cast"),
+    ],
 )
 def test_sequences_and_maps_are_refused_with_the_remedy(kind: str, remedy: str) -> None:
     label = SimpleNamespace(name="label", type="tensor(int64)", shape=["n"])

@@ -22,10 +22,8 @@ from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.schemas import INLINE_LIMIT, Inference
-from shmserve.workers.backends import python as python_backend
 from shmserve.workers.backends.python import PythonBackend, log_thread_exception, metrics
 from shmserve.workers.main import WorkerInstance
-from shmserve.workers.user_code import EventLoopThread
 from tests.rigs.called_models import CalledModels, finished, work
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
@@ -418,27 +416,6 @@ def test_is_ready_runs_in_the_loop_of_execute(model: Model) -> None:
             return len(self.loops) == 1
         """)
     assert model.infer(1) == [[1]] and model.backend.is_ready() and model.infer(2) == [[2]]
-
-
-@pytest.mark.parametrize("is_decoupled", [False, True])
-def test_a_batch_and_a_readiness_check_create_one_loop(
-    model: Model, is_decoupled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model.serve(
-        "async def execute(self, requests): pass\nasync def is_ready(self): return True",
-        model_transaction_policy={"decoupled": is_decoupled},
-    )
-    execution = model.backend._decoupled_execution or model.backend._execution
-    assert execution is not None
-    locked: list[bool] = []
-
-    def create_loop() -> EventLoopThread:
-        locked.append(execution._lock.locked())
-        return EventLoopThread()
-
-    monkeypatch.setattr(python_backend, "EventLoopThread", create_loop)
-    assert model.backend.is_ready() and model.backend.is_ready()
-    assert locked == [True]
 
 
 def test_a_readiness_check_that_is_no_coroutine_leaves_batches_in_their_thread(

@@ -513,6 +513,14 @@ def test_older_names_of_constraints() -> None:
         engine._request_body({**repeated_fields, "guided_regex": "b"})
 
 
+def test_the_id_of_a_request_is_no_parameter() -> None:
+    request_class = SimpleNamespace(model_fields=("temperature",), model_validate=dict)
+    parameters = {"id": "x1", "temperature": 0}
+    assert engine._parse_request(request_class, parameters) == {"temperature": 0}
+    with pytest.raises(InvalidArgument, match="temperatur: vLLM has no such parameter, did you"):
+        engine._parse_request(request_class, {**parameters, "temperatur": 0})
+
+
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
 def test_constraints_that_are_no_object(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"{name}: 'x' is not an object"):

@@ -59,7 +59,11 @@ _NOT_WITH_BEAM_SEARCH = (
     "grammar"
 )
 # Parameters that are read elsewhere, or have no effect on a text.
-_IGNORED_NAMES = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PARAMETERS)
+# Triton, too, sends the id of a request of `generate` to the model.
+_IGNORED_NAMES = (
+    *("model", "exclude_input_in_output", "timeout", "explain", "id"),
+    *IGNORED_PARAMETERS,
+)
 # The parameters that generation_config.json or config.json may set for all requests.
 _PRESETS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 

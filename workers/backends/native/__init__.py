@@ -70,6 +70,7 @@ class NativeBackend(Backend):
         self._model: Any = None
         self._streams: GeneratorStreams | None = None
         self._exit_stack = contextlib.ExitStack()
+        self._event_loop = EventLoopThread(inference_mode)
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add inputs and outputs from the annotations, and batching from the attributes."""
@@ -148,7 +149,7 @@ class NativeBackend(Backend):
                 lambda **inputs: self._model.predict(**inputs),
                 self._respond,
                 max_streams,
-                lambda: self._event_loop,
+                self._event_loop,
             )
             self._exit_stack.callback(self._streams.close)
         if hasattr(self._model, "load"):
@@ -205,12 +206,6 @@ class NativeBackend(Backend):
         return self._coroutines.run(result)
 
     @cached_property
-    def _event_loop(self) -> EventLoopThread:
-        loop = EventLoopThread(inference_mode)
-        self._exit_stack.callback(loop.close)
-        return loop
-
-    @cached_property
     def _coroutines(self) -> asyncio.Runner:
         return self._exit_stack.enter_context(asyncio.Runner())
 
@@ -220,6 +215,7 @@ class NativeBackend(Backend):
         needs_loop = asyncio.iscoroutinefunction(unload)
         if unload is not None and needs_loop:
             self._await(unload())
+        self._event_loop.close()
         self._exit_stack.close()
         if unload is not None and not needs_loop:
             unload()
@@ -314,8 +310,8 @@ Respond = Callable[[Request, Any], Response]
 class GeneratorStreams:
     """The running iterators, each returned by `predict` for one request.
 
-    `respond(request, yielded)` returns the response for a yielded value, and
-    `get_event_loop()` the loop of asynchronous iterators.
+    `respond(request, yielded)` returns the response for a yielded value. `event_loop` runs
+    asynchronous iterators.
     """
 
     def __init__(
@@ -323,11 +319,11 @@ class GeneratorStreams:
         predict: Callable[..., Any],
         respond: Respond,
         max_streams: int,
-        get_event_loop: Callable[[], EventLoopThread],
+        event_loop: EventLoopThread,
     ) -> None:
         self._predict = predict
         self._respond = respond
-        self._get_event_loop = get_event_loop
+        self._event_loop = event_loop
         self._free_slots = max_streams  # number of slots
         self._waiting_streams: deque[tuple[OutputStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
@@ -352,7 +348,7 @@ class GeneratorStreams:
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
                 relay_coroutine = self._relay_async(iterator, stream)
-                future = self._get_event_loop().run(relay_coroutine, stream.fail_raised)
+                future = self._event_loop.run(relay_coroutine, stream.fail_raised)
                 stream.on_cancel(future.cancel)
                 future.add_done_callback(lambda _: self._finish(stream))
             else:

@@ -261,6 +261,8 @@ def _export_advice(side: str, node: Any) -> str:
             ", which no client can receive: export the model with a tensor in its place "
             "(operator ConcatFromSequence), or list only its other outputs in config.pbtxt"
         )
+    if not node.type.startswith("tensor("):
+        return ", which no client can send or receive: export the model with a tensor in its place"
     return ", a datatype that no client can send or receive: add a Cast to the model"
 
 

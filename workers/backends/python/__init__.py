@@ -290,23 +290,15 @@ class _Execution:
         self._context = context
         self._model = model
         self._is_iterative = is_iterative
-        self._loop: EventLoopThread | None = None
-        self._lock = threading.Lock()  # a batch and a readiness check may create the loop
+        self._loop = EventLoopThread()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine of the model; return its result or raise its exception."""
-        return self._running_loop().wait(coroutine)
+        return self._loop.wait(coroutine)
 
     def close(self) -> None:
         """Close the event loop."""
-        if self._loop is not None:
-            self._loop.close()
-
-    def _running_loop(self) -> EventLoopThread:
-        with self._lock:
-            if self._loop is None:
-                self._loop = EventLoopThread()
-            return self._loop
+        self._loop.close()
 
 
 class PythonExecution(_Execution):
@@ -467,7 +459,7 @@ class DecoupledExecution(_Execution):
         received_requests = [DecoupledRequest(stream) for stream in streams]
         returned = self._model.execute(list(received_requests))
         if isinstance(returned, Coroutine):
-            self._running_loop().run(returned, partial(_fail_all, streams))
+            self._loop.run(returned, partial(_fail_all, streams))
         elif returned is not None:
             instance = self._context.instance_name
             raise _misuse_error(

@@ -40,7 +40,10 @@ _IGNORED_ARGUMENTS = ("disable_log_requests", "engine_use_ray", "enable_auto_too
 # Defaults of environment variables. Processes are not forked, because this process has threads.
 _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
 # Parameters that are read elsewhere, or have no effect.
-_UNUSED = ("model", "metadata", "timeout", "stream_options", "lora_name", "exclude_input_in_output")
+_UNUSED = (
+    *("model", "metadata", "timeout", "stream_options", "lora_name", "exclude_input_in_output"),
+    "id",  # of a request of `generate`; Triton sends it to the model, too
+)
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 

@@ -209,6 +209,8 @@ def test_malformed_http_under_v1_has_an_error_of_openais_form(
          "the request line or a header has more than 8190 bytes"),
         (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200,
          "Too many headers received (allowed: 128)"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n",
+         "this port supports HTTP/1.1, not HTTP/2 or gRPC (gRPC has no TCP port)"),
     ],
 )  # fmt: skip
 def test_malformed_http_is_explained(connection: socket.socket, head: bytes, reason: str) -> None:

@@ -112,6 +112,7 @@ _INTEGER, _TEXT = ((int,), "an integer"), ((str,), "a string")
 _TOKENS_FIELD = ((list, dict), "a list or an object")
 _TOKEN = ((str, dict), "a string or an object")
 _IDS = ((int, list), "an integer or a list of integers")
+_TEMPLATES = ((str, list, dict), "a string, a list or an object")
 # The types of the fields of each file, and of `quantization_config`, with a description. A null
 # means an absent field.
 _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
@@ -135,7 +136,7 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
         _TOKENS_FIELD: "extra_special_tokens",
         _TEXT: "tokenizer_class",
         _TOKEN: _SPECIAL_TOKEN_NAMES,
-        ((str, list, dict), "a string, a list or an object"): "chat_template",
+        _TEMPLATES: "chat_template",
     },
     "special_tokens_map.json": {
         _LIST: "additional_special_tokens",
@@ -143,6 +144,7 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
         _TOKEN: _SPECIAL_TOKEN_NAMES,
     },
     "generation_config.json": {_IDS: "eos_token_id", _INTEGER: "max_new_tokens"},
+    "chat_template.json": {_TEMPLATES: "chat_template"},
     _INDEX_FILE: {_OBJECT: "weight_map"},
 }
 # Patterns of files that other programs read instead of a required file.
@@ -307,8 +309,11 @@ def _add_pointers(path: Path, problems: list[str]) -> None:
 
 
 def _is_pointer(file: Path) -> bool:
-    with file.open("rb") as content:
-        return content.read(len(_LFS_POINTER_START)) == _LFS_POINTER_START
+    try:
+        with file.open("rb") as content:
+            return content.read(len(_LFS_POINTER_START)) == _LFS_POINTER_START
+    except OSError:  # the problem of the file already has the reason
+        return False
 
 
 def _read_tokenizer(
@@ -548,19 +553,21 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
     for shard in shards:
         file_path = path / shard
         is_outside = Path(shard).is_absolute() or ".." in Path(shard).parts
-        if is_outside or not shard.isprintable() or os.path.isdir(file_path):
+        is_file_name = shard.isprintable() and not os.path.isdir(file_path)
+        if list_name == _INDEX_FILE and (is_outside or not is_file_name):
             name_text = f"'{clip(shard)}'"
             problems.append(f"{_INDEX_FILE}: weight_map: {name_text} is not a file in the folder")
             continue
         try:
-            with safe_open(file_path, "pt") as file:
+            # `safe_open` reports every file that it cannot open as missing.
+            with file_path.open("rb"), safe_open(file_path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - no mapping
                     tensor = file.get_slice(name)
                     shape = tuple(tensor.get_shape())
                     weights[name] = StoredTensor(file_path, name, shape, str(tensor.get_dtype()))
         except (OSError, SafetensorError) as error:
             # Clients see the error, and must not see paths of the server.
-            error_text = str(error).replace(f": {file_path}", "")
+            error_text = getattr(error, "strerror", "") or str(error).replace(f": {file_path}", "")
             problems.append(f"{clip(shard)} cannot be read: {error_text}")
     if not weights and len(problems) == problem_count:
         problems.append(f"{list_name}: no tensors found")
@@ -651,19 +658,22 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
         except FileNotFoundError:
             if file.is_symlink():
                 problems.append(_describe_missing(file))
+        except OSError as error:
+            problems.append(f"{file.name} cannot be read: {error.strerror}")
         except ValueError:
             problems.append(f"{file.name} is not UTF-8 text")
-    setting = settings.get("chat_template")
+    setting, source = settings.get("chat_template"), "tokenizer_config.json"
     if not templates and not setting:
-        document = read_json(path / "chat_template.json", problems, is_optional=True)
-        setting = document.get("chat_template")
+        source = "chat_template.json"
+        setting = read_json(path / source, problems, is_optional=True).get("chat_template")
     if not templates and isinstance(setting, list):
         named_templates = [template for template in setting if isinstance(template, dict)]
         if len(named_templates) < len(setting):
-            text = "tokenizer_config.json: chat_template: an item of the list is not an object"
-            problems.append(text)
+            problems.append(f"{source}: chat_template: an item of the list is not an object")
         setting = {template.get("name"): template.get("template") for template in named_templates}
     if not templates and isinstance(setting, dict):
+        if not all(isinstance(text, str) for item in setting.items() for text in item):
+            problems.append(f"{source}: chat_template: a name or a template is not a string")
         return {str(name): str(template) for name, template in setting.items()}
     return templates or ({"default": str(setting)} if setting else {})
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import parse
 from tests.rigs.worker_rig import rig
+from tests.support import users
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
 SIZES = (
@@ -46,7 +48,16 @@ def edit(path: Path, name: str, **fields: Any) -> None:
         ("tokenizer_config.json", {"additional_special_tokens": "<x>"}, "'<x>' is not a list"),
         ("tokenizer_config.json", {"added_tokens_decoder": []}, "decoder: [] is not an object"),
         ("tokenizer_config.json", {"chat_template": ["x"]}, "an item of the list is not an object"),
-        ("tokenizer_config.json", {"chat_template": 1}, "chat_template: 1 is not a string, a list"),
+        *(
+            (name, {"chat_template": template}, text)
+            for template, text in (
+                (1, "chat_template: 1 is not a string, a list"),
+                ([{"name": "default"}], "a name or a template is not a string"),
+                ([{"template": "x"}], "a name or a template is not a string"),
+                ({"default": 1}, "a name or a template is not a string"),
+            )
+            for name in ("tokenizer_config.json", "chat_template.json")
+        ),
         ("special_tokens_map.json", {"pad_token": 5}, "pad_token: 5 is not a string or an object"),
         ("special_tokens_map.json", {"extra_special_tokens": 5}, "5 is not a list or an object"),
         ("generation_config.json", {"eos_token_id": "2"}, "'2' is not an integer or a list"),
@@ -58,6 +69,8 @@ def test_a_field_of_another_type_is_refused(
     tmp_path: Path, name: str, fields: dict[str, Any], text: str
 ) -> None:
     path = write_folder(tmp_path / "m")
+    if name == "chat_template.json":  # used only if tokenizer_config.json has no template
+        edit(path, "tokenizer_config.json", chat_template=None)
     edit(path, name, **fields)
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(path)
@@ -148,6 +161,27 @@ def test_odd_checkpoints_are_refused(tmp_path: Path, fields: dict[str, Any], mes
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(path)
     assert message in caught.value.message
+
+
+@users.needs_users
+def test_files_of_other_users_are_named() -> None:
+    names = "config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"
+
+    def error_of_opening() -> str:
+        with pytest.raises(InvalidArgument) as caught:
+            Checkpoint.open(path)
+        return caught.value.message
+
+    with tempfile.TemporaryDirectory() as folder:  # unlike `tmp_path`, other users may enter it
+        path = write_folder(Path(folder))
+        path.chmod(0o755)
+        (path / "chat_template.jinja").write_text("x")
+        for name in names:
+            (path / name).chmod(0)
+        message = users.as_user(users.ALICE, error_of_opening)
+    for name in names:
+        assert f"{name} cannot be read: Permission denied" in message
+    assert folder not in message
 
 
 @pytest.mark.parametrize(

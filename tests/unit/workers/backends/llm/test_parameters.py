@@ -151,7 +151,7 @@ def test_a_model_has_defaults_and_seeds_differ() -> None:
 
 
 def test_parameters_of_the_server_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    parse({"explain": True, "timeout": 1, "user": "a"}, {}, 10)
+    parse({"explain": True, "timeout": 1, "user": "a", "id": "x1"}, {}, 10)
     assert caplog.text == ""
     parse({"explains": True}, {}, 10)
     assert "unknown parameter 'explains'" in caplog.text
