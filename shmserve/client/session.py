@@ -366,8 +366,7 @@ class Session:
         urls = [urlsplit(url) for url in discovery.addresses(self._server_dir)]
         url = next((url for url in urls if url.scheme in ("http", "https") and url.hostname), None)
         if url is None:
-            text = f"the server of {self._server_dir} does not listen for HTTP (--allow-http)"
-            raise Unavailable(text)
+            raise Unavailable(f"the server of {self._server_dir} needs --allow-http for this call")
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(url.hostname), url.port)
         try:
