@@ -15,13 +15,13 @@ import subprocess
 import symtable
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import PathFinder
 from operator import attrgetter, itemgetter
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from shmserve.client import discovery, sync
@@ -56,6 +56,8 @@ if os.getppid() != parent:
 sys.exit(status)
 """
 _IN_SERVER_VARIABLE = "SHMSERVE_IN_SERVER"
+# Variables that Python sets in each module.
+_MODULE_NAMES = ("__name__", "__file__", "__doc__", "__package__", "__spec__", "__loader__")
 
 
 class LocalServer(sync.Server):
@@ -272,8 +274,7 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
     """Generate a file that imports a class, or has a copy of a script's class; return its path."""
     package = cls.__module__.partition(".")[0]
     path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
-    is_importable = package != "__main__" and PathFinder.find_spec(package) is not None
-    if is_importable and "<locals>" not in cls.__qualname__:
+    if _is_importable(cls.__module__) and "<locals>" not in cls.__qualname__:
         try:
             attrgetter(cls.__qualname__)(sys.modules[cls.__module__])
         except AttributeError:
@@ -298,6 +299,24 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
     return path
 
 
+def _is_importable(module: str) -> bool:
+    """Check whether another process can import the file of a module by the module's name.
+
+    pytest's import mode `importlib` names a module after its folders, which need not be on the
+    path.
+    """
+    if module == "__main__":  # another process has its own, also if a file `__main__.py` is found
+        return False
+    names, path, origin = module.split("."), None, None
+    for count in range(1, len(names) + 1):
+        spec = PathFinder.find_spec(".".join(names[:count]), path)
+        if spec is None:
+            return False
+        path, origin = spec.submodule_search_locations or [], spec.origin
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is not None and os.path.realpath(file) == os.path.realpath(origin or "")
+
+
 def _source_of(cls: type) -> str:
     """Return the source of a class, and of the definitions of its module that the class uses.
 
@@ -316,34 +335,51 @@ def _source_of(cls: type) -> str:
         )
         raise InvalidArgument(message) from error
     statements = list(_statements(cls))
-    used_names = {"*", *_used_names(class_tree), *_annotation_names(class_tree)}
+    used_names = {"*", cls.__name__, *_used_names(class_tree), *_annotation_names(class_tree)}
     # In a class, `scale = scale` reads the module's value.
-    for node in getattr(class_tree.body[0], "body", ()):
-        used_names |= _used_names(node.value) if isinstance(node, ast.Assign) else set()
+    for node in ast.walk(class_tree):
+        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+            values = [part.value for part in node.body if isinstance(part, ast.Assign)]
+            used_names = used_names.union(*map(_used_names, values))
+    names_of = {node: _bound_names(node) for node, _ in statements}
+    # `model.eval()` changes an object of the script, `plt.show()` is a call of a module.
+    objects = set().union(*(names_of[node] for node in names_of if not _is_definition(node)))
+    for node in names_of:
+        names_of[node] |= objects & _changed_names(node)
     used_statements: list[ast.stmt] = []
     while True:
         definitions = [
             node
-            for node, _ in statements
-            if node not in used_statements and not used_names.isdisjoint(_bound_names(node))
+            for node, names in names_of.items()
+            if node not in used_statements and not used_names.isdisjoint(names)
         ]
         if not definitions:
             break
         used_statements += definitions
         used_names |= {name for node in definitions for name in _used_names(node)}
         used_names |= {name for node in definitions for name in _annotation_names(node)}
-    known_names = {*vars(sys.modules[cls.__module__]), *vars(builtins), cls.__name__}
-    if unknown_names := _used_names(class_tree) - known_names:
+    module_names = vars(sys.modules[cls.__module__]).keys()
+    known_names = {*vars(builtins), *_MODULE_NAMES, cls.__name__}.union(
+        *map(names_of.__getitem__, used_statements)
+    )
+    if "*" in known_names:
+        known_names |= module_names
+    unknown_names = (_used_names(class_tree) | (used_names & module_names)) - known_names
+    if unknown_names := unknown_names | _variables_of_functions(cls):
         raise InvalidArgument(
             f"class '{cls.__name__}' uses names that its module does not define: "
             f"{', '.join(sorted(unknown_names))}; define them at the top level or in the class"
         )
-    sources = [
-        _statement_source(node, lines)
-        for node, lines in statements
-        if node in used_statements and cls.__name__ not in _bound_names(node)
-    ]
-    sources.append((class_line, class_text))
+    sources: list[tuple[int, str]] = []
+    changes: list[tuple[int, str]] = []  # of attributes, after the class
+    for node, lines in statements:
+        if cls.__name__ in _assigned_names(node):
+            changes.clear()
+        elif cls.__name__ in names_of[node]:
+            changes.append(_statement_source(node, lines))
+        elif node in used_statements:
+            sources.append(_statement_source(node, lines))
+    sources += [(class_line, class_text), *changes]
     if "<locals>" not in cls.__qualname__ and _cells(cls) is None:
         sources.sort(key=itemgetter(0))
     is_future = any("__future__" in ast.unparse(node) for node, _ in statements)
@@ -363,17 +399,37 @@ def _source_of(cls: type) -> str:
 def _read_class_source(cls: type) -> tuple[int, str]:
     """Return the number of the first line of a class in its file or cell, and its lines.
 
+    An indented class follows the line `if True:`, which preserves its strings.
+
     Raises:
         OSError: The class is neither in a file nor in a cell.
     """
-    for cell in reversed(_cells(cls) or []):  # a class may be defined again in a later cell
-        with contextlib.suppress(SyntaxError):
-            for node in ast.walk(ast.parse(cell)):
-                if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
-                    line, text = _statement_source(node, cell.splitlines())
-                    return line, textwrap.dedent(text)
-    lines, line = inspect.getsourcelines(cls)
-    return line, textwrap.dedent("".join(lines))
+    method_lines = [code.co_firstlineno for code in _codes(cls)]
+    for text in reversed(_texts(cls)):  # a class may be defined again in a later cell
+        tree, lines = _parse(text)
+        classes = [
+            (node.lineno <= line <= (node.end_lineno or 0), node.lineno, node)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef) and node.name == cls.__name__
+            for line in method_lines or [0]
+        ]
+        if classes:
+            line, source = _statement_source(max(classes, key=itemgetter(0, 1))[2], lines)
+            return (line - 1, f"if True:\n{source}") if source[:1].isspace() else (line, source)
+    raise OSError(f"no class {cls.__name__}")
+
+
+def _codes(cls: type) -> list[CodeType]:
+    """Return the code of the methods in the text of a class."""
+    methods = [inspect.unwrap(value) for value in vars(cls).values() if callable(value)]
+    codes = [method.__code__ for method in methods if inspect.isfunction(method)]
+    return [code for code in codes if code.co_qualname.startswith(f"{cls.__qualname__}.")]
+
+
+def _variables_of_functions(cls: type) -> set[str]:
+    """Return the variables of enclosing functions that the methods of a class use."""
+    is_local = "<locals>" in cls.__qualname__
+    return {name for code in _codes(cls) for name in code.co_freevars if is_local} - {"__class__"}
 
 
 def _user_file(cls: type) -> str:
@@ -410,16 +466,57 @@ def _cells(cls: type) -> list[str] | None:
     return ["".join(linecache.getlines(file)) for file in [*files, cell_file]]
 
 
+def _texts(cls: type) -> list[str]:
+    """Return the text of the file of a class, or the texts of a notebook's cells."""
+    if cells := _cells(cls):
+        return cells
+    file = str(_source_file(cls))
+    linecache.checkcache(file)  # the module may have been changed and reloaded
+    return ["".join(linecache.getlines(file))]
+
+
+def _parse(text: str) -> tuple[ast.Module, list[str]]:
+    """Return the tree and the lines of a file or cell, without IPython's magic commands.
+
+    The tree of a cell that is not Python is empty.
+    """
+    lines = re.sub(r"\A%%(time|capture)\b.*", "", text).split("\n")
+    while True:
+        try:
+            return ast.parse("\n".join(lines)), lines
+        except SyntaxError as error:
+            index = (error.lineno or 1) - 1
+            is_magic = index < len(lines) and re.match(
+                r"\s*([\w, ]+= *)?[%!?](?!%)|.*\?\s*$", lines[index]
+            )
+            if not is_magic:
+                return ast.Module([], []), lines
+            lines[index] = ""
+
+
 def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:
     """Yield the top-level statements of the module of a class, or of a notebook's cells.
+
+    Statements that the program has not completed are omitted, and so are statements that start a
+    server, and `if __name__ == "__main__":`.
 
     Yields:
         A statement, and the lines of its file or cell.
     """
-    for text in _cells(cls) or ["".join(linecache.getlines(str(_source_file(cls))))]:
-        with contextlib.suppress(SyntaxError):  # a notebook cell with a magic command is not Python
-            for node in ast.parse(text).body:
-                yield node, text.splitlines()
+    variables, running_line = vars(sys.modules[cls.__module__]), sys.maxsize
+    texts, is_file = _texts(cls), _cells(cls) is None
+    for frame, file, line, *_ in inspect.stack(0):
+        is_source = os.path.abspath(file) == _user_file(cls) if is_file else "In" in variables
+        if is_source and frame.f_globals is frame.f_locals is variables:  # not of `exec`
+            running_line = line
+    for text in texts:
+        tree, lines = _parse(text)
+        for node in tree.body:
+            is_completed = text is not texts[-1] or (node.end_lineno or 0) < running_line
+            is_main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+            calls = (part.func for part in _nodes(node) if isinstance(part, ast.Call))
+            if is_completed and not is_main and "serve" not in map(_last_name, calls):
+                yield node, lines
 
 
 def _statement_source(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
@@ -457,21 +554,51 @@ def _annotation_names(tree: ast.AST) -> set[str]:
     return {word for node in annotations for word in re.findall(r"[^\W\d]\w*", ast.unparse(node))}
 
 
-def _bound_names(statement: ast.AST) -> set[str]:
-    """Return the names that a definition, an import or an assignment binds.
+def _bound_names(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement binds, and the names of objects whose parts it assigns."""
+    bound = _assigned_names(statement)
+    for node in _nodes(statement):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            bound.add(_root_name(node))
+        elif isinstance(node, ast.alias) and node.name == "*":
+            bound.add("*")
+    return bound
 
-    Statements inside a compound statement count, except inside `if __name__ == "__main__"`.
-    """
-    match statement:
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {(alias.asname or alias.name).partition(".")[0] for alias in names}
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return {name}
-        case ast.If(test=test) if "__name__" in ast.unparse(test):
-            return set()
-    targets = [*getattr(statement, "targets", []), getattr(statement, "target", None)]
-    targets += [item.optional_vars for item in getattr(statement, "items", [])]
-    targets = [node for target in targets if target for node in ast.walk(target)]
-    parts = ast.iter_child_nodes(statement)
-    inner = [_bound_names(node) for node in parts if isinstance(node, ast.stmt | ast.ExceptHandler)]
-    return {node.id for node in targets if isinstance(node, ast.Name)}.union(*inner)
+
+def _assigned_names(statement: ast.stmt) -> set[str]:
+    symbols = symtable.symtable(ast.unparse(statement), "<definition>", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+
+
+def _is_definition(statement: ast.stmt) -> bool:
+    """Check whether a statement defines functions, classes or modules rather than objects."""
+    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return isinstance(statement, kinds)
+
+
+def _changed_names(statement: ast.stmt) -> set[str]:
+    """Return the names of objects whose methods a statement calls for their effect."""
+    calls = [node.value for node in _nodes(statement) if isinstance(node, ast.Expr)]
+    return {_root_name(call) for call in calls if isinstance(call, ast.Call)}
+
+
+def _nodes(statement: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement that it executes itself: not those of function bodies."""
+    yield statement
+    if not isinstance(
+        statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+    ):
+        for node in ast.iter_child_nodes(statement):
+            yield from _nodes(node)
+
+
+def _last_name(node: ast.AST) -> str:
+    """Return the name in `name`, or in `module.name`."""
+    return node.attr if isinstance(node, ast.Attribute) else _root_name(node)
+
+
+def _root_name(node: ast.AST) -> str:
+    """Return the name in `name.method(x).attribute[index]`, or "" for another expression."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""

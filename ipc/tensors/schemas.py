@@ -35,6 +35,10 @@ T = TypeVar("T")
 # this size, copying through two sockets costs less than an arena allocation and a release message.
 INLINE_LIMIT = 16 * 1024
 
+# The maximum number of inputs, of outputs and of parameters of a request or response. So many are
+# handled in about 10 ms. Millions would block each process that handles them for seconds.
+MAX_MEMBERS = 4096
+
 # Bits of `Submit.flags`: the request is the first or the last one of its sequence.
 SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128  # maximum number of characters of a correlation id

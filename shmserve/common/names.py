@@ -13,7 +13,7 @@ from typing import Any
 from shmserve.errors import InvalidArgument, clip
 
 _MAX_BYTES = 255  # maximum bytes of a folder's name
-CLASS_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
+CLASS_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
 
 
 def check_model_name(name: str) -> None:

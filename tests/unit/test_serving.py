@@ -2,6 +2,9 @@
 
 import importlib.util
 import linecache
+import random
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,9 +121,151 @@ def test_a_class_finds_the_arguments_of_its_script(
 def test_classes_of_a_function_use_none_of_its_variables(load: Callable[[str], ModuleType]) -> None:
     local, closure = load(SCRIPT).test(5)
     text = serving._source_of(local)
-    assert text.splitlines().index("class Local:") == SCRIPT.splitlines().index("    class Local:")
+    assert text.splitlines().index("    class Local:") == SCRIPT.splitlines().index(
+        "    class Local:"
+    )
     with pytest.raises(InvalidArgument, match=r"'Closure' uses names .* not define: z; define"):
         serving._source_of(closure)
+
+
+OBJECTS = """
+import argparse, contextlib, random
+with contextlib.suppress(ImportError):
+    from math import *
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--k", type=int, default=5)
+arguments = parser.parse_args([])
+labels = []
+for label in "ab":
+    labels.append(label)
+labels[1] = "c"
+with contextlib.suppress(KeyError):
+    labels.append("d")
+labels.copy().append("e")
+generator = random.Random()
+generator.seed(3)
+random.shuffle(unrelated := [floor(1)])
+match (1, total := 2):
+    case (one, 2):
+        pass
+
+class M:
+    def predict(self):
+        return arguments.k, "".join(labels), generator.random(), one + total, M.factor
+
+M.factor = 7
+result = [3]
+loop = range(1 // len(result))
+"""
+
+
+def test_objects_are_sent_with_the_calls_that_change_them(
+    load: Callable[[str], ModuleType],
+) -> None:
+    module = load(OBJECTS)
+    namespace: dict[str, Any] = {"__name__": "model"}
+    text = serving._source_of(module.M)
+    exec(text, namespace)
+    generator = random.Random(3)
+    assert namespace["M"]().predict() == (5, "acd", generator.random(), 3, 7)
+    assert "unrelated" not in text and "loop" not in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["M.factor += 1", "M.other: int = 1", "for i in range(3): M.other = i", "M.setup()"],
+)
+def test_changes_of_attributes_follow_the_class(
+    change: str, load: Callable[[str], ModuleType]
+) -> None:
+    script = "class M:\n    other = 0\n    @classmethod\n    def setup(cls): cls.other = 1\n"
+    module = load(f"{script}M.factor = 7\n{change}\n")
+    exec(serving._source_of(module.M), namespace := {"__name__": "model"})
+    sent_class: Any = namespace["M"]
+    assert (sent_class.factor, sent_class.other) == (module.M.factor, module.M.other)
+
+
+def test_a_class_is_sent_from_code_that_runs_in_its_module(
+    load: Callable[[str], ModuleType],
+) -> None:
+    module = load("k = 1\nclass M:\n    def predict(self): return k\n")
+    exec("from shmserve import serving; text = serving._source_of(M)", vars(module))
+    assert "k = 1\nclass M" in module.text
+
+
+def test_a_class_is_sent_as_it_was_reloaded(tmp_path: Path) -> None:
+    file = tmp_path / "reloaded.py"
+    file.write_text("class M: n = 1\n")
+    spec = importlib.util.spec_from_file_location("reloaded", file)
+    assert spec is not None and spec.loader is not None
+    sys.modules["reloaded"] = module = importlib.util.module_from_spec(spec)
+    try:
+        for text in ("class M: n = 1\n", "m = 22\nclass M: n = m\n"):
+            file.write_text(text)
+            exec(compile(text, str(file), "exec"), vars(module))
+            assert serving._source_of(module.M).endswith(text)
+    finally:
+        del sys.modules["reloaded"]
+
+
+@pytest.mark.parametrize("separator", ["\f\n", "# a\x85b\n", "TEXT = 'a\u2028b'\n", "\r\n"])
+def test_separators_inside_a_line_end_no_line(
+    separator: str, load: Callable[[str], ModuleType]
+) -> None:
+    script = "def one():\n    return 1\nclass M:\n    def predict(self): return one()\n"
+    text = serving._source_of(load(separator + script).M)
+    exec(text, namespace := {"__name__": "model"})
+    assert namespace["M"]().predict() == 1  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "class M: n = 1\nclass M: n = 2\n",
+        "if K := 1:\n    class M:\n        n = 2\n        def predict(self): return K\n"
+        "else:\n    class M:\n        def predict(self): return 1\n",
+    ],
+)
+def test_the_definition_that_was_executed_is_sent(
+    script: str, load: Callable[[str], ModuleType]
+) -> None:
+    exec(serving._source_of(load(script).M), namespace := {"__name__": "model"})
+    assert namespace["M"].n == 2  # type: ignore[attr-defined]
+
+
+def test_strings_of_an_indented_class_keep_their_lines(load: Callable[[str], ModuleType]) -> None:
+    script = 'def f():\n    class M:\n        text = """\n    a\n b\nc"""\n    return M\nM = f()\n'
+    exec(serving._source_of(load(script).M), namespace := {"__name__": "model"})
+    assert namespace["M"].text == "\n    a\n b\nc"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "if __name__:\n    k = 1\nclass M:\n    def predict(self): return k\n",
+        "def f(): globals()['k'] = 1\nf()\nclass M:\n    def predict(self): return k\n",
+        "k = 1\ndef f(k):\n    class M:\n        def predict(self): return k\n    return M\n"
+        "M = f(2)\n",
+    ],
+)
+def test_variables_that_are_not_sent_are_refused(
+    script: str, load: Callable[[str], ModuleType]
+) -> None:
+    with pytest.raises(InvalidArgument, match=r"'M' uses names .* not define: k; define"):
+        serving._source_of(load(script).M)
+
+
+def test_statements_after_the_call_of_serve_are_not_sent(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "from shmserve import serving\nvalues = [1]\n"
+        "class M:\n    def predict(self): return values\n"
+        "print(serving._source_of(M))\nvalues.clear()\nvalues = []\n"
+    )
+    command = [sys.executable, str(tmp_path / "script.py")]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    exec(printed.stdout, namespace := {"__name__": "model"})
+    assert namespace["M"]().predict() == [1]  # type: ignore[operator]
 
 
 def test_lines_are_a_scripts_with_a_future_import(load: Callable[[str], ModuleType]) -> None:
@@ -135,9 +280,10 @@ def test_a_class_of_a_notebook_is_found_in_the_last_cell_that_defines_it() -> No
         "",
         "from shmserve.model import FP32\nimport numpy as np",
         "class Scaled:\n    factor = 1",
-        "%matplotlib inline",
-        "FACTOR = 3",
-        "def decorated(cls): return cls\n\n@decorated\nclass Scaled:\n"
+        "import shmserve\nif 0:\n  with shmserve.serve(Scaled): FACTOR = 5",
+        "%matplotlib inline\nimport math\nfiles = !ls\n  !echo $x\nmath?\nFACTOR = math.floor(3.5)",
+        "%%bash\nFACTOR=9",
+        "%%time\n!pip list\ndef decorated(cls): return cls\n\n@decorated\nclass Scaled:\n"
         "    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:\n"
         "        return x * FACTOR",
     ]
@@ -145,8 +291,7 @@ def test_a_class_of_a_notebook_is_found_in_the_last_cell_that_defines_it() -> No
     sys.modules["a_notebook"] = notebook
     try:
         for cell in cells:
-            if not cell.startswith("%"):
-                exec(cell, vars(notebook))
+            exec(re.sub("(?m)^ *[%!].*|.*[!?].*", "", cell), vars(notebook))
         notebook.In = cells  # type: ignore[attr-defined]
         text = serving._source_of(notebook.Scaled)
     finally:
@@ -200,6 +345,26 @@ def test_a_class_without_a_class_statement_is_refused(tmp_path: Path) -> None:
         InvalidArgument, match=r"module 'tests\.unit\.test_serving' has no .* 'Made'"
     ):
         serving._file_of(made, tmp_path, {})
+
+
+@pytest.mark.parametrize("name", ["json.a_script", "json.tool", "json"])
+def test_the_source_of_a_module_that_its_name_does_not_import_is_sent(
+    name: str, load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = load("class M:\n    n = 3\n")
+    monkeypatch.setitem(sys.modules, name, module)
+    module.M.__module__ = name
+    assert "n = 3" in serving._file_of(module.M, tmp_path, {}).read_text()
+
+
+def test_the_source_of_a_program_in_a_folder_is_sent(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").write_text(
+        "import pathlib\nfrom shmserve import serving\nclass M: n = 3\n"
+        "print(serving._file_of(M, pathlib.Path(__file__).parent, {}).read_text())\n"
+    )
+    command = [sys.executable, str(tmp_path)]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert "class M: n = 3" in printed.stdout
 
 
 def test_the_error_of_a_failed_load_keeps_its_lines() -> None:

@@ -25,7 +25,13 @@ from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, elements_as_text, encode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
-from shmserve.ipc.tensors.schemas import INLINE_LIMIT, Packed, pack_data, pack_response_schema
+from shmserve.ipc.tensors.schemas import (
+    INLINE_LIMIT,
+    MAX_MEMBERS,
+    Packed,
+    pack_data,
+    pack_response_schema,
+)
 from shmserve.ipc.tensors.signature import Signature, client_shape, shape_text, shapes_match
 from shmserve.ipc.trace import TraceContext, TracedTensor
 from shmserve.workers.batch.backend_request import Array, Input, Output, Request, Response
@@ -34,6 +40,9 @@ from shmserve.workers.memory.outputs import Copier
 
 MAX_TRACED_CHARS = 1 << 26  # maximum number of characters of the traced tensors of an execution
 _MAX_RESPONSE_TEMPLATES = 64  # maximum number of cached templates of a request schema
+# Maximum size of a response's parameters, and the names and shapes of its outputs. Larger responses
+# would block each process that handles them for seconds.
+_MAX_SCHEMA_BYTES = 1 << 20
 
 # Bytes; copying a smaller array takes less time than checking whether it is at its destination.
 _MIN_CHECKED_BYTES = 16 * 1024
@@ -191,6 +200,8 @@ class Scatterer:
             for output in response.outputs
             if output.name in request.requested_outputs and output.name in self._signature.outputs
         ]
+        self._check_count(len(ready_outputs), len(self._signature.outputs), "outputs")
+        self._check_count(len(response.parameters), 0, "parameters")
         if len(ready_outputs) < len(request.requested_outputs):
             self._handle_missing(request, {item.name for item in ready_outputs})
         if request.is_aliased and len(ready_outputs) > 1:
@@ -210,12 +221,17 @@ class Scatterer:
                 )
                 for item in ready_outputs
             ]
+            pairs = zip(ready_outputs, data, strict=True)
+            tensor_refs = [TensorRef(*item[:3], tensor_data) for item, tensor_data in pairs]
+            schema = pack_response_schema(tensor_refs, response.parameters)
+            if len(schema) > _MAX_SCHEMA_BYTES:
+                raise Internal(
+                    f"the parameters of a response, and the names and shapes of its outputs, have "
+                    f"{len(schema)} bytes; at most {_MAX_SCHEMA_BYTES} bytes are allowed"
+                )
         except BaseException:
             self._context.output_memory.free_unused(claimed_offsets)
             raise
-        pairs = zip(ready_outputs, data, strict=True)
-        tensor_refs = [TensorRef(*item[:3], tensor_data) for item, tensor_data in pairs]
-        schema = pack_response_schema(tensor_refs, response.parameters)
         if (
             key is not None
             and not claimed_offsets
@@ -226,6 +242,11 @@ class Scatterer:
             destinations = [_destination(item, request) for item in ready_outputs]
             request.response_templates[key] = (schema, destinations)
         return schema, pack_data(data)
+
+    @staticmethod
+    def _check_count(count: int, configured_count: int, noun: str) -> None:
+        if count > max(MAX_MEMBERS, configured_count):
+            raise Internal(f"a response may have at most {MAX_MEMBERS} {noun}, got {count}")
 
     def _handle_missing(self, request: Request, returned_names: set[str]) -> None:
         """Zero the client's ranges of missing outputs, so that it does not read old content there.

@@ -140,6 +140,10 @@ class Region(Mapping[str, Any]):
             region_copy[name][...] = self[name]
         return region_copy
 
+    # `Mapping` would compare arrays, whose comparison has no truth value.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
 

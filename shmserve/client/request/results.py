@@ -44,6 +44,10 @@ class Result(Mapping[str, Any]):
     parameters: dict[str, Any]
     _lease: MemoryLease | None
 
+    # `Mapping` would compare arrays, whose comparison has no truth value.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __getitem__(self, name: str) -> Any:
         try:
             return self._outputs[name]

@@ -12,11 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unsupported
-from shmserve.ipc.tensors.schemas import LONGEST_CORRELATION_ID
-
-# The maximum number of inputs, of outputs and of parameters. So many are handled in about 10 ms.
-# Millions would fit into a request, and would block each process that handles them for seconds.
-_MAX_MEMBERS = 4096
+from shmserve.ipc.tensors.schemas import LONGEST_CORRELATION_ID, MAX_MEMBERS
 
 
 @dataclass(slots=True)
@@ -139,8 +135,8 @@ ANONYMOUS = RequestIdentity("", 0, 0)  # of a request without an id and without 
 
 def check_member_count(members: Sized, noun: str) -> None:
     """Raise InvalidArgument if a request has too many inputs, outputs or parameters (`noun`)."""
-    if len(members) > _MAX_MEMBERS:
-        text = f"a request may have at most {_MAX_MEMBERS} {noun}, got {len(members)}"
+    if len(members) > MAX_MEMBERS:
+        text = f"a request may have at most {MAX_MEMBERS} {noun}, got {len(members)}"
         raise InvalidArgument(text)
 
 

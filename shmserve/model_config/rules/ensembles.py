@@ -178,7 +178,10 @@ class GraphProblem(InvalidArgument):
 
 
 def compose(
-    config: ModelConfig, models: Sequence[ModelConfig | None], has_any_version: Sequence[bool]
+    config: ModelConfig,
+    models: Sequence[ModelConfig | None],
+    has_any_version: Sequence[bool],
+    failures: Sequence[str],
 ) -> ModelConfig:
     """Return the final configuration of an ensemble.
 
@@ -186,11 +189,12 @@ def compose(
         config: The ensemble's configuration.
         models: The configuration of each step's model; None: the model is not available.
         has_any_version: For each step, whether any version of its model serves.
+        failures: For each step, why its model could not be loaded; empty if no load failed.
 
     Raises:
         GraphProblem: The ensemble does not fit the models.
     """
-    available_models = _available_models(config, models, has_any_version)
+    available_models = _available_models(config, models, has_any_version, failures)
     _check_mappings(config, available_models)
     _check_streams(config, available_models)
     full_config = copy.deepcopy(config)
@@ -201,7 +205,10 @@ def compose(
 
 
 def _available_models(
-    config: ModelConfig, models: Sequence[ModelConfig | None], has_versions: Sequence[bool]
+    config: ModelConfig,
+    models: Sequence[ModelConfig | None],
+    has_versions: Sequence[bool],
+    failures: Sequence[str],
 ) -> list[ModelConfig]:
     name, steps = config.name, config.ensemble_scheduling.step
     missing_models: dict[str, Key] = {}
@@ -211,6 +218,12 @@ def _available_models(
                 f"ensemble '{name}' depends on '{step.model_name}' whose required version "
                 f"{step.model_version} is not loaded.",
                 (*_STEP_KEY, index, "model_version"),
+            )
+        if model is None and failures[index]:
+            raise GraphProblem(
+                f"ensemble '{name}' depends on '{step.model_name}' which has no loaded version. "
+                f"Model '{step.model_name}' loading failed with error: {failures[index]}",
+                (*_STEP_KEY, index, "model_name"),
             )
         if model is None:
             missing_models.setdefault(step.model_name, (*_STEP_KEY, index, "model_name"))

@@ -370,7 +370,8 @@ class Lifecycle:
         models = [find_published(*step) for step in spec.steps]
         has_any_version = [find_published(step.name, "") is not None for step in spec.steps]
         configs = [None if model is None else model.config for model in models]
-        reported = {"steps": configs, "has_any_version": has_any_version}
+        failures = [self._registry.load_failure(step.name) for step in spec.steps]
+        reported = {"steps": configs, "has_any_version": has_any_version, "failures": failures}
         return self._actions.finalise_config(spec, reported)
 
     def version_started(self, version: ModelVersion, error: BaseException | None) -> None:

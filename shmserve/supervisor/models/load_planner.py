@@ -269,7 +269,8 @@ class LoadPlanner:
             spec: The version, from `plan`.
             reported_properties: The properties that the model reported. For an ensemble, they are
                 {"steps": the configuration of each step's model or None, "has_any_version":
-                whether any version of each step's model serves}.
+                whether any version of each step's model serves, "failures": why each step's
+                model could not be loaded, or ""}.
 
         Raises:
             InvalidArgument: The configuration is invalid.
@@ -303,7 +304,9 @@ class LoadPlanner:
         self._validate(config, folder, source, is_complete=True)
         steps = [step and model_config.from_json(step.source) for step in reported["steps"]]
         try:
-            composed_config = model_config.compose(config, steps, reported["has_any_version"])
+            composed_config = model_config.compose(
+                config, steps, reported["has_any_version"], reported["failures"]
+            )
         except GraphProblem as error:
             source.raise_for_problems(config, [Problem(error.key, error.message)], GraphProblem)
             raise

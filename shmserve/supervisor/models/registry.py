@@ -85,6 +85,14 @@ class ModelRegistry:
         model = self.models.get(name)
         return None if model is None else model.published.get(version or model.latest)
 
+    def load_failure(self, name: str) -> str:
+        """Return why versions of a model could not be loaded; empty if no load failed."""
+        problems = {} if name not in self.models else ModelSummary.of(self.models[name]).problems
+        return " ".join(
+            f"version {number} is at UNAVAILABLE state: {text};" if number else text
+            for number, text in problems.items()
+        )
+
     def describe_published(self, name: str, version: str) -> dict[str, Any]:
         """Return the endpoint and the properties of a model, for the models that call it.
 

@@ -22,7 +22,7 @@ from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import as_array
 from shmserve.client.request.prepare import PLAIN, options_of, prepare
 from shmserve.client.request.prepared import ClientTemplate
-from shmserve.client.request.results import read
+from shmserve.client.request.results import Result, read
 from shmserve.client.server_state import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Released, Unavailable
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT as FIRST
@@ -583,3 +583,11 @@ def test_local_clients_cannot_forge_identities_or_memory() -> None:
     assert not capabilities.owns(FIRST, replace(own_memory, sealed=False))
     assert not capabilities.owns(FIRST, replace(own_memory, copied=True))
     assert Range(own_memory, 0, 1)
+
+
+def test_regions_and_results_are_compared_by_identity(memories: Memories) -> None:
+    pool: list[Any] = [Region(memories, {"x": (3, "FP32")}) for _ in range(2)]
+    pool += [Result({"x": np.zeros(3)}, {}, None) for _ in range(2)]
+    for kept in list(pool):
+        assert pool.index(kept) == 0 and kept in set(pool)
+        pool.remove(kept)

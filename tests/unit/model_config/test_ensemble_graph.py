@@ -67,7 +67,8 @@ def build_ensemble(*steps: str, fields: str = "", out: tuple[str, ...] = ("OUT",
     models = [
         None if newest else MODELS.get(name) for name, newest in zip(names, versions, strict=True)
     ]
-    return compose(ensemble, models, [name in MODELS for name in names])
+    failures = ["version 1 is at UNAVAILABLE state: broken;" * (n == "broken") for n in names]
+    return compose(ensemble, models, [name in MODELS for name in names], failures)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,9 @@ def build_ensemble(*steps: str, fields: str = "", out: tuple[str, ...] = ("OUT",
     [
         ((step("nosuch", "X=IN", "Y=m"), step("nor", "X=m", "Y=OUT")), "", "step[0].model_name",
          "ensemble e contains models that are not available or ambiguous: nosuch, nor"),
+        ((step("nosuch", "X=IN", "Y=m"), step("broken", "X=m", "Y=OUT")), "", "step[1].model_name",
+         "ensemble 'e' depends on 'broken' which has no loaded version. Model 'broken' loading "
+         "failed with error: version 1 is at UNAVAILABLE state: broken;"),
         ((step("add", "X=IN", "Y=OUT", version=7), ), "", "step[0].model_version",
          "ensemble 'e' depends on 'add' whose required version 7 is not loaded."),
         ((step("add", "Q=IN", "Y=OUT"), ), "", 'step[0].input_map["Q"]',

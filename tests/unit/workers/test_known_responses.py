@@ -206,3 +206,36 @@ def test_requests_that_differ_outside_the_schema_are_parsed_once(
         worker.execute([unit_of_work])
     assert executed_work == sent_work
     assert read_schemas == [sent_work[0].schema]
+
+
+@pytest.mark.parametrize(
+    ("repeats", "parameters", "error"),
+    [
+        (4096, {}, ""),
+        (4097, {}, "a response may have at most 4096 outputs, got 4097"),
+        (1, {str(index): index for index in range(4096)}, ""),
+        (1, {str(index): 0 for index in range(4097)}, "at most 4096 parameters, got 4097"),
+        (1, {"a": "b" * (1 << 20)}, "at most 1048576 bytes are allowed"),
+    ],
+    ids=["4,096 outputs", "4,097 outputs", "4,096 parameters", "4,097 parameters", "1 MiB"],
+)
+def test_the_size_of_a_response_is_limited(
+    worker: Rig, repeats: int, parameters: dict[str, Any], error: str
+) -> None:
+    """Without limits, a response would block the processes that other clients use."""
+    output = Output("A", "FP32", np.zeros(1, np.float32))
+    response = Response([output] * repeats, parameters)
+    worker.serve(FunctionBackend(worker.context, lambda requests: [response]), CONFIG)
+    for _ in range(2):
+        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32))))
+        assert error in reply.message
+        assert (reply.code != "") == bool(error), reply.message
+
+
+def test_a_response_that_is_too_large_keeps_no_memory(worker: Rig) -> None:
+    output = Output("A", "FP32", np.zeros(INLINE_LIMIT, np.float32))
+    response = Response([output], {"a": "b" * (1 << 20)})
+    worker.serve(FunctionBackend(worker.context, lambda requests: [response]), CONFIG)
+    (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32))))
+    assert "at most 1048576 bytes are allowed" in reply.message
+    assert len(worker.context.output_memory) == 0

@@ -125,6 +125,10 @@ RESULTS = {
     "typed dict with a key less": ("class R(TypedDict):\n    score: Required[FP32[Tensor, 1]]\n"
         "    label: INT64[Tensor, 1]\n    more: NotRequired[FP32[Tensor, 1]]\n", "R",
         "{'label': x.long(), 'score': x}", ("score", "label")),
+    "typed dict with annotations that are strings": ("class R(TypedDict, total=False):\n"
+        "    score: 'Required[FP32[Tensor, 1]]'\n    label: INT64[Tensor, 1]\n"
+        "class S(R):\n    more: 'NotRequired[FP32[Tensor, 1]]'\n", "S",
+        "{'label': x.long(), 'score': x}", ("score", "label")),
 }  # fmt: skip
 
 

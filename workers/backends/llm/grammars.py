@@ -85,7 +85,9 @@ class Grammars:
             if kind == "json_schema" and not message_grammar:
                 # In some vocabularies, each token that begins a word has a space, which is allowed.
                 message = message.replace("@body", "/ ?/ @body")
-            new_matcher = matcher(self._tokenizer, _with_body(message, body))
+            full_grammar = _with_body(message, body)
+            _check_divisors(full_grammar)
+            new_matcher = matcher(self._tokenizer, full_grammar)
             if not new_matcher.get_error():
                 new_matcher.compute_bitmask()  # raises for grammars that allow no text
             error = new_matcher.get_error() or _list_unsupported(new_matcher.get_grammar_warnings())
@@ -168,6 +170,32 @@ def _compile_json_schema(text: str) -> Any:
     options = {"whitespace_pattern": _WHITE_SPACE_PATTERN, **schema.get("x-guidance", {})}
     schema["x-guidance"] = {**options, "lenient": True}
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+# The divisors of `multipleOf` in a grammar, which may contain a schema as an escaped string.
+_DIVISOR = re.compile(r'multipleOf\\*"\s*:\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)')
+_MAX_DIVISOR = 20_000
+
+
+def _check_divisors(grammar: str) -> None:
+    """Raise ValueError if divisors of whole numbers would take seconds to compile.
+
+    llguidance creates a state for each remainder of the least common multiple. It needs few states
+    for factors of 2 and 5.
+    """
+    multiple = 1
+    for match in _DIVISOR.finditer(grammar):
+        divisor = float(match[1])
+        if divisor and divisor % 1 == 0:
+            multiple = math.lcm(multiple, int(divisor))
+            for factor in (2, 5):
+                while multiple % factor == 0:
+                    multiple //= factor
+        if multiple > _MAX_DIVISOR:
+            raise ValueError(
+                f"multipleOf: the least common multiple of the divisors, without factors of 2 and "
+                f"5, is {multiple}, above the limit of {_MAX_DIVISOR}"
+            )
 
 
 def _list_unsupported(warnings: list[str]) -> str:

@@ -507,6 +507,9 @@ class TextThread:
         This method may run in any thread.
         """
         with _fail_on_error(stream):
+            if threading.current_thread() is not self._thread and stream.is_cancelled():
+                stream.send(final=True)
+                return
             converted = self.reader.convert(stream.request, inputs)
             if converted is not None:
                 stream.send(converted, final=True)
@@ -522,7 +525,8 @@ class TextThread:
 
     def _compile(self, prompt: Prompt, stream: OutputStream, start: Callable[[], None]) -> None:
         with _fail_on_error(stream):
-            self.reader.compile(prompt)
+            if not stream.is_cancelled():
+                self.reader.compile(prompt)
             self.put(start)
 
     def _start(

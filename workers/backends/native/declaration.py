@@ -260,7 +260,16 @@ def _convert_result_hint(
             name: _tensor_type(f"'{name}' of {subject}", field_hint)[1]
             for name, field_hint in hints_by_name.items()
         }
-        required = record_type.__required_keys__ if is_typed_dict else frozenset(outputs)
+        required = frozenset(outputs)
+        if is_typed_dict:
+            # `__required_keys__` ignores the markers of annotations that are strings.
+            markers = {name: typing.get_origin(hint) for name, hint in hints_by_name.items()}
+            required = frozenset(
+                name
+                for name, marker in markers.items()
+                if marker is typing.Required
+                or (marker is not typing.NotRequired and name in record_type.__required_keys__)
+            )
         return outputs, lambda result: _outputs_by_field(owner, outputs, required, result)
     return {"output": _tensor_type(subject, hint)[1]}, lambda result: {"output": result}
 

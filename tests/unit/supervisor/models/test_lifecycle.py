@@ -212,6 +212,19 @@ def test_a_load_of_a_step_does_not_load_another_step_that_was_unloaded() -> None
     assert [version.spec.name for version in rig.live_versions] == ["t"]
 
 
+def test_the_failure_of_a_step_is_available_to_its_ensemble() -> None:
+    rig = LifecycleRig()
+    rig.steps = {"e": ["s"]}
+    rig.broken_models = {"s"}
+    rig.lifecycle.load("e")
+    rig.execute_pending(*ALL_EVENTS)
+    failure = "version 1 is at UNAVAILABLE state: Internal: broken;"
+    assert [rig.registry.load_failure(name) for name in ("s", "nosuch")] == [failure, ""]
+    rig.lifecycle.unload("s")
+    rig.execute_pending(*ALL_EVENTS)
+    assert rig.registry.load_failure("s") == ""
+
+
 def pending_ends(rig: LifecycleRig) -> list[str]:
     return sorted(kind.split()[1] for kind, _ in rig.pending_actions if kind.startswith("end"))
 

@@ -455,7 +455,11 @@ def test_a_bad_override_leaks_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "class_name", "name"),
-    [("sentiment.py", "Model", "sentiment"), ("model.py", "Digits", "digits")],
+    [
+        ("sentiment.py", "Model", "sentiment"),
+        ("model.py", "Digits", "digits"),
+        ("größe.py", "Größe", "größe"),
+    ],
 )
 def test_classes_in_files_are_models(tmp_path: Path, file: str, class_name: str, name: str) -> None:
     (tmp_path / file).write_text("class Model: ...\n")

@@ -286,7 +286,7 @@ def _find_family(config: Mapping[str, Any], problems: list[str]) -> str:
         allowed_names = ", ".join(_FAMILIES)
         if not names and config.get("model_type"):
             field, value, allowed_names = "model_type", config["model_type"], ", ".join(DEFAULTS)
-        text = f"{value or 'nothing'} is not supported (supported: {allowed_names})"
+        text = f"{clip(value) or 'nothing'} is not supported (supported: {allowed_names})"
         problems.append(f"config.json: {field}: {text}")
     return family
 
@@ -297,7 +297,8 @@ def _get_window(family: str, config: Mapping[str, Any], positions: int, problems
     unsupported = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if unsupported:
         names = ", ".join(unsupported)
-        problems.append(f"config.json: layer_types: {names} is not supported, only full_attention")
+        text = f"config.json: layer_types: {clip(names)} is not supported, only full_attention"
+        problems.append(text)
     window = config.get("sliding_window")
     has_window = family == "mistral"
     if family in ("qwen2", "qwen3") and not layer_types:

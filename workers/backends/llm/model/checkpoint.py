@@ -190,7 +190,7 @@ class Checkpoint:
         """Return the checkpoint in a folder. Raises InvalidArgument with all problems."""
         problems: list[str] = []
         config = read_json(path / "config.json", problems)
-        architecture = Architecture.of(config, problems) if config else None
+        architecture = Architecture.of(config, problems) if config or not problems else None
         settings = read_json(path / "tokenizer_config.json", problems, is_optional=True)
         tokenizer = _read_tokenizer(path, settings, config, problems)
         stored_tensors = _read_headers(path, problems)

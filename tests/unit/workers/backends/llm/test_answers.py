@@ -612,6 +612,36 @@ def test_a_late_prompt_of_a_lost_scheduler_does_not_replace_its_successors(
 
 
 @pytest.mark.parametrize(
+    ("fields", "method"),
+    [({"regex": "b"}, "compile"), ({"text_input": "a " * 3000}, "read")],
+    ids=["grammar", "long prompt"],
+)
+def test_slow_work_of_cancelled_requests_is_skipped(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], method: str
+) -> None:
+    """Otherwise, requests of a client that has disconnected would delay those of other clients."""
+    may_continue = threading.Event()
+    calls: list[Any] = []
+    original_method = getattr(PromptReader, method)
+
+    def count_calls(reader: PromptReader, *arguments: Any) -> Any:
+        if method == "compile" or threading.current_thread().name.startswith("long"):
+            calls.append(arguments)
+            assert may_continue.wait(30)
+        return original_method(reader, *arguments)
+
+    monkeypatch.setattr(PromptReader, method, count_calls)
+    for key in range(1, 6):
+        scheduler.send(g.Prepare([work(key, **{"text_input": "the", **fields})]))
+    for key in range(2, 6):
+        scheduler.rig.instance.link._dispatch(CancelExecution(key))
+    may_continue.set()
+    while not {2, 3, 4, 5} <= scheduler.ended:
+        scheduler.listen()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
     ("grammar", "check"),
     [
         ({"regex": "[ab]{3}(c|d)"}, lambda text: len(text) == 4),

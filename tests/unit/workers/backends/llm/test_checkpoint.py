@@ -153,6 +153,9 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ({"architectures": None, "model_type": "gpt2"},
          "model_type: gpt2 is not supported (supported: llama, mist"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supp"),
+        ({"layer_types": ["\ud800\n"]}, r"layer_types: \ud800\n is not supported"),
+        ({"architectures": ["\ud800\n"]}, r"architectures: \ud800\n is not supported"),
+        ({"architectures": None, "model_type": "\ud800"}, r"model_type: \ud800 is not supported"),
     ],
 )  # fmt: skip
 def test_odd_checkpoints_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
@@ -218,6 +221,12 @@ def test_fields_have_the_effects_and_defaults_of_transformers(
     architecture = Architecture.of(fields, problems)
     assert architecture is not None, problems
     assert {key: getattr(architecture, key) for key in expected} == expected
+
+
+def test_an_empty_configuration_is_refused(tmp_path: Path) -> None:
+    (write_folder(tmp_path / "m") / "config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="json: architectures: nothing is not"):
+        Checkpoint.open(tmp_path / "m")
 
 
 def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) -> None:

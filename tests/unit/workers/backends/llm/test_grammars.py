@@ -212,6 +212,31 @@ def test_keywords_have_their_types(schema: dict[str, Any], error: str) -> None:
             Lark({}).json(schema)
 
 
+@pytest.mark.parametrize(
+    ("divisors", "is_allowed"),
+    [
+        ([19_997], True),
+        ([999_983], False),
+        ([601, 607], False),
+        ([1e6, 131_072, 3], True),
+        ([0.01, 0.25, 7, 60], True),
+    ],
+)
+@pytest.mark.parametrize("compact", [True, False])
+def test_divisors_that_need_many_states_are_refused(
+    divisors: list[float], is_allowed: bool, compact: bool
+) -> None:
+    schema = {"anyOf": [{"type": "integer", "multipleOf": divisor} for divisor in divisors]}
+    text = json.dumps(schema, separators=(",", ":") if compact else None)
+    for grammar in (("json_schema", text), ("grammar", f"start: %json {text}")):
+        for message_grammar in ("", "start: @body"):
+            if is_allowed:
+                GRAMMARS.matcher(grammar, message_grammar)
+                continue
+            with pytest.raises(InvalidArgument, match="above the limit of 20000"):
+                GRAMMARS.matcher(grammar, message_grammar)
+
+
 def test_a_uuid_has_its_version() -> None:
     identifier = "123e4567-e89b-42d3-a456-426614174000"
     assert accepts({"type": "string", "format": "uuid4"}, identifier)
