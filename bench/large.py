@@ -173,22 +173,22 @@ def regions(count: int) -> None:
             server.client() as client,
         ):
             before_mb = processes.pss_mb(server.pid)
-            added = [_time_ms(partial(_register, client, name)) for name in names]
+            register_ms = [_time_ms(partial(_register, client, name)) for name in names]
             added_mb = processes.pss_mb(server.pid) - before_mb
             all_ms = _time_ms(partial(client.call, "GET", "/v2/systemsharedmemory/status"))
             one_ms = _time_ms(partial(client.call, "GET", f"{_REGIONS_PATH}/{names[-1]}/status"))
-            infer = [_time_ms(partial(client.infer, "simple")) for _ in range(100)]
-            removed = [
+            infer_ms = [_time_ms(partial(client.infer, "simple")) for _ in range(100)]
+            unregister_ms = [
                 _time_ms(partial(client.call, "POST", f"{_REGIONS_PATH}/{name}/unregister"))
                 for name in names
             ]
             print(
                 f"{count:,} regions: {added_mb / count * 1e3:.2f} KB each; register p50 of the "
-                f"first {_EDGE} {quantile(added[:_EDGE], 0.5):.2f} ms, of the last "
-                f"{quantile(added[-_EDGE:], 0.5):.2f} ms; status of one {one_ms:.1f} ms, of all "
-                f"{all_ms:.0f} ms; a request p50 {quantile(infer, 0.5):.2f} ms; unregister first "
-                f"{quantile(removed[:_EDGE], 0.5):.2f} ms, last "
-                f"{quantile(removed[-_EDGE:], 0.5):.2f} ms",
+                f"first {_EDGE} {quantile(register_ms[:_EDGE], 0.5):.2f} ms, of the last "
+                f"{quantile(register_ms[-_EDGE:], 0.5):.2f} ms; status of one {one_ms:.1f} ms, "
+                f"of all {all_ms:.0f} ms; a request p50 {quantile(infer_ms, 0.5):.2f} ms; "
+                f"unregister first {quantile(unregister_ms[:_EDGE], 0.5):.2f} ms, last "
+                f"{quantile(unregister_ms[-_EDGE:], 0.5):.2f} ms",
                 flush=True,
             )
     finally:

@@ -386,7 +386,8 @@ class SchedulerClient(Generic[R]):
         try:
             self.handle(endpoint, message)
         except Exception:  # the remaining requests must still be resubmitted after any exception
-            logger.exception("the message %s could not be handled", type(message).__name__)
+            text = "the message %s from a scheduler could not be handled; it is not repeated"
+            logger.exception(text, type(message).__name__)
 
     def withdraw(self, endpoint: str) -> list[R]:
         """Remove the requests of a scheduler that has exited or whose link was disconnected.

@@ -164,7 +164,7 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
                 break
             unpacked_spans.append(span)
     except Exception as error:  # msgpack and values that are not lists raise many types
-        logger.error("the trace spans of a response are malformed: %s", error)
+        logger.error("the trace spans of a response are malformed, so some are missing: %s", error)
     return unpacked_spans
 
 

@@ -194,6 +194,12 @@ def clip(text: str, limit: int = 60) -> str:
     return printable if len(printable) <= limit else printable[:limit] + "..."
 
 
+def printable_line(text: str) -> str:
+    """Return `text` on one line, in which `?` replaces the control characters of a terminal."""
+    line = " ".join(filter(None, map(str.strip, text.splitlines())))
+    return "".join(char if char.isprintable() else "?" for char in line)
+
+
 def nearest(name: str, names: Iterable[str], min_similarity: float = 0.6) -> str | None:
     """Return the known name with the highest difflib ratio, or None below `min_similarity`."""
     import difflib  # imported late, because only errors need it

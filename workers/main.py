@@ -218,7 +218,10 @@ class _Worker:
             try:
                 self._backend.unload()
             except BaseException:  # the process ends even if unloading fails
-                logger.exception("model '%s' failed to finalize", self._context.model_name)
+                logger.exception(
+                    "model '%s' failed to finalize; its worker exits all the same",
+                    self._context.model_name,
+                )
 
     def _run_or_report(self, load_step: Callable[[], ConfigCompleted | InstanceLoaded]) -> bool:
         pid = os.getpid()
@@ -389,7 +392,9 @@ class WorkerInstance:
         try:
             is_ready = self._backend.is_ready()
         except BaseException:  # SystemExit, too: a model must not end its worker
-            logger.exception("model '%s' failed in `is_ready`", self._context.model_name)
+            logger.exception(
+                "model '%s' failed in `is_ready`, and counts as not ready", self._context.model_name
+            )
         self._context.control.send(ReadyChecked(check_number, is_ready))
 
     def _wait(self, timeout_s: float | None) -> bool:

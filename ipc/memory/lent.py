@@ -225,6 +225,6 @@ def unread_releases(data: Iterable[Any], own_memory_ids: Container[int] = ()) ->
     try:
         ranges = unpack_ranges(data)
     except MalformedMessage as error:
-        logger.error("a worker's response is malformed: %s", error)
+        logger.error("the memory of a malformed response's outputs is not released: %s", error)
         return []
     return release_messages(ranges, own_memory_ids) if ranges else []

@@ -147,7 +147,7 @@ class Responded(Message):
     message: str
     schema: bytes
     data: list[Any]  # of the outputs
-    final: bool  # whether it is the last response
+    final: bool  # whether this response is the last
     input_ns: int = field(default=0, compare=False)
     infer_ns: int = field(default=0, compare=False)
     output_ns: int = field(default=0, compare=False)
@@ -351,7 +351,7 @@ class ExecutionResponded(Message):
     message: str
     schema: bytes
     data: list[Any]  # of the outputs
-    final: bool  # whether it is the last response
+    final: bool  # whether this response is the last
     computed_ns: int  # time when the model returned it
     written_ns: int  # time when the outputs were written
     copied_output_bytes: int = 0

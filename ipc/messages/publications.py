@@ -49,7 +49,7 @@ class ModelPublished(Message):
     metadata: dict[str, Any]  # for clients
     endpoint: str  # of the scheduler
     ready: bool
-    latest: bool  # whether it is the latest version
+    latest: bool  # whether the version is the latest
     load_seconds: float
     ack_number: int  # for `Acknowledged`
 

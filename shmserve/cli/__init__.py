@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from shmserve import __version__
 from shmserve.common import fd_limits
-from shmserve.errors import InvalidArgument, ShmserveError, clip, suggestion
+from shmserve.errors import InvalidArgument, ShmserveError, clip, printable_line, suggestion
 
 if TYPE_CHECKING:
     from shmserve.config.server import ServerConfig
@@ -58,13 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except InvalidArgument as error:
-        # Each problem is one line, even if it quotes an argument with control characters.
         for problem in getattr(error, "problems", [error.message]):
-            line = "".join(char if char.isprintable() else "?" for char in problem)
-            print(f"shmserve: {line}", file=sys.stderr)
+            print(f"shmserve: {printable_line(problem)}", file=sys.stderr)
         return 2
     except ShmserveError as error:
-        print(f"shmserve: {error.message}", file=sys.stderr)
+        print(f"shmserve: {printable_line(error.message)}", file=sys.stderr)
         return 1
     except UnicodeEncodeError as error:  # an argument has invalid bytes, or JSON a surrogate
         print(f"shmserve: '{clip(error.object)}' is not UTF-8 text", file=sys.stderr)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from shmserve.cli.arguments import add_flags
-from shmserve.errors import InvalidArgument, ShmserveError, clip
+from shmserve.errors import InvalidArgument, ShmserveError, clip, printable_line
 from shmserve.protocols import (
     AdminTransport,
     InputTensor,
@@ -213,6 +213,5 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
 
 
 def _report_error(verb: str, text: str, status: int) -> int:
-    line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
-    print(f"shmserve client {verb}: {line}", file=sys.stderr)
+    print(f"shmserve client {verb}: {printable_line(text)}", file=sys.stderr)
     return status

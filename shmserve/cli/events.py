@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from shmserve.client.events import TOPICS, EventReader, ReceivedEvent
+from shmserve.errors import printable_line
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.publications import HealthChanged
 
@@ -61,8 +62,7 @@ def _format_loss(received_event: ReceivedEvent, as_json: bool) -> str:
 
 
 def _as_text(received_event: ReceivedEvent) -> str:
-    line = f"{_format_time(received_event)} {_describe(received_event.event)}"
-    return "".join(char if char.isprintable() else "?" for char in line)
+    return printable_line(f"{_format_time(received_event)} {_describe(received_event.event)}")
 
 
 def _describe(event: Any) -> str:

@@ -6,9 +6,7 @@ The result is a table and, with --plot, a chart.
 from __future__ import annotations
 
 import argparse
-import http.client
 import time
-import urllib.error
 import urllib.request
 from collections import defaultdict
 from typing import NamedTuple
@@ -17,8 +15,8 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.cli.arguments import with_scheme
+from shmserve.cli.top import open_page
 from shmserve.errors import InvalidArgument, Unavailable, convert_os_errors
-from shmserve.protocols.http import describe_http_error
 from shmserve.protocols.servers import read_token
 
 _PREFIX = "shmserve_llm_"
@@ -114,14 +112,8 @@ def _scrape(url: str, token: str, model: str) -> defaultdict[str, float]:
         request = urllib.request.Request(url)
     if token:
         request.add_header("Authorization", f"Bearer {token}")
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            metrics_text = response.read().decode()
-    except urllib.error.HTTPError as error:
-        raise Unavailable(f"{url}: {describe_http_error(error)}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = error.reason if type(error) is urllib.error.URLError else error
-        raise Unavailable(f"{url}: {str(reason).strip()}") from None
+    with open_page(request, timeout_s=30) as response:
+        metrics_text = response.read().decode()
     try:
         families = list(text_string_to_metric_families(metrics_text))
     except ValueError as error:

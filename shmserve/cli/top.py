@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import queue
@@ -20,6 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
+from http.client import BadStatusLine, HTTPException, HTTPResponse
 from typing import TYPE_CHECKING, Any
 
 from shmserve.cli.arguments import with_scheme
@@ -90,23 +90,38 @@ def run(args: argparse.Namespace) -> int:
 
 def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
     """Yield the server's figures each second; raise Unavailable when it stops responding."""
-    try:
-        with urllib.request.urlopen(request, timeout=_RECEIVE_TIMEOUT_S) as response:
-            for line in response:
-                if line.startswith(b"data: "):
-                    figures = json.loads(line[6:])
-                    if not {"server", "models", "events"} <= set(figures):
-                        raise ValueError("this port is not the metrics port of shmserve")
-                    yield figures
-    except urllib.error.HTTPError as error:
-        raise Unavailable(f"{request.full_url}: {describe_http_error(error)}") from None
-    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
-        reason = str(getattr(error, "reason", error)).strip()
-        raise Unavailable(
-            f"{request.full_url}: {reason}; start a server by `shmserve serve`, or choose its "
-            "address with --metrics-url"
-        ) from None
+    with open_page(request, _RECEIVE_TIMEOUT_S) as response:
+        for line in response:
+            if line.startswith(b"data: "):
+                figures = json.loads(line[6:])
+                if not {"server", "models", "events"} <= set(figures):
+                    raise ValueError("this port is not the metrics port of shmserve")
+                yield figures
     raise Unavailable(f"{request.full_url}: the server has exited")
+
+
+@contextlib.contextmanager
+def open_page(request: urllib.request.Request, timeout_s: float) -> Iterator[HTTPResponse]:
+    """Open a page of the metrics port.
+
+    Raises:
+        Unavailable: The request or the block has failed. The message has the reason and a remedy.
+    """
+    remedy = "start a server by `shmserve serve`, or choose its metrics port with --metrics-url"
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            yield response
+        return
+    except urllib.error.HTTPError as error:
+        reason = describe_http_error(error)
+        if error.code in (401, 403):
+            raise Unavailable(f"{request.full_url}: {reason}") from None
+    except BadStatusLine as error:
+        is_closed = isinstance(error, OSError)
+        reason = str(error) if is_closed else "the response is not HTTP (gRPC has another port)"
+    except (OSError, ValueError, TypeError, HTTPException) as error:
+        reason = str(getattr(error, "reason", error)).strip()
+    raise Unavailable(f"{request.full_url}: {reason}; {remedy}")
 
 
 class Top:

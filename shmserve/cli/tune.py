@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmserve.cli.arguments import add_flags, check_files, write_file
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, printable_line
 from shmserve.perf import measure, report, search, targets
 from shmserve.perf.load import LoadGenerator
 from shmserve.perf.search import Candidate, Search, Trial
@@ -119,10 +119,19 @@ def _restore_at_end(server: AdminTransport, model: str, config: dict[str, Any]) 
             server.load(model)
             if server.config(model, "") != config:
                 server.load(model, config)
-        except BaseException:  # also a second interrupt
-            text = f"{model} has a tested configuration; `shmserve client load {model}` restores it"
-            print(text, file=sys.stderr)
+        except BaseException as error:  # also a second interrupt
+            if not (isinstance(error, TransportError) and _has_config(server, model, config)):
+                text = f"{model} has a tested configuration"
+                remedy = f"`shmserve client load {model}` restores it"
+                print(f"{text}; {remedy}", file=sys.stderr)
             raise
+
+
+def _has_config(server: AdminTransport, model: str, config: dict[str, Any]) -> bool:
+    try:
+        return server.config(model, "") == config
+    except TransportError:
+        return False
 
 
 @dataclass
@@ -150,7 +159,7 @@ class _TrialRunner:
         except TransportError as error:
             if self.trial_count == 1:
                 raise
-            print(f"{search.describe(candidate)}: {error}", file=sys.stderr)
+            print(f"{search.describe(candidate)}: {printable_line(str(error))}", file=sys.stderr)
             return Trial(candidate, 0.0, math.inf, 1)
         point = self._measure_point(candidate.in_flight)
         if point.interrupted:

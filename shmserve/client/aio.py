@@ -386,7 +386,7 @@ class Server:
             version: The model's version, by default the latest.
 
         Returns:
-            Whether it is ready; False also if the server does not listen for HTTP.
+            Whether the server, the model or the version is ready; False also without HTTP.
 
         Raises:
             Disconnected: There is no server.

@@ -88,7 +88,8 @@ class EventReader:
     ) -> None:
         endpoint = endpoints.events(discovery.find(run_dir))
         if not os.access(endpoint.removeprefix("ipc://"), os.W_OK):
-            raise Disconnected(f"no server publishes events for this user at {endpoint}")
+            text = f"no server publishes events for this user at {endpoint}"
+            raise Disconnected(f"{text}; start one, or give the run directory of another")
         self._topics = tuple(topics)
         self._gaps = GapDetector()
         self._output_fd: int | None = None

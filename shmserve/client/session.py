@@ -241,7 +241,7 @@ class Session:
         while not (connection := self.connection()).models.started:
             remaining_s = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
             if not connection.start_ended.wait(remaining_s):
-                raise Unavailable("the server still loads its models")
+                raise Unavailable("the server still loads its models; wait longer")
 
     def should_retry(
         self, connection: ServerConnection, options: Options, packed: PackedRequest | None
@@ -366,7 +366,7 @@ class Session:
         urls = [urlsplit(url) for url in discovery.addresses(self._server_dir)]
         url = next((url for url in urls if url.scheme in ("http", "https") and url.hostname), None)
         if url is None:
-            raise Unavailable(f"the server of {self._server_dir} does not listen for HTTP")
+            raise Unavailable(f"the server of {self._server_dir} needs --allow-http for this call")
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(url.hostname), url.port)
         try:

@@ -73,7 +73,8 @@ class GatewaySupervisorLink:
             try:
                 self._handle_message(message)
             except Exception:
-                logger.exception("the message %s could not be handled", type(message).__name__)
+                text = "the message %s from the supervisor could not be handled; it is not repeated"
+                logger.exception(text, type(message).__name__)
 
     def close(self) -> None:
         """Close the link."""
@@ -229,7 +230,8 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
             try:
                 self.handle(endpoint, message)
             except Exception:
-                logger.exception("the message %s could not be handled", type(message).__name__)
+                text = "the message %s from a scheduler could not be handled; it is not repeated"
+                logger.exception(text, type(message).__name__)
         if not link.connected:
             self._close_if_unused(link)
 

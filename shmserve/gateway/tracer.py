@@ -178,7 +178,12 @@ class Tracer:
         try:
             append_entries(create_next_file(path) if settings.log_frequency else path, entries)
         except (OSError, ValueError) as error:
-            logger.error("%d traces cannot be written to file '%s': %s", len(traces), path, error)
+            logger.error(
+                "%d traces are lost, because file '%s' cannot be written: %s",
+                len(traces),
+                path,
+                error,
+            )
 
 
 def _log_slow(trace: RequestTrace) -> None:

@@ -356,7 +356,7 @@ class HttpLaneFactory:
         return f"POST {path} HTTP/1.1\r\n{header_lines}\r\n".encode() + body
 
     def lane(self, observer: LaneObserver) -> HttpLane:
-        """Open a connection and return its lane."""
+        """Open a connection; the lane sends one request at a time on it."""
         return HttpLane(self, observer)
 
     def close(self) -> None:
@@ -532,7 +532,7 @@ class GenerateLaneFactory(HttpLaneFactory):
         return self.post(path, json.dumps(body).encode(), _JSON_HEADERS)
 
     def lane(self, observer: LaneObserver) -> EventLane:
-        """Open a connection and return its lane."""
+        """Open a connection; the lane sends one request at a time on it."""
         return EventLane(self, observer)
 
 

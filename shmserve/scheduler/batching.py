@@ -216,7 +216,7 @@ class BatchingCore(Core[ScheduledRequest]):
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(submit.request_id) + error.message) from None
         except MalformedMessage as error:
-            logger.error("model '%s': a request is malformed: %s", self._name, error)
+            logger.error("model '%s': a request is malformed and fails: %s", self._name, error)
             raise Internal() from None
 
     def serve_cached(

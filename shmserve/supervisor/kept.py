@@ -110,7 +110,8 @@ class PermanentProcesses(ABC):
         try:
             await self._start(process)
         except (ShmserveError, OSError) as error:  # an OSError if no descriptor or memory is free
-            logger.error("process %s %s could not be started: %s", self.role, process.name, error)
+            text = "process %s %s could not be started; the next attempt follows after a pause: %s"
+            logger.error(text, self.role, process.name, error)
             self._context.background(self._restart(process))
 
     def retire(self) -> None:

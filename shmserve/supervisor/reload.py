@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 300.0
+_SCAN_FAILED = "the model repositories could not be scanned: no model changes until the next scan"
+_UPDATE_FAILED = "model '%s' could not be updated, so its serving versions stay%s"
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +64,10 @@ class RepositoryPoller:
         try:
             folders = await asyncio.to_thread(self._planner.scan)
         except ShmserveError as error:
-            logger.error("the model repositories could not be scanned: %s", error.message)
+            logger.error("%s (%s)", _SCAN_FAILED, error.message)
             return []
         except Exception:
-            logger.exception("the model repositories could not be scanned")
+            logger.exception(_SCAN_FAILED)
             return []
         names = sorted({*folders, *self._registry.models})
         states = [(name, self._may_serve(name, folders.get(name))) for name in names]
@@ -84,9 +86,9 @@ class RepositoryPoller:
         except LoggedFailure:
             pass
         except ShmserveError as error:
-            logger.error("model %s could not be updated: %s", name, error.message)
+            logger.error(_UPDATE_FAILED, name, f": {error.message}")
         except Exception:
-            logger.exception("model %s could not be updated", name)
+            logger.exception(_UPDATE_FAILED, name, "")
         finally:
             self._in_progress.discard((name, is_present))
 
@@ -159,7 +161,7 @@ class Reload:
             try:
                 await self._reload()
             except Exception:  # later requests must still be handled
-                logger.exception("the configuration could not be reloaded")
+                logger.exception("the reload failed; later changes wait for the next reload")
             finally:
                 await cancel_all(timeout_extension)
             self._service_manager.notify_ready(self._describe_state())

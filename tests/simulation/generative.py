@@ -147,7 +147,8 @@ class EngineRig:
         assert all(count <= s.prefill_chunk_size for count in prompts)
         assert self.engine.running_step is not None
         for sequence, row in self.engine.running_step.rows.values():
-            assert row.start + row.count + row.draft_count <= sequence.generation.max_computed
+            max_tokens = sequence.generation.max_computed_tokens
+            assert row.start + row.count + row.draft_count <= max_tokens
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
         self._check_preemptions(before, step)
         return True

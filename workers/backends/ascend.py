@@ -394,5 +394,5 @@ def _check(
         if max_batch_size > largest_batch:
             raise InvalidArgument(
                 f"model '{signature.name}' has max_batch_size {max_batch_size}, but the file was "
-                f"made for batches of {largest_batch}"
+                f"made for batches of {largest_batch}; reduce max_batch_size, or convert it again"
             )

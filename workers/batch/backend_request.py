@@ -86,7 +86,7 @@ class Input:
     model: str = ""  # name, for error texts
     on_device: bool = False  # whether `raw` is in device memory
     is_shared: bool = False  # whether other processes use `raw`, too
-    is_state: bool = False  # whether it is a sequence's state that must not change
+    is_state: bool = False  # whether `raw` is a sequence's state, which must not change
     is_private: bool = False  # whether only the model uses `raw`
     batch: Any = None  # bytes of the whole batch; `raw` is a part of them
     array: Array | None = None

@@ -193,7 +193,7 @@ class Executor:
                         failure = error
                     except MalformedMessage as error:
                         logger.error(
-                            "model '%s': a request is malformed: %s",
+                            "model '%s': a request is malformed and fails: %s",
                             self._context.model_name,
                             error,
                         )

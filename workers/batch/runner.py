@@ -240,7 +240,7 @@ class Runner:
     _numpy_inputs: frozenset[str] = frozenset()  # names
     _ragged_rules: RaggedRules | None = None
     _passes_views: bool = False  # whether the model receives views of its inputs
-    _is_learning: bool = True  # whether it is unknown yet if the model writes to its inputs
+    _is_learning: bool = True  # until it is known whether the model writes to its inputs
     # The inputs that are checked by torch's version counter, with their version.
     _watched_tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     # The inputs that are checked for changes, with their original bytes.

@@ -501,7 +501,11 @@ class CallRouter:
         try:
             response = self._response_schemas[schema].inferred(data)
         except MalformedMessage as error:
-            logger.error("model '%s': a response is malformed: %s", call.request.model, error)
+            logger.error(
+                "model '%s': a response is malformed, so its request fails: %s",
+                call.request.model,
+                error,
+            )
             return Internal()
         outcome = copy_response(response, self.mappings, call.request.model)
         self.schedulers.release(call.endpoint, release_messages(unpack_ranges(data)))

@@ -226,7 +226,8 @@ class DeviceMemory:
             try:
                 self._cuda.close(pointer, device)
             except CudaError as error:
-                logger.warning("a client's memory on device %d cannot be closed: %s", device, error)
+                text = "a client's memory on device %d cannot be closed until this worker exits: %s"
+                logger.warning(text, device, error)
 
     def pin(self, view: memoryview, device: int) -> Callable[[], None]:
         """Pin a mapping of a client's region for a device, and return the function that unpins it.
@@ -241,7 +242,8 @@ class DeviceMemory:
                 self._cuda = self._create_driver()
             self._cuda.pin(address, view.nbytes, device)
         except (CudaError, Unavailable) as error:
-            logger.warning("a region of %d bytes could not be pinned: %s", view.nbytes, error)
+            text = "a region of %d bytes could not be pinned, so its copies are slower: %s"
+            logger.warning(text, view.nbytes, error)
             return _no_unpin
         return partial(self._unpin, self._cuda, address, device)
 
@@ -250,7 +252,8 @@ class DeviceMemory:
         try:
             cuda.unpin(address, device)
         except CudaError as error:
-            logger.warning("a region (at %#x) cannot be unpinned: %s", address, error)
+            text = "a region (at %#x) cannot be unpinned until this worker exits: %s"
+            logger.warning(text, address, error)
 
     def write(self, destination: torch.Tensor, source: torch.Tensor, device: int) -> int:
         """Copy a tensor from any device to a client's memory, and return the bytes copied.

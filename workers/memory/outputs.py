@@ -111,7 +111,8 @@ class OutputMemory:
         if lent_bytes + byte_size > free - byte_size:
             raise Unavailable(
                 f"server memory for tensors: {byte_size} bytes are needed, and {free} are free; "
-                f"this client holds {lent_bytes}, and must leave as many free as it holds"
+                f"this client holds {lent_bytes}, and must leave as many free (release responses, "
+                "or raise --arena-byte-size)"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:

@@ -115,7 +115,9 @@ class Region(Mapping[str, Any]):
         if self.lease.released:
             raise Released("this region was released")
         if not isinstance(self.segment, Segment):
-            raise Unsupported("device memory cannot be sent to another process")
+            raise Unsupported(
+                "device memory cannot be sent to another process; send a region in host memory"
+            )
         return self.segment.fd
 
     @property
@@ -132,7 +134,7 @@ class Region(Mapping[str, Any]):
     def __deepcopy__(self, memo: Any) -> Region:
         # Without this method, `__reduce__` would make a second region over the same memory.
         if not isinstance(self.segment, Segment):
-            raise TypeError("a region in device memory cannot be copied")
+            raise TypeError("a region in device memory cannot be copied; copy its tensors")
         region_copy = Region(self.memories, self.specs)
         for name in self:
             region_copy[name][...] = self[name]
@@ -260,7 +262,8 @@ def _open_descriptor(source: Any) -> int:
         except FileNotFoundError:
             raise NotFound(f"there is no shared memory '{name}' in {_SHM_FOLDER}") from None
         except PermissionError:
-            raise PermissionDenied(f"shared memory '{name}': reading and writing denied") from None
+            text = f"shared memory '{name}': this user may not read and write it (see its mode)"
+            raise PermissionDenied(text) from None
         except (OSError, ValueError) as error:  # a ValueError if the name is no path, as "a\0b"
             reason = getattr(error, "strerror", None) or error
             text = f"'{name}' cannot be used as shared memory: {reason}"
@@ -341,5 +344,5 @@ def _parse_spec(name: str, shape: Sequence[int] | int, dtype: Any) -> TensorSche
         raise InvalidArgument(text)
     size = element_count(dims) * item_size
     if size > MAX_INT64:
-        raise InvalidArgument(f"'{name}': shape {dims} is too large")
+        raise InvalidArgument(f"'{name}': shape {dims} has {size} bytes (maximum: {MAX_INT64})")
     return TensorSchema(name, datatype, dims, size)

@@ -57,7 +57,8 @@ class Segment(RegisteredMemory):
         try:
             self.fd = os.memfd_create("shmserve-client", flags)
         except OSError as error:  # there are no huge pages, or no free descriptor
-            raise Unavailable(f"shared memory cannot be allocated: {error}") from error
+            text = f"{byte_size} bytes of shared memory cannot be allocated: {error}"
+            raise Unavailable(text) from error
         page_size = os.fstatvfs(self.fd).f_bsize
         self.size = -(-byte_size // page_size) * page_size
         try:
@@ -134,7 +135,8 @@ class AttachedSegment(Segment):
             os.posix_fallocate(fd, 0, self.size)
             self._set_mapping(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
         except OSError as error:
-            raise Unavailable(f"the memory cannot be mapped: {error}") from error
+            text = f"{self.size} bytes of attached memory cannot be reserved and mapped: {error}"
+            raise Unavailable(f"{text}; free memory, or raise the limit") from error
 
 
 AnySegment = Segment | DeviceSegment

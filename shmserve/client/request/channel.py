@@ -77,7 +77,7 @@ class ClientRequest(InflightRequest):
     release_memory: Callable[[], None] = field(init=False)  # of the request
     outcome: Result | ShmserveError | None = field(init=False, default=None)
     is_abandoned: bool = field(init=False, default=False)  # whether the caller no longer waits
-    is_retry: bool = field(init=False, default=False)  # whether it was resubmitted
+    is_retry: bool = field(init=False, default=False)  # whether the request was resubmitted
 
     def __post_init__(self) -> None:
         self.release_memory = self.packed_request.release_memory
@@ -282,8 +282,8 @@ class RequestChannel:
         if message_bytes > MAX_REQUEST_BYTES:
             packed.release_memory()
             raise InvalidArgument(
-                f"the request has {message_bytes} bytes besides its tensors, the maximum is "
-                f"{MAX_REQUEST_BYTES}"
+                f"the request has {message_bytes} bytes besides its tensors in shared memory "
+                f"(maximum: {MAX_REQUEST_BYTES})"
             )
         pending.submit = make_submit(
             next(self._request_ids),

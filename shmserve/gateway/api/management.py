@@ -281,7 +281,7 @@ async def model_statistics(gateway: Gateway, name: str, version: str) -> list[di
         raise InvalidArgument(text) from None
     reports = await collect_reports(gateway, models[:1] if version else models)
     if not reports:
-        raise Unavailable(f"the statistics of model '{name}' are not available now")
+        raise Unavailable(f"the statistics of model '{name}' are not available now; try again")
     return _triton_statistics(reports)
 
 

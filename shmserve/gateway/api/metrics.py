@@ -350,7 +350,8 @@ def _model_families(reports: list[dict[str, Any]], taken_names: set[str]) -> str
     if len(shown_families) < len(families):
         names = ", ".join(sorted(families.keys() - shown_families.keys()))
         logger.warning(
-            "metrics of models with the name of a server's metric are not shown: %s", names
+            "metrics of models with the name of a server's metric are not shown (rename them): %s",
+            names,
         )
     return model_metrics.exposition(shown_families)
 

@@ -173,7 +173,7 @@ async def register_cuda(
 ) -> None:
     """Register [offset, offset + byte_size) of the allocation of `handle` for `peer`.
 
-    The call returns when every listener has the region.
+    The call returns when every HTTP and gRPC process has received the region.
 
     Args:
         gateway: The gateway.

@@ -234,7 +234,8 @@ class GrpcCall(ABC):
         except ShmserveError as error:  # the memory for messages is exhausted
             self._abort(StatusCode.UNAVAILABLE, error.message)
         except Exception:
-            logger.exception("a message of gRPC call %s could not be handled", self.head.path)
+            text = "a message of gRPC call %s could not be handled; the call fails with INTERNAL"
+            logger.exception(text, self.head.path)
             self._abort(*INTERNAL_FAILURE)
 
     def _assemble(self, piece: memoryview) -> None:

@@ -248,7 +248,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         try:
             call = stream.call = self.context.begin_call(self, stream, head)
         except Exception:
-            logger.exception("gRPC call %s could not be started", head.path)
+            logger.exception("gRPC call %s could not be started; its stream is reset", head.path)
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
         else:
             if not stream.is_half_closed:

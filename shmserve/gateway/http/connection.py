@@ -175,7 +175,7 @@ class HttpConnection(Incoming):
             self.force_close()
             raise
         except Exception:
-            logger.exception("an HTTP connection failed")
+            logger.exception("an HTTP connection failed and is closed")
         self._is_handling = False
         self._task = None
         messages.clear()

@@ -93,7 +93,8 @@ class LiveFigures:
                     rows = self._figures.build_rows(reports, time.monotonic())
                     self._history.add(time.time(), rows)
                 except Exception:
-                    logger.exception("the dashboard's history cannot be recorded")
+                    text = "the dashboard's history cannot be recorded; the next attempt is in %g s"
+                    logger.exception(text, HISTORY_EVERY_S)
 
     async def respond(self, gateway: Gateway, request: HttpRequest) -> HttpResponse:
         """Return the response to a viewer.
@@ -160,7 +161,7 @@ class LiveFigures:
                     pause_s = max(_SNAPSHOT_INTERVAL_S - cost_s, _INTERVAL_PER_COST * cost_s)
                     await asyncio.sleep(min(pause_s, _MAX_INTERVAL_S))
         except Exception:
-            logger.exception("the dashboard's figures cannot be computed")
+            logger.exception("the dashboard's figures cannot be computed; open the dashboard again")
             self._wake_viewers()  # their streams end, and the next viewer starts another task
 
     def _publish(self, figures: dict[str, Any], change: dict[str, Any]) -> None:

@@ -380,7 +380,7 @@ def unpack_response(schema: bytes, data: Sequence[Any]) -> Inferred:
     try:
         return _SCHEMAS[schema].inferred(data)
     except MalformedMessage as error:
-        logger.error("a worker's response is malformed: %s", error)
+        logger.error("a worker's response is malformed, so its request fails: %s", error)
         raise Internal() from None
 
 

@@ -55,7 +55,7 @@ class InferOutput:
     """
 
     name: str
-    binary: bool  # whether it is sent as binary data
+    binary: bool  # whether the output is sent as binary data
     memory_range: RegionRange | None = None
     class_count: int = 0
 

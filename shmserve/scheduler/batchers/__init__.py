@@ -77,7 +77,7 @@ class Batcher:
     A batcher with `is_learning` is notified of arrivals and executions.
     """
 
-    is_learning: bool = False  # whether it is notified of arrivals and executions
+    is_learning: bool = False  # whether the batcher is notified of arrivals and executions
 
     def decide(
         self, now_ns: int, pending: Iterable[PendingRequest], reserve_ns: int

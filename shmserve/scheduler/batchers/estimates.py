@@ -96,7 +96,7 @@ class SizeTimes:
         self._best_index = list(range(self._last_index + 1))
         self._optimistic_index = self._best_index.copy()
         # The shortest plausible duration of each observed size.
-        self._shortest: dict[int, float] = {}
+        self._min_times: dict[int, float] = {}
         self._is_stale = False  # whether `_refresh` must update the values by index
         self._candidates: dict[int, tuple[int, float]] = {}  # `find_trial` by the last index
 
@@ -234,7 +234,7 @@ class SizeTimes:
         return candidate
 
     def _find_candidate(self, last_index: int) -> tuple[int, float]:
-        times, shortest, best_index = self._times, self._shortest, self._best_index[last_index]
+        times, min_times, best_index = self._times, self._min_times, self._best_index[last_index]
         rate = _size(best_index) / times[best_index]
         target_rate, candidate, worst_duration, lower = _MIN_TRIAL_RATIO * rate, 0, 0.0, 0
         speedup = _ASSUMED_SPEEDUP + math.log(1 + self._late_executions)
@@ -242,7 +242,9 @@ class SizeTimes:
             # A size between two sizes takes at least the shorter and at most the longer duration.
             highest = upper - 1 if upper <= last_index else last_index
             if highest > lower:
-                time = min(shortest[lower], shortest[upper]) if lower else shortest[upper] / speedup
+                time = min_times[upper] / speedup
+                if lower:
+                    time = min(min_times[lower], min_times[upper])
                 if _size(highest) > target_rate * time:
                     target_rate, candidate = _size(highest) / time, _middle_size(lower, highest)
                     worst_duration = times[upper] * _ASSUMED_SLOWDOWN
@@ -252,10 +254,10 @@ class SizeTimes:
                 break
             lower = upper
             is_uncertain = self._sizes[upper].weight < _MAX_TRIALS and upper != best_index
-            if is_uncertain and _size(upper) > target_rate * shortest[upper]:
-                target_rate = _size(upper) / shortest[upper]
+            if is_uncertain and _size(upper) > target_rate * min_times[upper]:
+                target_rate = _size(upper) / min_times[upper]
                 candidate, worst_duration = _size(upper), times[upper]
-        min_size = max(target_rate / _MIN_TRIAL_RATIO, rate) * shortest.get(lower, 0.0)
+        min_size = max(target_rate / _MIN_TRIAL_RATIO, rate) * min_times.get(lower, 0.0)
         if last_index > lower == self._observed[-1] and _size(last_index) > min_size:
             # Larger sizes were never observed, and a batch may take long. The size therefore grows
             # in small steps.
@@ -272,8 +274,8 @@ class SizeTimes:
         spread = _DEVIATIONS_PER_SPREAD * max(self._spread, _MIN_SPREAD)
         best_index, best_rate, best_error, best_score = 1, 0.0, 0.0, 0.0
         optimistic_index, optimistic_rate = 1, 0.0
-        self._shortest = self._shortest_durations(spread)
-        disturbed_index, disturbed_rate = self._find_disturbed(self._shortest)
+        self._min_times = self._find_min_times(spread)
+        disturbed_index, disturbed_rate = self._find_disturbed(self._min_times)
         highest = self._observed[-1]
         for index in range(1, self._last_index + 1):
             rate, size = _size(index) / times[index], sizes.get(index)
@@ -288,7 +290,7 @@ class SizeTimes:
             self._best_index[index] = (
                 index if rate * (1 + _EQUAL_RATES + margin) >= best_rate else best_index
             )
-            possible_rate = _size(index) / self._shortest.get(index, times[index])
+            possible_rate = _size(index) / self._min_times.get(index, times[index])
             if index == disturbed_index:
                 possible_rate = disturbed_rate
             if possible_rate >= optimistic_rate:
@@ -298,13 +300,13 @@ class SizeTimes:
             if score >= best_score:
                 best_index, best_rate, best_error, best_score = index, rate, error, score
 
-    def _shortest_durations(self, spread: float) -> dict[int, float]:
+    def _find_min_times(self, spread: float) -> dict[int, float]:
         """Return the shortest plausible duration of each observed size, by the size's index.
 
         Neighbours that do not clearly differ are pooled. Otherwise the luckiest of many sizes would
         seem to be the fastest, and each of them would be tried.
         """
-        shortest: dict[int, float] = {}
+        min_times: dict[int, float] = {}
         pooled_indices: list[int] = []
         mean = weight = 0.0
         for index in self._observed:
@@ -316,10 +318,11 @@ class SizeTimes:
                     pooled_indices, weight, pooled_mean = [], 0.0, size.mean
             mean, weight = pooled_mean, weight + size.weight
             pooled_indices.append(index)
-            shortest.update(dict.fromkeys(pooled_indices, mean / (1 + spread / math.sqrt(weight))))
-        return shortest
+            min_time = mean / (1 + spread / math.sqrt(weight))
+            min_times.update(dict.fromkeys(pooled_indices, min_time))
+        return min_times
 
-    def _find_disturbed(self, shortest: dict[int, float]) -> tuple[int, float]:
+    def _find_disturbed(self, min_times: dict[int, float]) -> tuple[int, float]:
         """Return a size that may have seemed slow only because other processes used the CPU.
 
         Few executions of a size may all have been disturbed. The number of executions after which
@@ -331,16 +334,16 @@ class SizeTimes:
             rate assumes the largest batch below the next observed size, and that this batch takes
             no longer than a batch of a smaller size.
         """
-        best_rate = max(_size(index) / time for index, time in shortest.items())
-        shortest_so_far = min(shortest.values())
+        best_rate = max(_size(index) / time for index, time in min_times.items())
+        min_time = min(min_times.values())
         min_executions = math.log(1 + self._late_executions) / math.log(_DISTURBANCE_INTERVAL)
         for index, next_index in zip(
             self._observed, [*self._observed[1:], self._last_index + 1], strict=True
         ):
             if self._sizes[index].weight >= min_executions:
-                shortest_so_far = shortest[index]
-            elif _size(next_index - 1) > best_rate * shortest_so_far:
-                return index, _size(next_index - 1) / shortest_so_far
+                min_time = min_times[index]
+            elif _size(next_index - 1) > best_rate * min_time:
+                return index, _size(next_index - 1) / min_time
         return 0, 0.0
 
     def _fit_line(self) -> None:

@@ -116,7 +116,9 @@ class EnsembleCore(Core[EnsembleRequest]):
         try:
             request = self._create_request(client, submit, lookup, now_ns)
         except MalformedMessage as error:
-            logger.error("model '%s': a request is malformed: %s", self._signature.name, error)
+            logger.error(
+                "model '%s': a request is malformed and fails: %s", self._signature.name, error
+            )
             raise Internal() from None
         self._requests.add(request)
 

@@ -58,19 +58,19 @@ class TensorKind:
         key = (datatype, shape, is_batched)
         return _SHARED_KINDS.find(key) or _SHARED_KINDS.store_if_absent(key, cls(*key))
 
-    def shape_for(self, dims: Sequence[int], for_batched: bool) -> tuple[int, ...]:
+    def shape_for(self, dims: Sequence[int], is_target_batched: bool) -> tuple[int, ...]:
         """Return the shape for another model: a batch dimension of 1 is added or removed if needed.
 
         Args:
             dims: The dimensions in that model's configuration.
-            for_batched: Whether that model has a batch dimension.
+            is_target_batched: Whether that model has a batch dimension.
         """
         shape, is_batched = self.shape, self.is_batched
-        if for_batched and not is_batched and shapes_match(dims, shape):
+        if is_target_batched and not is_batched and shapes_match(dims, shape):
             return (1, *shape)
-        if is_batched and not for_batched and shape[:1] == (1,) and shapes_match(dims, shape[1:]):
-            return shape if shapes_match(dims, shape) else shape[1:]
-        return shape
+        if is_target_batched or not is_batched or shape[:1] != (1,) or shapes_match(dims, shape):
+            return shape
+        return shape[1:] if shapes_match(dims, shape[1:]) else shape
 
 
 _SHARED_KINDS: BoundedCache[Any, TensorKind] = BoundedCache(1024)

@@ -129,7 +129,9 @@ class StepRunner:
             except MalformedMessage as error:
                 self.malformed_messages += 1
                 model = step.firing.step.node.model
-                logger.error("model '%s': a response is malformed: %s", model, error)
+                logger.error(
+                    "model '%s': a response is malformed, so its request fails: %s", model, error
+                )
                 self._requests.fail(request, Internal.code, Internal().message, now_ns)
         if more_follow:
             self.schedulers.credit(step, 1)

@@ -72,6 +72,7 @@ class StepRequest(InflightRequest):
         self.step_events.append((self, message))
 
     def free(self) -> None:
+        # The runner frees the memory when it handles this event.
         self.step_events.append((self, None))
 
 
@@ -107,7 +108,7 @@ class StepOutput(NamedTuple):
     kind: TensorKind
     tensor: str  # the ensemble's name; "": the ensemble does not use it
     is_condition: bool
-    for_client: bool  # whether it is in the response to the client
+    for_client: bool  # whether the client receives the output
 
 
 class StepResponse:

@@ -82,7 +82,7 @@ class Engine(Generic[T]):
         """
         block_size = self.settings.block_size
         shared_blocks = generation.shared_tokens // block_size
-        max_blocks = -(-generation.max_computed // block_size)
+        max_blocks = -(-generation.max_computed_tokens // block_size)
         may_preempt = self.settings.enable_preemption and generation.beams is None
         max_rows = self.settings.max_batch_size
         rows = 1 if may_preempt else min(generation.rows, max_rows)
@@ -369,7 +369,7 @@ class Engine(Generic[T]):
         block_size, generation = self.settings.block_size, sequence.generation
         if self.settings.enable_preemption:
             return max(-(-len(sequence.tokens) // block_size) - len(sequence.table), 0)
-        max_blocks = -(-generation.max_computed // block_size)
+        max_blocks = -(-generation.max_computed_tokens // block_size)
         shared = generation.shared_tokens // block_size  # number of blocks
         # Beams share blocks (copy-on-write).
         own_blocks = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])

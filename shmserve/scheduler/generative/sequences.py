@@ -232,7 +232,7 @@ class Generation(Generic[T]):
         return len(self.prompt) - 1
 
     @property
-    def max_computed(self) -> int:
+    def max_computed_tokens(self) -> int:
         """Return the maximum number of computed tokens of a sequence, without its last token."""
         return len(self.prompt) + self.max_tokens - 1
 
@@ -256,7 +256,7 @@ class Sequence(Generic[T]):
     host_blocks: list[int] = field(default_factory=list)  # blocks that were swapped out
     sent_blocks: int = 0  # number of first entries of the table that were sent to the worker
     forks: int = 0  # number of samples that begin once all but the last prompt token is computed
-    is_held: bool = False  # whether it waits for the other beams of its search
+    is_held: bool = False  # whether the sequence waits for the other beams of its search
     has_stopped: bool = False  # whether its text is complete
     sampled_ns: int = 0  # the time at which the last token was sampled
     score: float = 0.0  # the score of a beam

@@ -215,7 +215,9 @@ class LocalClientRules:
         if key in self._memories:
             return
         if not self._capabilities.owns(client_number, memory_range.memory):
-            raise InvalidArgument("a tensor is in memory that this client has not shared")
+            raise InvalidArgument(
+                "a tensor is in memory that this client has not shared; share it first"
+            )
         if len(self._memories) >= _MAX_MEMORIES:
             self._memories.clear()
         self._memories.add(key)

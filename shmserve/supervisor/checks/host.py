@@ -82,7 +82,7 @@ def gather_parser(_: ServerConfig) -> bool:
 
 
 def judge_parser(is_c_parser: bool) -> Verdict:
-    """Require the C parser, because the parser in Python has often allowed request smuggling."""
+    """Return WRONG without the C parser: the one in Python has often allowed request smuggling."""
     if is_c_parser:
         return ok("aiohttp's parser in C")
     fix = (
@@ -130,7 +130,7 @@ def gather_files(config: ServerConfig) -> tuple[int, int]:
 
 
 def judge_files(facts: tuple[int, int]) -> Verdict:
-    """Require enough descriptors for regions, connections and models."""
+    """Return WRONG if a process may open too few files, and WARNING if regions need more."""
     limit, regions = facts
     finding = f"a process may open {limit} files"
     if limit < fd_limits.MIN_FDS:
@@ -149,7 +149,7 @@ def gather_tasks(_: ServerConfig) -> int:
 
 
 def judge_tasks(limit: int) -> Verdict:
-    """Require enough processes and threads for models."""
+    """Warn if the limit on processes and threads allows few models."""
     if 0 <= limit < _MIN_TASKS:
         fix = "raise TasksMax= in the unit, ulimit -u, or docker run --pids-limit"
         models = limit // _TASKS_PER_MODEL
@@ -228,7 +228,7 @@ def gather_clock(_: ServerConfig) -> tuple[float, float, str]:
 
 
 def judge_clock(facts: tuple[float, float, str]) -> Verdict:
-    """Require a plausible time and a fast clock, which each request reads about ten times."""
+    """Warn about an implausible time, or a slow clock: each request reads it about ten times."""
     clock_time, installed_at, source = facts
     if clock_time < installed_at - _DAY_S:
         text = "the time is before the installation of shmserve: certificates may not be valid yet"

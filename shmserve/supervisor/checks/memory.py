@@ -77,7 +77,7 @@ def filesystem_space(folder: Path) -> tuple[int, int]:
 
 
 def judge_shm(shm: ShmFolder) -> Verdict:
-    """Require a writable tmpfs with space for clients' regions."""
+    """Return WRONG unless /dev/shm is a writable tmpfs, and WARNING if its space is short."""
     if not shm.is_used:
         return ok("not used, because of --allow-client-shm=false")
     if shm.filesystem != "tmpfs":
@@ -184,7 +184,7 @@ def gather_locked(config: ServerConfig) -> tuple[int, bool]:
 
 
 def judge_locked(facts: tuple[int, bool]) -> Verdict:
-    """Require enough lockable memory for pinned regions."""
+    """Warn if the limit on locked memory is too small for pinned regions."""
     limit, has_cuda = facts
     finding = "no limit" if limit < 0 else megabytes(limit)
     if has_cuda and 0 <= limit < _TOO_SMALL_BYTES:
@@ -238,7 +238,7 @@ def _describe_gpu(information: Path) -> str:
 
 
 def judge_devices(devices: DeviceList) -> Verdict:
-    """Require that the devices, if any, can be used for models of KIND_GPU."""
+    """Return WRONG or WARNING if models of KIND_GPU cannot use the devices."""
     if not devices.total:
         return ok("none: models run on CPUs")
     finding = f"{devices.total} of kind {devices.kind}"
@@ -293,7 +293,7 @@ def gather_sharing(config: ServerConfig) -> DeviceSharing:
 
 
 def judge_sharing(sharing: DeviceSharing) -> Verdict:
-    """Require CUDA IPC for clients' regions on a device."""
+    """Warn if clients cannot share regions on a device by CUDA IPC."""
     if sharing.failure is None:
         return ok("not used: there is no CUDA device")
     if not sharing.has_bindings:

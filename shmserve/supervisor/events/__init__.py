@@ -139,7 +139,7 @@ class EventPublisher:
         try:
             self._socket = Xpub(endpoint, on_frame)
         except OSError as error:
-            logger.error("the event socket cannot be opened: %s", error)
+            logger.error("the event socket cannot be opened, so no events are sent: %s", error)
 
     def has_subscriber(self, topic: str) -> bool:
         """Return whether a topic has a subscriber."""

@@ -169,7 +169,10 @@ class HandoverLink:
                 socket.send_fds(self._link, [json.dumps(message).encode()], fds)
                 return
             except OSError as error:  # the other server has ended, or does not read
-                logger.warning("the successor or predecessor is unreachable: %s", error.strerror)
+                logger.warning(
+                    "the successor or predecessor is unreachable, so the handover ends: %s",
+                    error.strerror,
+                )
                 self._end()
         self._resolve_all()
 

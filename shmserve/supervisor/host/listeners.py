@@ -25,6 +25,7 @@ _NO_SUCH_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 _BACKLOG = 1024  # connections that wait to be accepted at each socket
+_LONGEST_PATH = 107  # bytes of a unix socket's path (sockaddr_un)
 
 
 def resolve(address: str, port: int, flag: str, allows_remote: bool) -> list[Any]:
@@ -147,6 +148,8 @@ def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE and not path.is_socket():
             reason = "the path exists, and is not a socket"
+        elif error.errno is None:
+            reason = f"a socket's path may have at most {_LONGEST_PATH} bytes"
         else:
             reason = f"{error.strerror or error}{_remedy(error, flag)}"
         raise InvalidArgument(f"{flag}: cannot listen on '{path}': {reason}") from None

@@ -110,7 +110,7 @@ class Instances:
         self._instances = expand_instances(self.config)
 
     def adopt_count(self, replaced: Instances) -> None:
-        """Start as many instances as the replaced version has, if it is scaled automatically."""
+        """Use the replaced version's number of instances if the autoscaler has chosen it."""
         if bounds_of(replaced.config) is not None:
             self._replaced_count = replaced.count
             self._instances = expand_instances(self.config, self._replaced_count)
@@ -521,7 +521,13 @@ class Instances:
                 was_killed = child is not None and child.was_killed
                 instance.failed_loads += not was_killed
                 text = "\n".join((error.message, *getattr(error, "__notes__", ())))
-                logger.error("instance '%s' could not be restarted: %s", instance.name, text)
+                logger.error(
+                    "instance '%s' could not be restarted (counted failures: %d of %d): %s",
+                    instance.name,
+                    instance.failed_loads,
+                    _MAX_FAILED_LOADS,
+                    text,
+                )
                 if instance.failed_loads < _MAX_FAILED_LOADS:
                     pause_s = self._pause_s(instance, child, 0)
                     continue

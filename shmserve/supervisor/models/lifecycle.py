@@ -241,7 +241,8 @@ class Lifecycle:
                 self._publish(model)
             self._retire(model)
         except Exception:  # the orders of the other models continue
-            logger.exception("the state of model '%s' could not be updated", model.name)
+            text = "the state of model '%s' could not be updated; its current load or unload fails"
+            logger.exception(text, model.name)
             if model.orders and not model.orders[0].is_finished:
                 self._fail(model.orders[0], Internal())
 
@@ -470,7 +471,8 @@ class Lifecycle:
         if error is not None and model.is_expected and not statuses(model):
             model.outcomes[""] = LoadOutcome(error.message)  # no repository has the model
         if error is not None and Cause.STEP in order.causes and order.kind is OrderKind.LOAD:
-            logger.error("ensemble '%s' could not be reloaded: %s", model.name, error.message)
+            text = "ensemble '%s' could not be reloaded with its new steps, so it cannot serve: %s"
+            logger.error(text, model.name, error.message)
             if model.serving:  # otherwise the reason of the failure stays visible
                 unload = self._unload(model, {model: None}, model.on_demand)
                 unload.failures[""] = error

@@ -235,7 +235,8 @@ class LoadPlanner:
         if folder.problem:
             raise InvalidArgument(folder.problem)
         if not (self._config.auto_complete or folder.config_path or folder.class_file or override):
-            raise NotFound(f"there is no {CONFIG_FILE}, and --disable-auto-complete-config is set")
+            text = f"there is no {CONFIG_FILE}, and --disable-auto-complete-config requires one"
+            raise NotFound(text)
         return folder
 
     def _with_defaults(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
@@ -460,7 +461,9 @@ def _write(root: Path, relative_path: str, content: bytes) -> None:
     parts = [part for part in relative_path.split("/") if part not in ("", ".")]
     is_safe = parts and all(part != ".." and len(part.encode()) <= 255 for part in parts)
     if not is_safe or "\0" in relative_path or "\\" in relative_path or len(parts) > 16:
-        raise InvalidArgument(f"invalid file override path '{relative_path}'")
+        allowed_text = "1 to 16 names of at most 255 bytes, without '..' and backslashes"
+        text = f"invalid file override path '{relative_path}' (allowed: {allowed_text})"
+        raise InvalidArgument(text)
     path = root.joinpath(*parts)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

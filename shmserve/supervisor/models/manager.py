@@ -322,7 +322,9 @@ class LifecycleExecutor(LifecycleActions):
                 await version.regroup(group, partial(self._publish_move, model))
             except ShmserveError as error:
                 logger.error(
-                    "model '%s' cannot be moved to another process: %s", model.name, error.message
+                    "model '%s' cannot be moved to another process, and stays where it is: %s",
+                    model.name,
+                    error.message,
                 )
         self.lifecycle.move_finished(order)
 
@@ -363,7 +365,7 @@ def _plan_error(name: str, error: Exception) -> ShmserveError:
             return Unavailable(f"the model's files do not fit into --run-dir: {error.strerror}")
         path = Path(error.filename or f"{name}/files")
         return InvalidArgument(f"'{path.parent.name}/{path.name}': {error.strerror}")
-    logger.error("model '%s': its files could not be read", name, exc_info=error)
+    logger.error("model '%s' is not loaded: its files could not be read", name, exc_info=error)
     return Internal()
 
 

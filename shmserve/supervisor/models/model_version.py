@@ -305,8 +305,9 @@ class ModelVersion:
             try:
                 await self._start_scheduler()
             except ShmserveError as error:
-                logger.error("no scheduler for model '%s': %s", self.spec.name, error.message)
                 pause_s = self._backoff.pause_s(0)
+                text = "no scheduler for model '%s'; the next attempt is in %g s: %s"
+                logger.error(text, self.spec.name, pause_s, error.message)
                 self._failed_starts += 1
                 self.report_change()
                 if self._failed_starts >= _MAX_AWAITED_STARTS:

@@ -53,7 +53,7 @@ class Resident(NamedTuple):
     name: str
     byte_size: int
     last_used_ns: int
-    must_stay: bool = False  # whether it must not be unloaded now
+    must_stay: bool = False  # whether the model must not be unloaded now
     idle_limit_ns: int = 0  # 0: no limit
     ensembles: frozenset[str] = frozenset()
 
@@ -216,7 +216,8 @@ class OnDemand:
                 outcome = error
             else:
                 outcome = Internal()
-                logger.exception("model '%s' could not be loaded on demand", name)
+                text = "model '%s' could not be loaded on demand; its next request tries again"
+                logger.exception(text, name)
         finally:
             del self._loads[name]
             load.set_result(outcome)

@@ -273,7 +273,10 @@ class Order:
             actions.update(self)
 
     def offer(self) -> None:
-        """Offer the started versions, which are then published in place of the serving ones."""
+        """Enter the phase OFFERED, in which the started versions are published, but do not serve.
+
+        Each version first receives the counters of the version that it replaces.
+        """
         for number, version in self.model.incoming.items():
             old_version = self.model.serving.get(number)
             if old_version is not None and old_version is not version:
@@ -404,9 +407,9 @@ class ModelEntry:
     source: LoadSource = FOLDER
     step_models: list[str] = field(default_factory=list)
     has_steps: bool = False  # whether a version is or was an ensemble
-    is_step_only: bool = False  # whether it was loaded only as a step of ensembles
-    is_expected: bool = False  # whether it is loaded at the start
-    on_demand: bool = False  # whether its first request loads it
+    is_step_only: bool = False  # whether the model was loaded only as a step of ensembles
+    is_expected: bool = False  # whether the server loads the model at its start
+    on_demand: bool = False  # whether the first request loads the model
     is_outdated: bool = False
     failure_is_temporary: bool = False
 

@@ -196,7 +196,8 @@ class ProcessTable:
         try:
             self.on_exit(child)
         except Exception:  # any exception, because other processes may have exited, too
-            logger.exception("the exit of %s could not be handled", child.title)
+            text = "the exit of %s could not be handled; some of its resources may stay reserved"
+            logger.exception(text, child.title)
 
     def _on_stopped(self, child: Child) -> None:
         logger.warning(
@@ -476,7 +477,8 @@ class Zygote:
                 own_end, child_end = map(stack.enter_context, _create_link())
                 child = await self.spawn(f"spare {self._title}", SPARE, b"", [child_end.fileno()])
             except (OSError, Unavailable) as error:
-                logger.warning("a spare process %s could not be started: %s", self._title, error)
+                text = "a spare process %s could not be started; the next attempt is in %g s: %s"
+                logger.warning(text, self._title, _RETRY_PAUSE_S, error)
                 self._loop.call_later(_RETRY_PAUSE_S, self._fork_spare)
                 return
             child_end.close()
@@ -501,7 +503,8 @@ class Zygote:
         try:
             self.start()
         except Unavailable as error:
-            logger.error("process %s could not be restarted: %s", self._title, error.message)
+            text = "process %s could not be restarted; the next attempt is in %g s: %s"
+            logger.error(text, self._title, _RETRY_PAUSE_S, error.message)
             self._loop.call_later(_RETRY_PAUSE_S, self._restart)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:

@@ -236,7 +236,8 @@ class ControlSocket:
             else:
                 peer.handler(message)
         except Exception:
-            logger.exception("a message of type %s could not be handled", type(message).__name__)
+            text = "the message %s from a %s could not be handled; it is not repeated"
+            logger.exception(text, type(message).__name__, peer.role)
 
     # --- sent messages
 

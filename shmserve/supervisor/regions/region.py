@@ -192,9 +192,8 @@ class KeptRegions:
             try:
                 region = _reopen(fds, admit)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
-                logger.warning(
-                    "a region of the previous server could not be registered again: %s", error
-                )
+                text = "a region of the previous server is lost; clients must register it again: %s"
+                logger.warning(text, error)
                 for fd in fds:
                     os.close(fd)
                 self._service_manager.remove_stored(name)

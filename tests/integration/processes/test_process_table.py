@@ -232,8 +232,8 @@ def test_an_end_that_cannot_be_dealt_with() -> None:
     assert lines == [
         "RuntimeError('one')",
         "RuntimeError('other')",
-        "the exit of one could not be handled",
-        "the exit of other could not be handled",
+        "the exit of one could not be handled; some of its resources may stay reserved",
+        "the exit of other could not be handled; some of its resources may stay reserved",
     ]
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from shmserve import cli
 from shmserve.cli import check, client, tune
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.protocols import TransportError
 from shmserve.supervisor.supervisor import Supervisor
 from tests.support.servers import reply_once, run_python
 
@@ -182,6 +184,29 @@ def test_tune_offers_no_flags_of_text_generation(capsys: pytest.CaptureFixture[s
 def test_unknown_verbs_are_named(capsys: pytest.CaptureFixture[str], verb: str, hint: str) -> None:
     assert cli.main([verb]) == 2
     assert capsys.readouterr().err.splitlines()[0] == f"shmserve: unknown verb '{verb}'{hint}"
+
+
+@pytest.mark.parametrize(("kind", "status"), [(InvalidArgument, 2), (Unavailable, 1)])
+def test_errors_are_printed_on_one_line_without_control_characters(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: type[ShmserveError],
+    status: int,
+) -> None:
+    monkeypatch.setattr(cli, "_run", Mock(side_effect=kind("gr\xf6\xdfe:\n  \x1b[31m\0 end\n")))
+    assert cli.main(["perf"]) == status
+    assert capsys.readouterr().err == "shmserve: gr\xf6\xdfe: ?[31m? end\n"
+
+
+def test_a_refused_load_leaves_nothing_to_restore(capsys: pytest.CaptureFixture[str]) -> None:
+    refusal = TransportError("the mode is none")
+    server = Mock(**{"load.side_effect": refusal, "config.return_value": {"name": "m"}})
+    with pytest.raises(TransportError), tune._restore_at_end(server, "m", {"name": "m"}):
+        raise refusal
+    assert capsys.readouterr().err == ""
+    with pytest.raises(TransportError), tune._restore_at_end(server, "m", {"name": "x"}):
+        raise refusal
+    assert "`shmserve client load m` restores it" in capsys.readouterr().err
 
 
 def test_a_second_interrupt_of_tune_says_how_to_restore_the_model(

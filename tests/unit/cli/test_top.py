@@ -1,6 +1,8 @@
 """`shmserve top`: the display of the figures at any size, and the keys."""
 
 import io
+import re
+import urllib.request
 from typing import Any
 
 import pytest
@@ -8,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, Group
 
-from shmserve.cli.top import Top
+from shmserve.cli.top import Top, open_page
+from shmserve.errors import Unavailable
+from shmserve.protocols import TOKEN_HINT
+from tests.support.servers import reply_once
 from tests.unit.gateway.test_figures import build_rows, report
 
 SERVER = {
@@ -18,6 +23,26 @@ SERVER = {
 ENDED_EVENT = {
     "event": "ProcessEnded", "time": 0, "pid": 7, "title": "worker quick.0", "reason": "oops",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("response", "error_text"),
+    [
+        (b"HTTP/1.1 404 No\r\n\r\nNot Found", "HTTP Error 404: No; start a server by `shmserve"),
+        (b'HTTP/1.1 401 No\r\n\r\n{"error": "who?"}', f"who?{TOKEN_HINT}"),
+        (b"HTTP/1.1 403 No\r\n\r\n", "HTTP Error 403: No"),
+        (b"\0\0\x18\4\0\0\0\r\n", "the response is not HTTP (gRPC has another port); start"),
+        (b"", "Remote end closed connection without response; start a server by"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", "IncompleteRead(0 bytes read, 9 more"),
+    ],
+)
+def test_an_unusable_metrics_port_is_reported(response: bytes, error_text: str) -> None:
+    with reply_once(response) as port:
+        url = f"http://127.0.0.1:{port}/live"
+        text = re.escape(f"{url}: {error_text}")
+        request = urllib.request.Request(url)
+        with pytest.raises(Unavailable, match=text), open_page(request, timeout_s=20) as page:
+            page.read()
 
 
 def render(top: Top, width: int = 80, height: int = 24) -> list[str]:

@@ -326,7 +326,7 @@ class Model(torch.nn.Module):
     ("text", "message"),
     [
         ("class Other: pass", "'model.py' does not define a class 'Model' (it has Other)"),
-        ("class Model: pass", "class 'Model' has no method 'predict'"),
+        ("class Model: pass", "class 'Model' has no method 'predict(self, ...)'"),
         ("class Model:\n    def __init__(self, size): ...",
          "without arguments, but __init__ is missing a required argument: 'size': use default"),
         ("class Model:\n    def load(self): ...\n"

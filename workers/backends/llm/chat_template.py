@@ -165,15 +165,16 @@ class _CompiledTemplate(NamedTuple):
     """A compiled template and its properties.
 
     Attributes:
-        iterates_parts: Whether it iterates over the parts of a content.
-        distinguishes_parts: Whether it distinguishes a list of parts from a string.
-        has_developer_role: Whether it has the role `developer`; else that role becomes `system`.
-        names_content: Whether it contains the name `content`.
-        names_thinking: Whether it contains a tag or a variable of reasoning.
-        checks_content: Whether it checks that a message has a content.
-        checks_null: Whether it checks that a content is null.
-        takes_argument_text: Whether it writes the arguments of a call as a text.
-        requires_tool_name: Whether it rejects a tool's message without the name of the tool.
+        iterates_parts: Whether the template iterates over the parts of a content.
+        distinguishes_parts: Whether the template distinguishes a list of parts from a string.
+        has_developer_role: Whether the template has the role `developer`; else that role becomes
+            `system`.
+        names_content: Whether the template contains the name `content`.
+        names_thinking: Whether the template contains a tag or a variable of reasoning.
+        checks_content: Whether the template checks that a message has a content.
+        checks_null: Whether the template checks that a content is null.
+        takes_argument_text: Whether the template writes the arguments of a call as a text.
+        requires_tool_name: Whether the template rejects tools' messages without a tool's name.
         variables: The names of its variables.
     """
 
@@ -327,7 +328,8 @@ def _as_function(value: Any, position: str) -> Any:
         function = {"name": name, "arguments": _to_json({"input": custom_tool["input"]})}
         return {**other_members, "type": "function", "function": function}
     if not is_tool_name(name):
-        raise InvalidArgument(f"{position}.custom.name: {clip(repr(name))} is not a name")
+        allowed_text = "a name of letters, digits and _.:/-"
+        raise InvalidArgument(f"{position}.custom.name: {clip(repr(name))} is not {allowed_text}")
     if custom_tool.get("format") not in (None, {"type": "text"}):
         raise InvalidArgument(f"{position}.custom.format: only the type 'text' is supported")
     members = {key: custom_tool[key] for key in custom_tool if key != "format"}
@@ -589,7 +591,9 @@ def _exchange(process: subprocess.Popen[str], value: Any) -> Any:
     print(json.dumps(value), file=process.stdin, flush=True)
     line = process.stdout.readline()
     if not line:
-        raise Internal("the process that renders long conversations has exited")
+        raise Internal(
+            "the process that rendered this conversation has exited; send the request again"
+        )
     response = json.loads(line)
     if "error" in response:
         raise InvalidArgument(response["error"])

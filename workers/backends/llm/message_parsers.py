@@ -101,7 +101,7 @@ class MessageParser:
 
     format: MessageFormat
     stream: bool  # whether arguments are passed on before their end
-    is_reasoning: bool = False  # whether it is inside of reasoning
+    is_reasoning: bool = False  # whether the parser is inside of reasoning
     _buffer: str = ""  # text that was not read yet
     _read_text: str = ""  # text that was read, but not passed on
     _is_ended: bool = False  # whether the text is complete

@@ -477,7 +477,7 @@ class TextThread:
             except queue.Empty:
                 pass
             except BaseException:
-                logger.exception("the thread that decodes the texts of the model failed")
+                logger.exception("the thread that decodes texts failed, and continues")
             self._fail_overdue()
             self._cpu_ns = time.thread_time_ns()
 

@@ -96,13 +96,13 @@ class Lark:
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
         try:
-            extended = with_patterns(schema, schema)
+            converted_schema = with_patterns(schema, schema)
         except Exception as error:  # some schemas raise errors of other types than ValueError
             raise InvalidArgument(
                 f"tools: the parameters of a tool cannot be compiled to a grammar: {error}"
             ) from None
-        options = {**_JSON_OPTIONS, **extended.get("x-guidance", {})}
-        return f"%json {json.dumps({**extended, 'x-guidance': options})}"
+        options = {**_JSON_OPTIONS, **converted_schema.get("x-guidance", {})}
+        return f"%json {json.dumps({**converted_schema, 'x-guidance': options})}"
 
     def alternatives(self, bodies: Iterable[str]) -> str:
         """Return a rule for one of several expressions."""

@@ -60,8 +60,8 @@ class Parameter:
 
     name: str
     type: TensorType
-    is_numpy: bool  # whether it receives a numpy array
-    optional: bool  # whether it has a default
+    is_numpy: bool  # whether `predict` receives a numpy array
+    optional: bool  # whether the parameter has a default
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def _predict_method(model: type) -> Callable[..., Any]:
     """Return the class's `predict`, a method with `self`."""
     predict = inspect.getattr_static(model, "predict", None)
     if predict is None:
-        raise InvalidArgument(f"class '{model.__name__}' has no method 'predict'")
+        raise InvalidArgument(f"class '{model.__name__}' has no method 'predict(self, ...)'")
     if not inspect.isfunction(predict) or not inspect.signature(predict).parameters:
         text = f"'{model.__name__}.predict' must be an ordinary method, 'def predict(self, ...)'"
         raise InvalidArgument(text)

@@ -63,9 +63,9 @@ class Argument:
     """
 
     name: str
-    required: bool = True  # whether it has no default
+    required: bool = True  # whether the argument has no default
     is_keyword_only: bool = False
-    is_text: bool = False  # whether it is a list of strings
+    is_text: bool = False  # whether the argument is a list of strings
 
 
 class ArgumentBinding:
@@ -492,7 +492,8 @@ def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:
     except json.JSONDecodeError as error:
         raise InvalidArgument(f"parameter '{COMPILE_KEY}' is not a JSON object: {error}") from None
     if not isinstance(options, dict):
-        raise InvalidArgument(f"parameter '{COMPILE_KEY}' is not a JSON object")
+        text = f'parameter \'{COMPILE_KEY}\' is not a JSON object (such as {{"mode": "default"}})'
+        raise InvalidArgument(text)
     return None if options.get("disable") in (True, "True", "true") else options
 
 

@@ -447,7 +447,7 @@ def _text_request(
     adapter = find_adapter(gateway, model, parameters["model"]) if model.adapters else ""
     if adapter and fields.setdefault("lora_name", adapter) != adapter:
         found = clip(repr(fields["lora_name"]))
-        raise InvalidArgument(f"lora_name: {found} contradicts the model '{adapter}'")
+        raise InvalidArgument(f"lora_name: {found} contradicts the model '{adapter}'; omit it")
     name = adapter or response_name(gateway, model.name)
     shows_usage = shows_running_usage = False
     if options := check_member(parameters, "stream_options", dict, {}):

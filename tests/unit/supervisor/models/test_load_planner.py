@@ -37,7 +37,7 @@ def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> Shmserv
 def test_without_completion_every_model_needs_a_configuration(tmp_path: Path) -> None:
     strict_planner = planner(tmp_path, None, "--disable-auto-complete-config")
     assert refusal(strict_planner).message == (
-        f"{UNREAD_ERROR}there is no config.pbtxt, and --disable-auto-complete-config is set"
+        f"{UNREAD_ERROR}there is no config.pbtxt, and --disable-auto-complete-config requires one"
     )
     assert len(strict_planner.plan("m", '{"backend": "python"}', {})) == 1
     assert len(planner(tmp_path / "other").plan("m", "", {})) == 1

@@ -248,11 +248,11 @@ class Architecture:
         if not self.tied_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         for layer in range(self.layers):
-            for name, shape in self._layer_weights().items():
+            for name, shape in self._layer_shapes().items():
                 shapes[f"model.layers.{layer}.{name}"] = shape
         return shapes
 
-    def _layer_weights(self) -> dict[str, tuple[int, ...]]:
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, intermediate = self.hidden, self.intermediate
         query_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         linears = {

@@ -139,12 +139,12 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """Return the numpy type of Triton's number of a datatype; None if numpy has none."""
+    """Return the numpy type for a value of Triton's datatype enum; None if numpy has none."""
     return _NUMPY_BY_NUMBER.get(data_type)
 
 
 def numpy_to_triton_type(data_type: Any) -> int | None:
-    """Return Triton's number of a numpy type; None if Triton has no such datatype."""
+    """Return the value of Triton's datatype enum for a numpy type; None if there is none."""
     dtype = np.dtype(data_type)
     if dtype.kind == "S":
         return TYPE_NUMBERS["BYTES"]

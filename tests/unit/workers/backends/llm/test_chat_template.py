@@ -234,8 +234,8 @@ def test_custom_tools_are_functions_with_one_text() -> None:
 @pytest.mark.parametrize(
     ("member", "problem"),
     [
-        ({"name": 3}, "name: 3 is not a name"),
-        ({"name": "a b"}, "name: 'a b' is not a name"),
+        ({"name": 3}, "name: 3 is not a name of letters, digits and _.:/-"),
+        ({"name": "a b"}, "name: 'a b' is not a name of letters, digits and _.:/-"),
         ({"name": "x", "format": {"type": "grammar"}}, "format: only the type 'text' is supported"),
     ],
 )
