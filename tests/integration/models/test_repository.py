@@ -103,6 +103,9 @@ def test_lines_in_the_log_that_operators_look_for(empty_server: Explicit) -> Non
         assert new_log.count("version 1: Internal: ") == 1  # the failure is logged only once
         assert f'File "{repository}/bad/1/model.py"' in new_log
         assert "workers/" not in new_log, "frames of the server"
+        rewrite(repository, BROKEN_CODE, name="good")
+        assert http.load("good").status == 400
+        server.wait_log("model 'good': the loaded versions continue to serve: 1")
         http.unload("good").ok()
         server.wait_log("successfully unloaded 'good' version 1")
 

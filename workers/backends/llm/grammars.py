@@ -184,7 +184,8 @@ def _check_divisors(grammar: str) -> None:
     for factors of 2 and 5.
     """
     multiple = 1
-    for match in _DIVISOR.finditer(grammar):
+    plain_text = re.sub(r"\\+u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), grammar)
+    for match in _DIVISOR.finditer(plain_text):
         divisor = float(match[1])
         if divisor and divisor % 1 == 0:
             multiple = math.lcm(multiple, int(divisor))
