@@ -144,6 +144,8 @@ def describe_error(error: BaseException) -> str:
             return f"{error_type}: there is no '{name}' in {error.name}{hint}"
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             return f"{error_type}: {error}: {how_to_install('torch', 'torch')}"
+        if getattr(error, "name", "") == "triton_python_backend_utils":
+            return f"{error_type}: {error}: serve the model's repository, not its file as a class"
         if error_type == "BdbQuit":  # the debugger has read the end of the worker's standard input
             return (
                 f"{error_type}: a worker has no terminal for breakpoint(); "

@@ -85,7 +85,7 @@ CLASS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kind": (f"    instance_group = [{{'kind': 'GPU'}}]{PREDICT}",
         ("instance_group[0].kind:", "KIND_GPU")),
     "padding": (f"    padding = ['x']{PREDICT}", (":4:5:", "'Model.padding' must be a mapping")),
-    "no predict": ("    def forward(self): ...", ("m/1/model.py:3:1:", "no method 'predict'")),
+    "no predict": ("    def forward(self): ...", ("m/1/model.py:3:1:", "no method 'predict(")),
     "annotation": ("    def predict(self, x: ndarray, y: int) -> FP32[ndarray, 1]: ...",
         (":4:23: argument 'x'", ":4:35: argument 'y'", "annotate it like FP32[")),
     "no dims": ("    def predict(self, x: FP32[ndarray]): ...",
@@ -197,6 +197,12 @@ def test_a_breakpoint_in_a_worker_names_the_page_of_the_guide() -> None:
     assert describe_error(bdb.BdbQuit()) == (
         "BdbQuit: a worker has no terminal for breakpoint(); see `shmserve guide debug`"
     )
+
+
+def test_a_triton_model_that_is_served_as_a_class_names_the_repository() -> None:
+    name = "triton_python_backend_utils"
+    error = ModuleNotFoundError(f"No module named '{name}'", name=name)
+    assert describe_error(error).endswith(": serve the model's repository, not its file as a class")
 
 
 def test_frames_of_the_event_loop_are_left_out(tmp_path: Path) -> None:
