@@ -376,7 +376,7 @@ def test_more_requests_than_a_frame_may_contain(client, rows_server: Server) -> 
     refused = [a for a in asyncio.run(send_requests()) if not isinstance(a, shmserve.client.Result)]
     # Most find the queue full.
     assert all(isinstance(error, shmserve.client.QueueFull) for error in refused)
-    with pytest.raises(shmserve.client.InvalidArgument, match="maximum is 1048576"):
+    with pytest.raises(shmserve.client.InvalidArgument, match="maximum: 1048576"):
         client.infer("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
     future = client.infer_async("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
     assert isinstance(future.exception(20), shmserve.client.InvalidArgument)
