@@ -40,10 +40,7 @@ _IGNORED_ARGUMENTS = ("disable_log_requests", "engine_use_ray", "enable_auto_too
 # Defaults of environment variables. Processes are not forked, because this process has threads.
 _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
 # Parameters that are read elsewhere, or have no effect.
-_UNUSED = (
-    *("model", "metadata", "timeout", "stream_options", "lora_name", "exclude_input_in_output"),
-    "id",  # of a request of `generate`; Triton sends it to the model, too
-)
+_UNUSED = ("model", "metadata", "timeout", "stream_options", "lora_name", "exclude_input_in_output")
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
@@ -390,7 +387,8 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_request(request_class: Any, body: dict[str, Any]) -> Any:
     """Return a request of vLLM's API; raise InvalidArgument for a field that is not supported."""
-    body = {name: value for name, value in body.items() if name not in _UNUSED}
+    # The `id` of a request of `generate` is a parameter, too, as in Triton.
+    body = {name: value for name, value in body.items() if name not in ("id", *_UNUSED)}
     _check_known(body, request_class.model_fields, "{}: vLLM has no such parameter")
     if body.get("use_beam_search"):
         raise InvalidArgument("use_beam_search: not supported")
