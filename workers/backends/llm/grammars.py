@@ -173,7 +173,10 @@ def _compile_json_schema(text: str) -> Any:
 
 
 # The divisors of `multipleOf` in a grammar, which may contain a schema as an escaped string.
-_DIVISOR = re.compile(r'multipleOf\\*"\s*:\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)')
+_DIVISOR = re.compile(
+    r'multipleOf\\*"(?:\s|\\+[nrt])*:(?:\s|\\+[nrt])*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)'
+)
+_UNICODE_ESCAPE = re.compile(r"(?<!\\)\\+u([0-9a-fA-F]{4})")  # linear in a long run of backslashes
 _MAX_DIVISOR = 20_000
 
 
@@ -184,8 +187,9 @@ def _check_divisors(grammar: str) -> None:
     for factors of 2 and 5.
     """
     multiple = 1
-    plain_text = re.sub(r"\\+u([0-9a-fA-F]{4})", lambda escape: chr(int(escape[1], 16)), grammar)
-    for match in _DIVISOR.finditer(plain_text):
+    for _ in range(2):  # a schema in a string in JSON may have escapes in escapes
+        grammar = _UNICODE_ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), grammar)
+    for match in _DIVISOR.finditer(grammar):
         divisor = float(match[1])
         if divisor and divisor % 1 == 0:
             multiple = math.lcm(multiple, int(divisor))

@@ -212,6 +212,11 @@ def test_keywords_have_their_types(schema: dict[str, Any], error: str) -> None:
             Lark({}).json(schema)
 
 
+def test_a_long_run_of_backslashes_is_searched_in_linear_time() -> None:
+    """Quadratic time would block the worker for an hour."""
+    GRAMMARS.matcher(("grammar", 'start: "' + "\\" * (1 << 20) + '"'))
+
+
 @pytest.mark.parametrize(
     ("divisors", "is_allowed"),
     [
@@ -228,8 +233,8 @@ def test_divisors_that_need_many_states_are_refused(
 ) -> None:
     schema = {"anyOf": [{"type": "integer", "multipleOf": divisor} for divisor in divisors]}
     text = json.dumps(schema, separators=(",", ":") if compact else None)
-    escaped_text = text.replace("Of", r"\u004f\u0066")
-    grammars = [("grammar", f"start: %json {json_text}") for json_text in (text, escaped_text)]
+    texts = (text, text.replace("Of", r"\u004f\u0066"), text.replace(":", "\r\n\t:\n"))
+    grammars = [("grammar", f"start: %json {json_text}") for json_text in texts]
     for grammar in (("json_schema", text), *grammars):
         for message_grammar in ("", "start: @body"):
             if is_allowed:
