@@ -354,8 +354,11 @@ class Order:
         for number, reason in reasons.items():
             text = "\n".join((reason, *getattr(self.failures[number], "__notes__", ())))
             logger.error("failed to load '%s' version %s: %s", name, number, text)
-        if serving := ", ".join(self.model.serving):
-            logger.info("model '%s': the loaded versions continue to serve: %s", name, serving)
+        ready_numbers = [n for n, version in self.model.serving.items() if version.ready]
+        # An ensemble that does not fit its new steps is unloaded.
+        if ready_numbers and Cause.STEP not in self.causes:
+            text = "model '%s': the loaded versions continue to serve: %s"
+            logger.info(text, name, ", ".join(ready_numbers))
         errors = self.failures.values()
         self.model.failure_is_temporary = all(isinstance(error, Unavailable) for error in errors)
         graph_problem = next((e for e in errors if isinstance(e, GraphProblem)), None)

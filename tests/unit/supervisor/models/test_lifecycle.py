@@ -1,5 +1,6 @@
 """The decisions about models, one event at a time."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -312,8 +313,11 @@ def test_a_load_begins_after_the_end_of_an_abandoned_one() -> None:
 @pytest.mark.parametrize(
     ("override", "is_broken"), [("", False), ("another", False), ("another", True)]
 )
-def test_an_ensemble_is_reloaded_after_a_step_of_new_shape(override: str, is_broken: bool) -> None:
+def test_an_ensemble_is_reloaded_after_a_step_of_new_shape(
+    caplog: pytest.LogCaptureFixture, override: str, is_broken: bool
+) -> None:
     """The step's load is answered after the reload; an ensemble that does not fit fails."""
+    caplog.set_level(logging.INFO)
     rig = ensemble("e")
     (before,) = rig.registry.models["e"].serving.values()
     rig.broken_models = {"e"} if is_broken else set()
@@ -325,6 +329,7 @@ def test_an_ensemble_is_reloaded_after_a_step_of_new_shape(override: str, is_bro
     serving = list(rig.registry.models["e"].serving.values())
     assert serving == ([] if is_broken else rig.live_versions[-1:] if override else [before])
     assert rig.registry.models["e"].has_failed is is_broken
+    assert "continue to serve" not in caplog.text
     rig.broken_models = set()
     rig.lifecycle.load("s")
     rig.execute_pending(*ALL_EVENTS)
@@ -347,6 +352,21 @@ def test_a_failed_load_leaves_no_ensemble_with_a_steps_old_shape() -> None:
     (version_after,) = rig.registry.models["e"].serving.values()
     assert version_after is not version_before and load.is_answered
     assert not version_after.config.source["parameters"]["sent"]["string_value"]
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_failed_load_reports_the_versions_that_serve(
+    caplog: pytest.LogCaptureFixture, is_ready: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    rig = LifecycleRig()
+    rig.lifecycle.load("m")
+    rig.execute_pending(*ALL_EVENTS)
+    rig.registry.models["m"].serving["1"].ready = is_ready
+    rig.broken_models = {"m"}
+    rig.lifecycle.load("m", LoadSource("another", {}))
+    rig.execute_pending(*ALL_EVENTS)
+    assert ("'m': the loaded versions continue to serve: 1" in caplog.text) is is_ready
 
 
 def test_a_model_that_a_request_unloaded_stays_unloaded() -> None:
