@@ -142,9 +142,10 @@ def describe_error(error: BaseException) -> str:
             name = str(error).split("'")[1]
             hint = suggestion(name, tensor_types.__all__)
             return f"{error_type}: there is no '{name}' in {error.name}{hint}"
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        missing_module = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing_module == "torch":
             return f"{error_type}: {error}: {how_to_install('torch', 'torch')}"
-        if getattr(error, "name", "") == "triton_python_backend_utils":
+        if missing_module == "triton_python_backend_utils":
             return f"{error_type}: {error}: serve the model's repository, not its file as a class"
         if error_type == "BdbQuit":  # the debugger has read the end of the worker's standard input
             return (

@@ -362,7 +362,7 @@ def test_a_failed_load_reports_the_versions_that_serve(
     rig = LifecycleRig()
     rig.lifecycle.load("m")
     rig.execute_pending(*ALL_EVENTS)
-    rig.registry.models["m"].serving["1"].ready = is_ready
+    rig.registry.models["m"].serving["1"].ready = is_ready  # type: ignore[misc]  # of a stand-in
     rig.broken_models = {"m"}
     rig.lifecycle.load("m", LoadSource("another", {}))
     rig.execute_pending(*ALL_EVENTS)
