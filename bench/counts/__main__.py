@@ -162,9 +162,7 @@ def _in_region(server: Server) -> Iterator[list[bytes]]:
     memory = SharedMemory(create=True, size=2 * _IN_FLIGHT * _TENSOR_BYTES)
     try:
         with server.client() as client:
-            path = "/v2/systemsharedmemory/region/counts/register"
-            region = {"key": f"/{memory.name}", "offset": 0, "byte_size": memory.size}
-            client.call("POST", path, region)
+            client.register_region("counts", f"/{memory.name}", memory.size)
 
         def tensor(name: str, index: int, **fields: object) -> dict[str, object]:
             region = {"shared_memory_region": "counts", "shared_memory_byte_size": _TENSOR_BYTES}
