@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench.load.attacks import HonestClient, simple_request
-from bench.load.client import BODIES, Client
+from bench.load.client import BODIES, REGIONS_PATH, Client
 from bench.soak import quantile
 from bench.system import machine, processes, resources, servers
 from shmserve.common import fd_limits
@@ -173,13 +173,15 @@ def regions(count: int) -> None:
             server.client() as client,
         ):
             before_mb = processes.pss_mb(server.pid)
-            register_ms = [_time_ms(partial(_register, client, name)) for name in names]
+            register_ms = [
+                _time_ms(partial(client.register_region, name, f"/{name}", _PAGE)) for name in names
+            ]
             added_mb = processes.pss_mb(server.pid) - before_mb
             all_ms = _time_ms(partial(client.call, "GET", "/v2/systemsharedmemory/status"))
-            one_ms = _time_ms(partial(client.call, "GET", f"{_REGIONS_PATH}/{names[-1]}/status"))
+            one_ms = _time_ms(partial(client.call, "GET", f"{REGIONS_PATH}/{names[-1]}/status"))
             infer_ms = [_time_ms(partial(client.infer, "simple")) for _ in range(100)]
             unregister_ms = [
-                _time_ms(partial(client.call, "POST", f"{_REGIONS_PATH}/{name}/unregister"))
+                _time_ms(partial(client.call, "POST", f"{REGIONS_PATH}/{name}/unregister"))
                 for name in names
             ]
             print(
@@ -194,14 +196,6 @@ def regions(count: int) -> None:
     finally:
         for name in names:
             Path("/dev/shm", name).unlink(missing_ok=True)
-
-
-_REGIONS_PATH = "/v2/systemsharedmemory/region"
-
-
-def _register(client: Client, name: str) -> None:
-    region = {"key": f"/{name}", "offset": 0, "byte_size": _PAGE}
-    client.call("POST", f"{_REGIONS_PATH}/{name}/register", region)
 
 
 def _time_ms(call: Callable[[], object]) -> float:

@@ -20,6 +20,7 @@ from bench.chaos.faults import Host, Stage, draw
 from bench.chaos.ledger import Ledger
 from bench.chaos.loads import LOADS, Clients
 from bench.chaos.state import Probe, ServerResources
+from bench.soak import quantile
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
 from tests.support import repositories
 from tests.support.hf_folders import write_folder
@@ -164,13 +165,8 @@ def _report(stage: Stage) -> None:
     total = [time_s for times in ledger.recoveries.values() for time_s in times]
     for kind, times in [*sorted(ledger.recoveries.items()), ("everything", total)]:
         if times:
-            percentiles = " ".join(_percentile(times, percent) for percent in (50, 99, 100))
+            percentiles = " ".join(f"{quantile(times, share):7.3f}" for share in (0.5, 0.99, 1.0))
             print(f"  {kind:28} {len(times):6} {percentiles}")
-
-
-def _percentile(values: Sequence[float], percent: int) -> str:
-    ordered = sorted(values)
-    return f"{ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]:7.3f}"
 
 
 # --- the host
