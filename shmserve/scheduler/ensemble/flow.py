@@ -182,8 +182,6 @@ class PlannedStep(TensorReader):
     def __init__(self, step: StepNode, model: ModelProperties, origins: Mapping[str, int]) -> None:
         super().__init__(step.index, sorted(step.reads), origins)
         self.node = step
-        self.outputs = step.outputs
-        self.condition = step.condition
         self.decoupled = model.decoupled
         self.device = model.device
         optional_inputs = model.optional_inputs
@@ -253,7 +251,7 @@ class Plan:
         """Return the device of each tensor whose writer and readers are all on that device."""
         devices: dict[str, int] = {}
         for step in self.steps.values():
-            for tensor in step.outputs.values():
+            for tensor in step.node.outputs.values():
                 route, device = self.routes.get(tensor), step.device
                 if device is None or route is None or tensor in conditions:
                     continue
@@ -407,7 +405,7 @@ class Flow:
     def _run_or_skip(
         self, step: PlannedStep, response_index: int, values: dict[str, Value]
     ) -> None:
-        condition = step.condition
+        condition = step.node.condition
         is_skipped = bool(condition) and not values[condition].is_true
         inputs: dict[str, Value] = {}
         kinds: list[TensorKind | None] = []
@@ -422,7 +420,7 @@ class Flow:
             for value in values.values():
                 value.release()
             self.store_response(
-                step, response_index, [(tensor, SKIPPED) for tensor in step.outputs.values()]
+                step, response_index, [(tensor, SKIPPED) for tensor in step.node.outputs.values()]
             )
             return
         for tensor in step.repeated_tensors:

@@ -215,7 +215,6 @@ class Generation(Generic[T]):
     allows_drafts: bool = True
     beams: BeamSearch | None = None  # the parameters of a beam search
     preemptions: int = 0  # number of preemptions of its sequences
-    cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     sequences: list[Sequence[T]] = field(default_factory=list)
 
     @property
