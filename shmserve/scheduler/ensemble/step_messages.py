@@ -174,7 +174,7 @@ class StepMessages:
             Unavailable: The arena is full.
         """
         client_request, memory = request.submit, self._memory
-        key = (target.signature, request.properties.own_schema, firing.kinds)
+        key = (target.signature, request.properties.schema_for_steps, firing.kinds)
         template: StepTemplate | None = firing.step.templates.find(key)
         if template is None:
             template = self._template(request, firing, target)

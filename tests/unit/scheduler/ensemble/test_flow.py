@@ -185,7 +185,7 @@ def test_only_tensors_of_one_reader_stay_on_it(graph: Graph, devices: dict[int, 
     plan = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:
         for tensor in step.outputs.values():
-            readers = [r.index for r in plan.steps.values() if (tensor, True) in r.reads]
+            readers = [r.index for r in plan.steps.values() if (tensor, True) in r.tensors]
             devices_around = {devices.get(index) for index in readers}
             devices_around.add(devices.get(step.index) if step.index in plan.steps else None)
             leaves_device = tensor in graph.outputs or tensor in graph.conditions
