@@ -117,9 +117,16 @@ class ResponseCache:
 
         Raises:
             MalformedMessage: The memory range cannot be decoded.
-            Unavailable: The memory cannot be read; see `_map_range`.
+            Unavailable: A client may change the bytes, or the memory is gone.
         """
-        return tensor if type(tensor) is bytes else self._map_range(unpack_range(tensor))
+        if type(tensor) is bytes:
+            return tensor
+        memory_range = unpack_range(tensor)
+        memory = memory_range.memory
+        is_client_memory = memory.pid == self._start.supervisor_pid
+        if memory.cuda is not None or memory.copied or not memory.sealed or is_client_memory:
+            raise Unavailable("the response cache stores no tensors in device or client memory")
+        return self._mappings.view(memory_range)
 
     def insert(self, key: bytes, response: Packed) -> int:
         """Store the response to a request that missed; return the duration in ns.
@@ -158,19 +165,6 @@ class ResponseCache:
             )
 
     # --- memory -----------------------------------------------------------------------------------
-
-    def _map_range(self, memory_range: Range) -> memoryview:
-        """Return the bytes of a memory range.
-
-        Raises:
-            Unavailable: A client may change the bytes, or the memory is gone.
-        """
-        memory = memory_range.memory
-        is_client_memory = memory.pid == self._start.supervisor_pid
-        if memory.cuda is not None or memory.copied or not memory.sealed or is_client_memory:
-            raise Unavailable("the response cache stores no tensors in device or client memory")
-        view: memoryview = self._mappings.view(memory_range)
-        return view
 
     def _copy_to_lent(self, contents: list[bytes], copies: list[Block]) -> list[Any]:
         """Copy a large response into memory that can be lent, and return its data.
