@@ -14,7 +14,6 @@ import base64
 import binascii
 import re
 import struct
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from shmserve.gateway.compression import WBITS_BY_ENCODING, Inflater
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.http2.header_blocks import Fields, parse_content_length
-from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
+from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
 
 
@@ -256,15 +255,15 @@ class ArrivingMessage(Arrival):
     `on_evicted` is called when other messages need its memory.
     """
 
-    def __init__(self, limit_s: float, budget: BodyBudget, on_evicted: Callable[[], None]) -> None:
-        super().__init__(limit_s, budget)
+    def __init__(
+        self, timeout_s: float, budget: BodyBudget, on_evicted: Callable[[], None]
+    ) -> None:
+        super().__init__(timeout_s, budget)
         self._on_evicted = on_evicted
-        self.time_limit_s = limit_s
-        self.started_at = time.monotonic()
 
     def is_overdue(self, now: float) -> bool:
         """Return whether the time limit of the message has expired."""
-        return now > self.started_at + self.time_limit_s + self.received_bytes / SLOWEST_RATE
+        return now > self.started_at + self._time_limit_s
 
     def _total_wait_s(self, now: float) -> float:
         return now - self.started_at
@@ -288,7 +287,6 @@ class Assembly:
     sink: RequestSink | None = None
     _piece: memoryview = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
     _position: int = 0
-    _is_piece_copied: bool = True  # whether the piece was copied out of the read buffer
     # Data that was received after the piece.
     _buffered_data: bytearray = field(default_factory=bytearray)
     _prefix: bytes = b""  # the received part of the next message's prefix
@@ -328,15 +326,14 @@ class Assembly:
     def feed(self, piece: memoryview) -> None:
         """Receive the next bytes of the call's messages; `take_message` returns complete ones."""
         if self._position == len(self._piece) and not self._buffered_data:
-            self._piece, self._position, self._is_piece_copied = piece, 0, False
+            self._piece, self._position = piece, 0
         else:
             self._buffered_data += piece
 
     def keep_piece(self) -> None:
         """Copy the unconsumed data out of the read buffer, which is about to be reused."""
-        if not self._is_piece_copied:
+        if type(self._piece.obj) is not bytes:  # bytes are a copy already
             self._piece, self._position = memoryview(bytes(self._piece[self._position :])), 0
-            self._is_piece_copied = True
 
     def take_message(self) -> ReceivedMessage | None:
         """Return the next complete message, or None.
@@ -377,7 +374,6 @@ class Assembly:
     def _next_piece(self) -> bool:
         self._piece = memoryview(bytes(self._buffered_data))
         self._position = 0
-        self._is_piece_copied = True
         self._buffered_data.clear()
         return bool(self._piece)
 
