@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import InitVar, dataclass
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, cast
 
 from multidict import istr
@@ -431,12 +431,8 @@ class Acceptor:
 
 def _oldest(
     connections: list[LimitedConnection],
-    start_time: Callable[[LimitedConnection], float | None],
+    start_time: Callable[[LimitedConnection], Any],
     count: int,
 ) -> list[LimitedConnection]:
-    waiting_connections = [
-        (waiting_since, connection)
-        for connection in connections
-        if (waiting_since := start_time(connection))
-    ]
-    return [connection for _, connection in sorted(waiting_connections, key=itemgetter(0))[:count]]
+    """Return at most `count` connections, those with the earliest `start_time` that is not None."""
+    return sorted(filter(start_time, connections), key=start_time)[:count]
