@@ -242,18 +242,14 @@ async def post_register(gateway: Gateway, request: HttpRequest, name: str) -> Ht
     if not name:
         raise InvalidArgument("'region name' is necessary to register system shared memory region")
     client = request.connection.client
-    peer = client.peer()
+    client.peer()  # raises an error if the client may not use shared memory
     memory_api.check_region_name(name)
     members = _object_members(await read_json(gateway, request))
     key, offset, size, is_leased, pin_pages = decode_registration(members)
     region_fields = (name, key, offset, size)
-    registration = memory_api.register_system(
-        gateway, peer, *region_fields, is_leased=is_leased, pin_pages=pin_pages
+    await memory_api.register_system(
+        gateway, client, *region_fields, is_leased=is_leased, pin_pages=pin_pages
     )
-    if is_leased:
-        await memory_api.await_leased_registration(gateway, client, registration)
-    else:
-        await registration
     return HttpResponse()
 
 
