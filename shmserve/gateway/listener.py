@@ -293,6 +293,14 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     def force_close(self) -> None:
         """Close the connection; written bytes may still be flushed."""
 
+    def _close_transport(self, flush_timeout_s: float) -> None:
+        """Close the transport, and abort it if the client does not read the rest in time."""
+        transport = self.transport
+        if transport is not None and not transport.is_closing():
+            transport.close()
+            if transport.get_write_buffer_size():
+                asyncio.get_running_loop().call_later(flush_timeout_s, transport.abort)
+
 
 class ActiveCount:
     """The number (`active_count`) of requests or connections that a drain waits for."""

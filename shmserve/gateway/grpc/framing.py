@@ -89,7 +89,7 @@ class CallHead:
     Attributes:
         timeout_s: The time until the deadline, or None.
         encoding: The encoding of the request's messages.
-        accepted_encodings: The encodings that the client accepts.
+        response_encoding: The encoding of compressed responses; None if the client accepts none.
         data_size: The content-length of the request, or -1.
         traceparent: The W3C trace context, or "".
         ends_on_error: Whether the first failed request of a ModelStreamInfer ends the call.
@@ -98,7 +98,7 @@ class CallHead:
     """
 
     __slots__ = (
-        *("_fields", "_metadata", "accepted_encodings", "data_size", "encoding", "path", "refusal"),
+        *("_fields", "_metadata", "data_size", "encoding", "path", "refusal", "response_encoding"),
         *("ends_on_error", "http_status", "timeout_s", "traceparent"),
     )
 
@@ -125,7 +125,9 @@ class CallHead:
         self.traceparent = values.get(b"traceparent", b"").decode("latin-1")
         self.ends_on_error = _ENDS_ON_ERROR_FIELD in fields  # whether an error ends a stream
         accept_encoding = values.get(b"grpc-accept-encoding", b"").decode("latin-1")
-        self.accepted_encodings = frozenset(name.strip() for name in accept_encoding.split(","))
+        accepted_encodings = {name.strip() for name in accept_encoding.split(",")}
+        encodings = (name for name in WBITS_BY_ENCODING if name in accepted_encodings)
+        self.response_encoding = next(encodings, None)
 
     def _set_refusal(self, http_status: int, code: StatusCode, details: str) -> None:
         if self.refusal is None:
@@ -442,11 +444,6 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
 def frame_message(data: bytes) -> tuple[bytes, bytes]:
     """Return gRPC's prefix of a message, and the message."""
     return PREFIX.pack(0, len(data)), data
-
-
-def select_encoding(accepted_encodings: frozenset[str]) -> str | None:
-    """Return the encoding for a client that accepts these encodings, or None."""
-    return next((name for name in WBITS_BY_ENCODING if name in accepted_encodings), None)
 
 
 def compress_message(data: bytes, encoding: str, level: int) -> tuple[bytes, bytes]:
