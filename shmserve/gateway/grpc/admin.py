@@ -164,12 +164,12 @@ class AdminCall:
 
     async def system_register(self, request: pb.SystemSharedMemoryRegisterRequest) -> None:
         """Handle SystemSharedMemoryRegister."""
-        peer = self.client.peer()
+        self.client.peer()  # raises an error if the client may not use shared memory
         memory_api.check_region_name(request.name)
         size = require_integer(request.byte_size, "byte_size")
         offset = require_integer(request.offset, "offset")
         await memory_api.register_system(
-            self.gateway, peer, request.name, request.key, offset, size
+            self.gateway, self.client, request.name, request.key, offset, size
         )
 
     async def system_unregister(self, request: pb.SystemSharedMemoryUnregisterRequest) -> None:

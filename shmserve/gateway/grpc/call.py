@@ -46,7 +46,6 @@ from shmserve.gateway.grpc.framing import (
     inflate_message,
     percent_encode,
     release_message,
-    select_encoding,
 )
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.header_blocks import STATUS_200, encode_block
@@ -183,7 +182,7 @@ class GrpcCall(ABC):
         self._deadline = 0.0  # on the monotonic clock; 0: none
         self._deadline_timer: asyncio.TimerHandle | None = None
         if connection.context.settings.compression_level:
-            self._response_encoding = select_encoding(head.accepted_encodings)
+            self._response_encoding = head.response_encoding
         if head.timeout_s is not None:
             self._deadline = time.monotonic() + head.timeout_s
             self._deadline_timer = connection.loop.call_later(head.timeout_s, self._on_deadline)

@@ -140,9 +140,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             if self._tls is not None:
                 self._tls.close()
                 transport.write(self._tls.take_ciphertext())
-            transport.close()
-            if transport.get_write_buffer_size():
-                self.loop.call_later(self.context.body_timeout_s, transport.abort)
+            self._close_transport(self.context.body_timeout_s)
 
     def end(self) -> None:
         """Send the end of the stream, and close once the client disconnects, or after `_LINGER_S`.

@@ -14,7 +14,6 @@ import base64
 import binascii
 import re
 import struct
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from shmserve.gateway.compression import WBITS_BY_ENCODING, Inflater
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.http2.header_blocks import Fields, parse_content_length
-from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
+from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
 
 
@@ -90,7 +89,7 @@ class CallHead:
     Attributes:
         timeout_s: The time until the deadline, or None.
         encoding: The encoding of the request's messages.
-        accepted_encodings: The encodings that the client accepts.
+        response_encoding: The encoding of compressed responses; None if the client accepts none.
         data_size: The content-length of the request, or -1.
         traceparent: The W3C trace context, or "".
         ends_on_error: Whether the first failed request of a ModelStreamInfer ends the call.
@@ -99,7 +98,7 @@ class CallHead:
     """
 
     __slots__ = (
-        *("_fields", "_metadata", "accepted_encodings", "data_size", "encoding", "path", "refusal"),
+        *("_fields", "_metadata", "data_size", "encoding", "path", "refusal", "response_encoding"),
         *("ends_on_error", "http_status", "timeout_s", "traceparent"),
     )
 
@@ -126,7 +125,9 @@ class CallHead:
         self.traceparent = values.get(b"traceparent", b"").decode("latin-1")
         self.ends_on_error = _ENDS_ON_ERROR_FIELD in fields  # whether an error ends a stream
         accept_encoding = values.get(b"grpc-accept-encoding", b"").decode("latin-1")
-        self.accepted_encodings = frozenset(name.strip() for name in accept_encoding.split(","))
+        accepted_encodings = {name.strip() for name in accept_encoding.split(",")}
+        encodings = (name for name in WBITS_BY_ENCODING if name in accepted_encodings)
+        self.response_encoding = next(encodings, None)
 
     def _set_refusal(self, http_status: int, code: StatusCode, details: str) -> None:
         if self.refusal is None:
@@ -256,15 +257,15 @@ class ArrivingMessage(Arrival):
     `on_evicted` is called when other messages need its memory.
     """
 
-    def __init__(self, limit_s: float, budget: BodyBudget, on_evicted: Callable[[], None]) -> None:
-        super().__init__(limit_s, budget)
+    def __init__(
+        self, timeout_s: float, budget: BodyBudget, on_evicted: Callable[[], None]
+    ) -> None:
+        super().__init__(timeout_s, budget)
         self._on_evicted = on_evicted
-        self.time_limit_s = limit_s
-        self.started_at = time.monotonic()
 
     def is_overdue(self, now: float) -> bool:
         """Return whether the time limit of the message has expired."""
-        return now > self.started_at + self.time_limit_s + self.received_bytes / SLOWEST_RATE
+        return now > self.started_at + self._time_limit_s
 
     def _total_wait_s(self, now: float) -> float:
         return now - self.started_at
@@ -288,7 +289,6 @@ class Assembly:
     sink: RequestSink | None = None
     _piece: memoryview = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
     _position: int = 0
-    _is_piece_copied: bool = True  # whether the piece was copied out of the read buffer
     # Data that was received after the piece.
     _buffered_data: bytearray = field(default_factory=bytearray)
     _prefix: bytes = b""  # the received part of the next message's prefix
@@ -328,15 +328,14 @@ class Assembly:
     def feed(self, piece: memoryview) -> None:
         """Receive the next bytes of the call's messages; `take_message` returns complete ones."""
         if self._position == len(self._piece) and not self._buffered_data:
-            self._piece, self._position, self._is_piece_copied = piece, 0, False
+            self._piece, self._position = piece, 0
         else:
             self._buffered_data += piece
 
     def keep_piece(self) -> None:
         """Copy the unconsumed data out of the read buffer, which is about to be reused."""
-        if not self._is_piece_copied:
+        if type(self._piece.obj) is not bytes:  # bytes are a copy already
             self._piece, self._position = memoryview(bytes(self._piece[self._position :])), 0
-            self._is_piece_copied = True
 
     def take_message(self) -> ReceivedMessage | None:
         """Return the next complete message, or None.
@@ -377,7 +376,6 @@ class Assembly:
     def _next_piece(self) -> bool:
         self._piece = memoryview(bytes(self._buffered_data))
         self._position = 0
-        self._is_piece_copied = True
         self._buffered_data.clear()
         return bool(self._piece)
 
@@ -446,11 +444,6 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
 def frame_message(data: bytes) -> tuple[bytes, bytes]:
     """Return gRPC's prefix of a message, and the message."""
     return PREFIX.pack(0, len(data)), data
-
-
-def select_encoding(accepted_encodings: frozenset[str]) -> str | None:
-    """Return the encoding for a client that accepts these encodings, or None."""
-    return next((name for name in WBITS_BY_ENCODING if name in accepted_encodings), None)
 
 
 def compress_message(data: bytes, encoding: str, level: int) -> tuple[bytes, bytes]:

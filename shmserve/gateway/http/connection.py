@@ -41,7 +41,9 @@ from shmserve.gateway.settings import GatewaySettings
 logger = logging.getLogger(__name__)
 
 
-_OK_HEAD_FORMAT = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
+_OK_HEAD_FORMAT = (
+    b"%bContent-Length: %%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
+)
 _IDLE_TIMEOUT_S = 3600.0  # long, because idle keep-alive connections cost nothing
 # The limits of `_linger`: the pause between two pieces, the duration, and the number of bytes.
 _LINGER_IDLE_S = 2.0
@@ -179,7 +181,7 @@ class HttpConnection(Incoming):
         self._is_handling = False
         self._task = None
         messages.clear()
-        self._close()
+        self._close_transport(self._settings.body_timeout_s)
 
     def _next_request(self) -> HttpRequest | None:
         """Return the request in flight or the first in the queue, or None for invalid HTTP."""
@@ -254,7 +256,7 @@ class HttpConnection(Incoming):
         response = self._app.malformed_response(error, head)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
-            self.transport.write(response.head(None, len(body)) + body)
+            self.transport.write(response.head(None, b"Content-Length: %d\r\n" % len(body)) + body)
 
 
 def _describe_error(error: HttpProcessingError) -> str:

@@ -282,11 +282,9 @@ class EventWatch:
 
     async def wait_for_state(self, timeout_s: float) -> None:
         """Wait until the server's state has arrived, at most `timeout_s` seconds."""
-        try:
+        with contextlib.suppress(TimeoutError):  # without events, the page shows no states
             async with asyncio.timeout(timeout_s):
                 await self._state_received.wait()
-        except TimeoutError:
-            pass  # the supervisor publishes no events; the page then shows no states
 
     async def _read_events(self) -> None:
         while True:

@@ -172,7 +172,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self._waiter is not None:
             self._waiter.cancel()
             self._waiter = None
-        self._close()
+        self._close_transport(self._settings.body_timeout_s)
         self.transport = None
 
     def abort(self) -> None:
@@ -181,14 +181,6 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self.force_close()
         if transport is not None:
             transport.abort()
-
-    def _close(self) -> None:
-        # A client that does not read its response could otherwise delay the end forever.
-        transport = self.transport
-        if transport is not None and not transport.is_closing():
-            transport.close()
-            if transport.get_write_buffer_size():
-                self._loop.call_later(self._settings.body_timeout_s, transport.abort)
 
     @property
     def is_open(self) -> bool:

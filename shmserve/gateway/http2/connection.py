@@ -62,6 +62,8 @@ _EARNED_PER_FRAME = 4
 _BYTES_PER_EARNED_FRAME = 32
 _MAX_SAVED_FRAMES = 1 << 16  # maximum number of control frames that a client can save up
 _EMPTY_VIEW = memoryview(b"")
+# The names of the frames that apply to the whole connection.
+_CONNECTION_FRAME_NAMES = {SETTINGS: "SETTINGS", PING: "PING", GOAWAY: "GOAWAY"}
 
 
 class Http2Connection(FrameReader[HeadT]):
@@ -187,6 +189,9 @@ class Http2Connection(FrameReader[HeadT]):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "another frame within a header block")
         if not self.settings_received and (frame_type != SETTINGS or flags & ACK):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+        if stream_id and frame_type in _CONNECTION_FRAME_NAMES:
+            text = f"{_CONNECTION_FRAME_NAMES[frame_type]} on a stream other than 0"
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, text)
         if frame_type == HEADERS:
             self._start_block(flags, stream_id, payload)
         elif frame_type == CONTINUATION:
@@ -195,23 +200,17 @@ class Http2Connection(FrameReader[HeadT]):
             self._handle_window_update(stream_id, payload)
         elif frame_type == RST_STREAM:
             self._handle_reset(stream_id, payload)
-        elif frame_type == SETTINGS:
-            self._control_budget.take_token()
-            self._handle_settings(flags, stream_id, payload)
-        elif frame_type == PING:
-            self._control_budget.take_token()
-            self._handle_ping(flags, stream_id, payload)
-        elif frame_type == GOAWAY:
-            self._control_budget.take_token()
-            if stream_id:
-                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY on a stream other than 0")
-            if len(payload) < 8:
-                raise frames.length_fault("GOAWAY", len(payload), "at least 8")
         elif frame_type == PUSH_PROMISE:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
             self._control_budget.take_token()
-            if frame_type == PRIORITY:
+            if frame_type == SETTINGS:
+                self._handle_settings(flags, payload)
+            elif frame_type == PING:
+                self._handle_ping(flags, payload)
+            elif frame_type == GOAWAY and len(payload) < 8:
+                raise frames.length_fault("GOAWAY", len(payload), "at least 8")
+            elif frame_type == PRIORITY:
                 _check_priority(stream_id, payload)
 
     def _handle_headers(self, stream_id: int, flags: int, block: bytes) -> None:
@@ -303,9 +302,7 @@ class Http2Connection(FrameReader[HeadT]):
             text = f"{frame_name} on idle stream {stream_id}"
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, text)
 
-    def _handle_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
+    def _handle_settings(self, flags: int, payload: bytes) -> None:
         if flags & ACK:
             if payload:
                 text = "SETTINGS acknowledgement with a payload"
@@ -320,9 +317,7 @@ class Http2Connection(FrameReader[HeadT]):
         self.settings_received = True
         sender.output.append(_SETTINGS_ACK)
 
-    def _handle_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PING on a stream other than 0")
+    def _handle_ping(self, flags: int, payload: bytes) -> None:
         if len(payload) != 8:
             raise frames.length_fault("PING", len(payload), "8")
         if flags & ACK:

@@ -138,10 +138,23 @@ def test_arbitrary_fields_are_parsed_or_refused(fields: list[tuple[bytes, bytes]
         assert type(value) is (bytes if key.endswith("-bin") else str)
 
 
-def test_the_encodings_that_a_client_accepts() -> None:
-    call_head = head((b"grpc-accept-encoding", b"identity, gzip,deflate , x"))
-    assert call_head.accepted_encodings == {"identity", "gzip", "deflate", "x"}
-    assert head().accepted_encodings == {""}
+@pytest.mark.parametrize(
+    ("accepted_encodings", "encoding"),
+    [
+        (b"identity, gzip,deflate , x", "gzip"),
+        (b"identity, deflate ,gzip", "gzip"),
+        (b" deflate ", "deflate"),
+        (b"identity,br,", None),
+    ],
+)
+def test_responses_have_an_encoding_that_the_client_accepts(
+    accepted_encodings: bytes, encoding: str | None
+) -> None:
+    assert head((b"grpc-accept-encoding", accepted_encodings)).response_encoding == encoding
+
+
+def test_responses_are_not_compressed_for_other_clients() -> None:
+    assert head().response_encoding is None
 
 
 def decode_fields(block: bytes) -> list[tuple[bytes, bytes]]:

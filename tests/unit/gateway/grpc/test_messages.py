@@ -24,7 +24,6 @@ from shmserve.gateway.grpc.framing import (
     compress_message,
     frame_message,
     inflate_message,
-    select_encoding,
 )
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
@@ -244,12 +243,6 @@ def test_encodings_have_their_standard_formats() -> None:
     data = b"abc" * 1000
     assert gzip.decompress(compress_message(data, "gzip", 6)[1]) == data
     assert zlib.decompress(compress_message(data, "deflate", 6)[1]) == data
-
-
-def test_the_encoding_is_chosen_from_accepted_encodings() -> None:
-    assert select_encoding(frozenset(["identity", "deflate", "gzip"])) == "gzip"
-    assert select_encoding(frozenset(["deflate"])) == "deflate"
-    assert select_encoding(frozenset(["identity", "br", ""])) is None
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
