@@ -48,17 +48,20 @@ class StatusCode(IntEnum):
     UNAUTHENTICATED = 16
 
 
-# The status code, the details and the trailing metadata with which a call ends.
-Ending = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
+class Status(NamedTuple):
+    """The status with which a call ends: the code, the details and the trailing metadata."""
 
-SUCCEEDED: Ending = (StatusCode.OK, "", ())
-INTERNAL_FAILURE: Ending = (StatusCode.INTERNAL, Internal().message, ())
-# Calls whose request is missing, late or malformed end with these statuses.
-REQUEST_TIMEOUT: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
-# The error text is Triton's.
-MISSING_REQUEST: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())
-UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
-DEADLINE_EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
+    code: StatusCode
+    details: str
+    metadata: Sequence[tuple[str, str]] = ()
+
+
+SUCCEEDED = Status(StatusCode.OK, "")
+INTERNAL_FAILURE = Status(StatusCode.INTERNAL, Internal().message)
+REQUEST_TIMEOUT = Status(StatusCode.UNAVAILABLE, "the request did not arrive in time")
+MISSING_REQUEST = Status(StatusCode.INTERNAL, "Unable to parse request")  # Triton's text
+UNKNOWN_METHOD = Status(StatusCode.UNIMPLEMENTED, "Method not found!")
+DEADLINE_EXPIRED = Status(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 # The statuses by the server's error codes. Most of these codes have gRPC's names.
 _STATUS_BY_CODE = {
@@ -107,7 +110,7 @@ class CallHead:
         self._fields = fields
         self._metadata: Metadata | None = None
         self.http_status = 200
-        self.refusal: Ending | None = None  # the status with which the call is refused
+        self.refusal: Status | None = None  # the status with which the call is refused
         values = dict(fields)
         self.path = values[b":path"].decode("latin-1")
         content_type = values.get(b"content-type", b"")
@@ -131,7 +134,7 @@ class CallHead:
 
     def _set_refusal(self, http_status: int, code: StatusCode, details: str) -> None:
         if self.refusal is None:
-            self.http_status, self.refusal = http_status, (code, details, ())
+            self.http_status, self.refusal = http_status, Status(code, details)
 
     def _parse_timeout(self, value: bytes | None) -> float | None:
         if value is None:
@@ -182,7 +185,7 @@ def _decode_binary(value: bytes) -> bytes | None:
         return None
 
 
-def ending_from_error(error: ShmserveError) -> Ending:
+def status_from_error(error: ShmserveError) -> Status:
     """Return the status of a call that failed with this error."""
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFull):
@@ -190,7 +193,7 @@ def ending_from_error(error: ShmserveError) -> Ending:
         metadata = (("grpc-retry-pushback-ms", str(error.retry_after_s * 1000)),)
     if error.traceparent:
         metadata += (("traceparent", error.traceparent),)
-    return _STATUS_BY_CODE[error.code], _shorten_details(error.message), metadata
+    return Status(_STATUS_BY_CODE[error.code], _shorten_details(error.message), metadata)
 
 
 def percent_encode(text: str) -> bytes:
@@ -221,11 +224,11 @@ _EMPTY_VIEW = memoryview(b"")
 
 
 class BrokenMessage(Exception):
-    """The error for data that is not a valid message; `ending` is the status of the call."""
+    """The error for data that is not a valid message; `status` is the status of the call."""
 
     def __init__(self, code: StatusCode, text: str) -> None:
         super().__init__(text)
-        self.ending: Ending = (code, text, ())
+        self.status = Status(code, text)
 
 
 # The bytes of a message, or an inference request whose tensors were received into the arena.
@@ -234,7 +237,7 @@ MessageContent = bytes | ArrivingRequest
 
 # Returns the receiver of a call's next message, given the call's head and the message's size, or
 # None if the message should be assembled as bytes.
-MakeSink = Callable[[CallHead, int], RequestSink | None]
+CreateSink = Callable[[CallHead, int], RequestSink | None]
 
 
 def release_message(message: MessageContent) -> None:
@@ -285,7 +288,7 @@ class Assembly:
 
     _permitted_bytes: int
     _head: CallHead
-    _create_sink: MakeSink | None
+    _create_sink: CreateSink | None
     sink: RequestSink | None = None
     _piece: memoryview = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
     _position: int = 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.gateway.grpc import call
-from shmserve.gateway.grpc.framing import ENCODINGS, CallHead, StatusCode
+from shmserve.gateway.grpc.framing import ENCODINGS, SUCCEEDED, CallHead, Status, StatusCode
 from shmserve.gateway.http2.frames import StreamFault
 from shmserve.gateway.http2.header_blocks import check_trailers, validate_request
 
@@ -175,7 +175,9 @@ def test_the_head_of_a_response(compression: str | None) -> None:
 
 @pytest.mark.parametrize("status", [200, 405, 415])
 def test_a_response_without_messages(status: int) -> None:
-    block = call.encode_response_start(status) + call.encode_trailers(StatusCode.INTERNAL, "no", ())
+    block = call.encode_response_start(status) + call.encode_trailers(
+        Status(StatusCode.INTERNAL, "no")
+    )
     headers = decode_fields(block)
     assert headers[0] == (b":status", str(status).encode())
     assert headers[-2:] == [(b"grpc-status", b"13"), (b"grpc-message", b"no")]
@@ -183,8 +185,10 @@ def test_a_response_without_messages(status: int) -> None:
 
 def test_the_trailers_of_a_response() -> None:
     assert decode_fields(call.OK_TRAILERS) == [(b"grpc-status", b"0")]
-    assert call.encode_trailers(StatusCode.OK, "", ()) is call.OK_TRAILERS
-    headers = decode_fields(call.encode_trailers(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
+    assert call.encode_trailers(SUCCEEDED) is call.OK_TRAILERS
+    headers = decode_fields(
+        call.encode_trailers(Status(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
+    )
     assert headers == [(b"grpc-status", b"14"), (b"retry", b"5")]
 
 
@@ -195,7 +199,7 @@ def test_any_text_may_be_the_details_of_a_status(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         return
-    headers = decode_fields(call.encode_trailers(StatusCode.INTERNAL, text, ()))
+    headers = decode_fields(call.encode_trailers(Status(StatusCode.INTERNAL, text)))
     check_trailers([(name, value.strip()) for name, value in headers])
     encoded_text = dict(headers).get(b"grpc-message", b"")
     assert encoded_text.isascii() and unquote(encoded_text.decode()) == text
