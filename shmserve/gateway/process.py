@@ -108,12 +108,14 @@ class ProtocolServer(ABC):
         # Deferred, because asyncio may still create connections in this iteration of the loop.
         asyncio.get_running_loop().call_soon(self._drain_acceptors, on_notified, refuses_requests)
 
-    def _drain_acceptors(self, on_drained: Callable[[], None], refuses: bool = False) -> None:
+    def _drain_acceptors(
+        self, on_drained: Callable[[], None], refuses_requests: bool = False
+    ) -> None:
         """Drain all acceptors, and call `on_drained` once; see `Acceptor.drain`."""
         draining_listeners = ActiveCount()
         draining_listeners.active_count = len(self.acceptors)
         for acceptor in self.acceptors:
-            acceptor.drain(draining_listeners.decrement, refuses_requests=refuses)
+            acceptor.drain(draining_listeners.decrement, refuses_requests=refuses_requests)
         draining_listeners.call_when_idle(on_drained)
 
     @abstractmethod

@@ -23,7 +23,7 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
-from shmserve.gateway.http.incoming import MAX_HEADERS, MAX_LINE_BYTES, Incoming
+from shmserve.gateway.http.incoming import MAX_HEADERS, MAX_LINE_BYTES, RequestReceiver
 from shmserve.gateway.http.messages import (
     JSON_HEADER,
     STATUS_LINES,
@@ -52,7 +52,7 @@ _MAX_LINGER_BYTES = 4 << 30
 _DRAIN_IDLE_S = 0.5  # the idle time after which a draining connection is closed
 
 
-class HttpConnection(Incoming):
+class HttpConnection(RequestReceiver):
     """One client's connection. `app` handles its requests."""
 
     def __init__(self, acceptor: Acceptor, app: App, settings: GatewaySettings) -> None:
@@ -140,7 +140,7 @@ class HttpConnection(Incoming):
             waiter.cancel()  # the task ends, because the connection has ended
         else:
             transport.write(_OK_HEAD_FORMAT % (len(body), headers) + body)
-            if self._messages or self.writing_paused:
+            if self._messages or self.is_writing_paused:
                 waiter.set_result(None)
             else:
                 self._waiter = waiter
@@ -156,7 +156,7 @@ class HttpConnection(Incoming):
                 while not (messages or self._begun_request):
                     self._waiter = self._loop.create_future()
                     await self._waiter
-                    if self.writing_paused and self.transport is not None:
+                    if self.is_writing_paused and self.transport is not None:
                         await drain_or_abort(self, self.transport, self._settings.body_timeout_s)
                 request = self._next_request()
                 if request is None or not await self._serve_request(request):

@@ -62,7 +62,7 @@ class HttpChannel(Protocol):
     client: ClientIdentity
 
     @property
-    def writing_paused(self) -> bool:
+    def is_writing_paused(self) -> bool:
         """Return whether the client reads more slowly than the server writes."""
 
     async def drain(self) -> None:
@@ -228,12 +228,12 @@ class HttpResponse:
                 for piece in self.pieces:
                     for offset in range(0, len(piece), _PIECE_BYTES):
                         transport.write(piece[offset : offset + _PIECE_BYTES])
-                        if request.connection.writing_paused:
+                        if request.connection.is_writing_paused:
                             await drain_or_abort(request.connection, transport, stall_timeout_s)
             finally:
                 if not transport.is_closing():
                     transport.set_write_buffer_limits()
-        if request.connection.writing_paused:
+        if request.connection.is_writing_paused:
             await drain_or_abort(request.connection, transport, stall_timeout_s)
 
 
@@ -264,7 +264,7 @@ class ChunkedResponse(HttpResponse):
             async for chunks in batches:
                 encoded = map(_encode_chunk, filter(None, chunks)) if is_chunked else chunks
                 transport.write(b"".join(encoded))
-                if request.connection.writing_paused:
+                if request.connection.is_writing_paused:
                     await drain_or_abort(request.connection, transport, stall_timeout_s)
         if is_chunked:
             transport.write(b"0\r\n\r\n")

@@ -49,7 +49,7 @@ from shmserve.gateway.http2.incoming import (
     StreamOpened,
     StreamReset,
 )
-from shmserve.gateway.http2.outgoing import Outgoing, Stream
+from shmserve.gateway.http2.outgoing import FrameSender, Stream
 
 # The maximum number of streams whose reset by the server is recorded, because the client may still
 # send frames for them.
@@ -90,11 +90,11 @@ class Http2Connection(FrameReader[HeadT]):
             clock,
             "frames without effect",
         )
-        self.sender = Outgoing(self._on_output_sent)
+        self.sender = FrameSender(self._on_output_sent)
         self.streams: dict[int, Stream] = {}
         self.last_stream_id = 0  # the highest id of a stream that the client has opened
         # Whether the client has acknowledged the server's SETTINGS.
-        self.settings_acknowledged = False
+        self.is_settings_acknowledged = False
         self._credited_output = 0, 0  # frames and bytes of data already credited to the budget
         self._saved_control_frames = 0  # earned control frames that are not needed yet
         self.ping_count = 0  # total number of PINGs from the client
@@ -119,7 +119,7 @@ class Http2Connection(FrameReader[HeadT]):
         A client that violates the protocol receives a GOAWAY, and the connection `is_closing`.
         """
         events = super().receive(data)
-        if self.sender.window_grown:
+        if self.sender.has_window_grown:
             self.sender.resume()
         return events
 
@@ -187,7 +187,7 @@ class Http2Connection(FrameReader[HeadT]):
             frame_type != CONTINUATION or stream_id != self._block_stream_id
         ):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "another frame within a header block")
-        if not self.settings_received and (frame_type != SETTINGS or flags & ACK):
+        if not self.has_client_settings and (frame_type != SETTINGS or flags & ACK):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
         if stream_id and frame_type in _CONNECTION_FRAME_NAMES:
             text = f"{_CONNECTION_FRAME_NAMES[frame_type]} on a stream other than 0"
@@ -307,14 +307,14 @@ class Http2Connection(FrameReader[HeadT]):
             if payload:
                 text = "SETTINGS acknowledgement with a payload"
                 raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, text)
-            self.settings_acknowledged = True
+            self.is_settings_acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
         sender, initial_window = self.sender, settings.get(frames.INITIAL_WINDOW_SIZE)
         if initial_window is not None:
             sender.change_initial_window(initial_window, self.streams.values())
         sender.max_frame_size = settings.get(frames.MAX_FRAME_SIZE, sender.max_frame_size)
-        self.settings_received = True
+        self.has_client_settings = True
         sender.output.append(_SETTINGS_ACK)
 
     def _handle_ping(self, flags: int, payload: bytes) -> None:

@@ -151,8 +151,8 @@ def _loads_lenient(json_text: bytes, strict_error: orjson.JSONDecodeError) -> An
             object_pairs_hook=reject_duplicate_keys,
         )
         orjson.dumps(value)  # raises for an unpaired surrogate, which is not text
-    except DuplicateKeyError as doubled:
-        raise DuplicateKey(doubled) from None
+    except DuplicateKeyError as error:
+        raise DuplicateKey(error) from None
     except json.JSONDecodeError as error:
         raise JsonFault(f"{_PARSE_ERROR}{error.msg}. at {error.pos}") from None
     except (ValueError, TypeError, RecursionError):
