@@ -446,7 +446,9 @@ class WorkerEngine:
                 mask = plan.masks[count] if plan.masks else None
                 sampled.append(plan.sequence.sampled_row(tokens[:count], mask))
         row_logits = logits if len(logit_rows) == len(logits) else logits[logit_rows]
-        raw_logits = _copy_raw_logits(row_logits, sampled)
+        # The log probabilities are those of the unprocessed logits.
+        needs_logprobs = any(row.parameters.logprobs >= 0 for row in sampled)
+        raw_logits = row_logits.clone() if needs_logprobs else None
         process(row_logits, sampled)
         accepted_tokens = verify(row_logits, sampled, checks)
         checked_rows = [
@@ -514,8 +516,3 @@ def _beam_candidates(plan: RowPlan, logits: Tensor) -> RowResult:
     count = max(2, 1 + len(prompt.end_tokens)) * prompt.parameters.beams
     tokens, scores = candidates(logits, count)
     return RowResult(plan.sequence.number, [], candidates=tokens, scores=scores)
-
-
-def _copy_raw_logits(logits: Tensor, rows: list[SampledRow]) -> Tensor | None:
-    """Return a copy of the unprocessed logits if log probabilities are requested, or None."""
-    return logits.clone() if any(row.parameters.logprobs >= 0 for row in rows) else None
