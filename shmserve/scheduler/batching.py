@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.signature import BatchProperties, id_prefix, stopping_
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatcher
 from shmserve.scheduler.front import Core
-from shmserve.scheduler.generative.dispatch import GenerativeDispatcher
+from shmserve.scheduler.generative.generation_dispatch import GenerativeDispatcher
 from shmserve.scheduler.instances.dispatch import (
     BatchDispatcher,
     Dispatcher,

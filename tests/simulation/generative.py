@@ -98,7 +98,10 @@ class EngineRig:
 
     def _on_beams_chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
         assert generation.key not in self.found
-        self.found[generation.key] = [(b.tokens, b.finish_reason) for b in beams.hypotheses]
+        self.found[generation.key] = [
+            (array("i", hypothesis.tokens).tolist(), hypothesis.finish_reason)
+            for hypothesis in beams.hypotheses
+        ]
 
     @property
     def operations(self) -> int:

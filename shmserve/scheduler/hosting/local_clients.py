@@ -23,7 +23,14 @@ from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import MAX_LINKS, MAX_REQUEST_BYTES, Capabilities
-from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Failed, Finished, Responded, Submit
+from shmserve.ipc.messages.inference import (
+    MAX_TIMEOUT_US,
+    Failed,
+    Finished,
+    Responded,
+    Submit,
+    message_size,
+)
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.processes import trim_heap
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
@@ -127,8 +134,7 @@ class LocalClientRules:
             InvalidArgument: The request is invalid.
             MalformedMessage: The message is not a request.
         """
-        inline_size = sum([len(data) for data in submit.data if type(data) is bytes])
-        size = len(submit.schema) + inline_size + len(submit.request_id)
+        size = message_size(submit) + len(submit.request_id)
         if size > MAX_REQUEST_BYTES:
             raise InvalidArgument(
                 f"the request has {size} bytes, but at most {MAX_REQUEST_BYTES} are allowed: pass "
@@ -203,24 +209,17 @@ class LocalClientRules:
 
     def _check_range(self, client_number: int, packed_range: Any) -> Range:
         """Return the memory range of a tensor if it is in memory that the client has shared."""
-        try:
-            memory_range = unpack_range(packed_range)
-        except (TypeError, ValueError) as error:
-            raise MalformedMessage(f"malformed memory range: {error}") from error
-        self._check_owner(client_number, memory_range)
-        return memory_range
-
-    def _check_owner(self, client_number: int, memory_range: Range) -> None:
+        memory_range = unpack_range(packed_range)
         key = (client_number, memory_range.memory)
-        if key in self._memories:
-            return
-        if not self._capabilities.owns(client_number, memory_range.memory):
-            raise InvalidArgument(
-                "a tensor is in memory that this client has not shared; share it first"
-            )
-        if len(self._memories) >= _MAX_MEMORIES:
-            self._memories.clear()
-        self._memories.add(key)
+        if key not in self._memories:
+            if not self._capabilities.owns(*key):
+                raise InvalidArgument(
+                    "a tensor is in memory that this client has not shared; share it first"
+                )
+            if len(self._memories) >= _MAX_MEMORIES:
+                self._memories.clear()
+            self._memories.add(key)
+        return memory_range
 
 
 def _client_number(peer: bytes) -> int:

@@ -2,7 +2,7 @@
 
 A dispatcher selects the queued requests that start, and calls `Executions`. `BatchDispatcher` is
 for models without sequences: it starts retries alone, then the batches that the batcher forms.
-batchers/sequence_dispatch.py and generative/dispatch.py have the other dispatchers.
+batchers/sequence_dispatch.py and generative/generation_dispatch.py have the other dispatchers.
 
 `Executions` sends batches, steps, cancellations, credit and releases. It keeps the releases for
 processes whose instances are not ready yet.

@@ -21,7 +21,6 @@ from shmserve.errors import QueueFull
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import (
     Choose,
-    Hypothesis,
     Prepare,
     Prepared,
     ResponseSent,
@@ -318,14 +317,10 @@ class GenerativeDispatcher(Dispatcher):
     def _on_search_end(
         self, generation: Generation[AssignedRequest], beams: Beams[AssignedRequest]
     ) -> None:
-        self._counts.generated += sum(len(beam.tokens) for beam in beams.hypotheses)
+        self._counts.generated += sum(len(array("i", h.tokens)) for h in beams.hypotheses)
         slot = generation.owner.slot
         if slot is not None:
-            hypotheses = [
-                Hypothesis(array("i", beam.tokens).tobytes(), beam.finish_reason, beam.score)
-                for beam in beams.hypotheses
-            ]
-            self._executions.post(slot.peer, Choose(generation.key, hypotheses))
+            self._executions.post(slot.peer, Choose(generation.key, beams.hypotheses))
 
     # --- counts
 
