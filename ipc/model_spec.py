@@ -284,8 +284,14 @@ class SequenceBatching(Record):
 
         As in Triton, the last kind of `_CONTROL_KINDS` sets an input that has several kinds.
         """
-        inputs = [(item.name, item.control) for item in self.control_input if item.control]
-        return [(name, max(c, key=lambda c: _CONTROL_KINDS.index(c.kind))) for name, c in inputs]
+        return [
+            (
+                tensor.name,
+                max(tensor.control, key=lambda control: _CONTROL_KINDS.index(control.kind)),
+            )
+            for tensor in self.control_input
+            if tensor.control
+        ]
 
     @property
     def correlation_input(self) -> tuple[str, str]:

@@ -42,9 +42,7 @@ class SequenceDispatcher(Dispatcher):
         rules = self._rules = settings.sequences
         self._name = settings.name
         self._required_batch_size = 1 if settings.max_batch_size else 0
-        self._sequences = Sequences(
-            settings.name, rules.idle_ns, rules.max_waiting, rules.spec.iterative_sequence
-        )
+        self._sequences = Sequences(settings.name, rules)
         self._slots_by_peer: dict[bytes, InstanceSlots] = {}
         self._join_numbers = itertools.count()  # of instances, in the order in which they joined
         self._checked_changes = -1  # the value of `Pool.membership_changes` at the last turn
@@ -197,7 +195,7 @@ class SequenceDispatcher(Dispatcher):
         """Start the next batch of an idle instance; return when to call again (NEVER: no need)."""
         decision = decide(now_ns, slots, self._rules, self._executions.service_time.reserve_ns)
         if isinstance(decision, SequenceBatch):
-            if self._tickets is not None and self._tickets.find([instance]) is None:
+            if self._tickets is not None and self._tickets.find_granted([instance]) is None:
                 self._tickets.request_tickets([instance], 1)
                 return NEVER
             # The rows are created before `start_rows`, which removes the requests from their

@@ -300,20 +300,14 @@ class Backlog:
 class Sequences:
     """The open sequences of a model.
 
-    A sequence expires after it was idle for `max_idle_ns`. At most `max_waiting` sequences of an
-    owner may wait for a slot.
-
-    With `is_iterative`, each sequence has a single request, which its model may reschedule. The
-    sequence ends with that request.
+    An iterative sequence has a single request, which its model may reschedule. The sequence ends
+    with that request.
     """
 
-    def __init__(
-        self, model: str, max_idle_ns: int, max_waiting: int, is_iterative: bool = False
-    ) -> None:
+    def __init__(self, model: str, rules: Sequencing) -> None:
         self._model = model
-        self._max_idle_ns = max_idle_ns
-        self._max_waiting = max_waiting
-        self._is_iterative = is_iterative
+        self._rules = rules
+        self._is_iterative = rules.spec.iterative_sequence
         self._open_sequences: dict[int | str, StatefulSequence] = {}
         # A heap of the free slots. It may contain stale slots, those of closed instances.
         self._free_slots: list[tuple[int, tuple[int, int], InstanceSlots]] = []
@@ -399,10 +393,10 @@ class Sequences:
             if correlation_id in self._lost_ids:
                 text += "; the state of this sequence was lost when the model's worker died"
             raise InvalidArgument(text)
-        if self.backlog.count(owner) >= self._max_waiting:
+        if self.backlog.count(owner) >= self._rules.max_waiting:
             raise QueueFull(
-                f"at most {self._max_waiting} sequences of a client may wait for a slot of model "
-                f"'{self._model}'"
+                f"at most {self._rules.max_waiting} sequences of a client may wait for a slot of "
+                f"model '{self._model}'"
             )
 
     def enqueue(self, request: ScheduledRequest, correlation_id: int | str) -> bool:
@@ -563,14 +557,14 @@ class Sequences:
         """Return the time (monotonic ns) at which `expire_idle` may end a sequence, or NEVER."""
         if not self._idle_sequences:
             return NEVER
-        return next(iter(self._idle_sequences.values())) + self._max_idle_ns
+        return next(iter(self._idle_sequences.values())) + self._rules.idle_ns
 
     def expire_idle(self, now_ns: int) -> list[StatefulSequence]:
         """End the sequences that were idle for too long."""
         expired_sequences: list[StatefulSequence] = []
         while self._idle_sequences:
             sequence, since_ns = next(iter(self._idle_sequences.items()))
-            if now_ns - since_ns < self._max_idle_ns:
+            if now_ns - since_ns < self._rules.idle_ns:
                 break
             self._close(sequence)
             self._end_early(sequence)

@@ -220,7 +220,7 @@ class BatchDispatcher(Dispatcher):
                 break
             slot = None  # the instance that has been free longest
             if tickets is not None:
-                slot = tickets.find(pool.free_slots)
+                slot = tickets.find_granted(pool.free_slots)
                 if slot is None:
                     tickets.request_tickets(pool.free_slots, len(queue))
                     break

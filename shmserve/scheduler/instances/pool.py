@@ -167,7 +167,7 @@ class InstanceTickets:
                 self._granted_tickets[index] = ticket
                 return
 
-    def find(self, slots: Iterable[Slot]) -> Slot | None:
+    def find_granted(self, slots: Iterable[Slot]) -> Slot | None:
         """Return the first of these instances whose ticket was granted, or None."""
         return next((slot for slot in slots if slot.index in self._granted_tickets), None)
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull
+from shmserve.ipc.model_spec import SequenceBatching
 from shmserve.scheduler.batchers.sequences import InstanceSlots, Sequences
 from shmserve.scheduler.requests.scheduled import Client, ScheduledRequest
+from shmserve.scheduler.settings import Sequencing
 from tests.rigs.sequence_rig import END, START
 
 MANY_SEQUENCES, SLOTS, MAX_SEQUENCES, IDLE_NS = 100_000, 64, 1000, 1000
@@ -18,7 +20,8 @@ class Table:
     """A sequence table with one instance of `slots` slots."""
 
     def __init__(self) -> None:
-        self.sequences = Sequences("m", IDLE_NS, MAX_SEQUENCES)
+        rules = Sequencing(SequenceBatching(), ("", ""), SLOTS, IDLE_NS, max_waiting=MAX_SEQUENCES)
+        self.sequences = Sequences("m", rules)
         self.slots = InstanceSlots(b"0.100", (0, 0), SLOTS)
         self.sequences.join(self.slots)
         self.now = 0
