@@ -148,7 +148,7 @@ class BatchingCore(Core[ScheduledRequest]):
         request.lookup = lookup
         self._responses.register(request)
         if dispatcher.tracks_requests:
-            dispatcher.on_enqueued(request, sequence_key)
+            dispatcher.record_enqueued(request, sequence_key)
         if submit.callers:
             self._check_callers(request, now_ns)
 
@@ -254,7 +254,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def _withdraw(self, request: ScheduledRequest, now_ns: int) -> None:
         if request.state is State.QUEUED:
             self._queue.remove(request)
-            self._dispatcher.on_removed(request, now_ns)
+            self._dispatcher.handle_removed(request, now_ns)
 
     def credit(self, request: ScheduledRequest, read_count: int, now_ns: int) -> None:
         if request.state is State.RESPONDING:
@@ -380,7 +380,7 @@ class BatchingCore(Core[ScheduledRequest]):
             case State.QUEUED:
                 text = self._dispatcher.expired_text(request, now_ns)
                 self._queue.remove(request)
-                self._dispatcher.on_removed(request, now_ns, has_expired=True)
+                self._dispatcher.handle_removed(request, now_ns, has_expired=True)
                 reason = Reason.REJECTED
             case State.EXECUTING | State.RESPONDING:
                 self.executions.cancel(request)
@@ -394,7 +394,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def _fail_waiting(self, reason: str, now_ns: int) -> None:
         for request in self._queue.all():
             self._queue.remove(request)
-            self._dispatcher.on_removed(request, now_ns, keep_dependents=True)
+            self._dispatcher.handle_removed(request, now_ns, keep_dependents=True)
             self._responses.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
 
     def gauges(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The front of a scheduler, the same for every kind: clients, drains, statistics.
 
 The front handles clients and exited peers, submit, cancel, credit, release, drain, stop, restore
-and reports. It has no socket, and receives its clock as an argument.
+and reports. The front has no socket, and receives its clock as an argument.
 
     client       Submit Cancel Credit Release ReportStatistics ─┐
                                                                ├─> Front ──> Core

@@ -1,9 +1,9 @@
 """Batchers: each decides from the queue and the time what runs now, or how long to wait (pure).
 
-A batcher is called only while an instance can take a batch. It changes nothing: the dispatchers in
-instances/dispatch.py take the requests out of the queue. This module has the interface: `Batcher`,
-the attributes of requests that it reads, and its decisions. The sequence batcher has the same
-decisions, but forms a batch for one instance from the sequences in the instance's slots.
+A batcher is called only while an instance can take a batch. The batcher does not change the queue:
+the dispatchers in instances/dispatch.py take the requests out of it. This module has the interface:
+`Batcher`, the attributes of requests that a batcher reads, and its decisions. The sequence batcher
+has the same decisions, but forms a batch for one instance from the sequences in its slots.
 
 The dynamic batcher is here, too. Unlike Triton's, it keeps the order of the queue and never splits
 a request. Its rules are:

@@ -3,16 +3,16 @@
 The batcher learns the duration of batches by size and the arrival of requests (estimates.py):
 
 1. A batch has the size with the highest row rate among the sizes up to the number of waiting rows.
-   Batches thus stay smaller than a size at which the execution time jumps. An untried size whose
-   rate may be higher is tried if the budget of misses (see below) covers the trial's cost, or if
-   the known sizes do not keep up with the arrivals.
+   Batches thus stay smaller than a size at which the execution time jumps. The batcher tries an
+   untried size whose rate may be higher. The budget of misses (see below) must cover the trial's
+   cost, unless the known sizes do not keep up with the arrivals.
 2. Waiting requests run as soon as an instance is free, unless rule 3 applies.
-3. The batcher waits for further requests of a burst if the rows that join the batch, divided by the
-   time by which it ends later, exceed the average rate of rows (the marginal value theorem:
-   Charnov, 1976). The total wait is at most the setup time of an execution. Waiting therefore
-   costs at most twice the optimum, as in the ski-rental problem (Karlin et al., 1988). Trials
-   decide whether waiting pays: a busy machine may wake the scheduler too late. No trial is needed
-   if the larger batch would end before the smaller one.
+3. The batcher waits for further requests of a burst if waiting raises the rate of rows. The rows
+   that join the batch, divided by the time by which the batch ends later, must exceed the average
+   rate (the marginal value theorem: Charnov, 1976). The total wait is at most the setup time of an
+   execution. Waiting therefore costs at most twice the optimum, as in the ski-rental problem
+   (Karlin et al., 1988). Trials decide whether waiting pays, because a busy machine may wake the
+   scheduler too late. No trial is needed if the larger batch would end before the smaller one.
 4. A wait ends early enough for the oldest request to meet the target with a batch duration at the
    99th percentile. A configured delay also limits the wait.
 5. If all waiting requests would be late in one batch and in time in two batches, two batches run.
@@ -310,8 +310,8 @@ class AdaptiveBatcher(Batcher):
 
         Args:
             on_time_count: The number of requests that met the target, which raise the aim.
-            misses: The number of requests that missed it, without those that trials have caused.
-                They lower the aim.
+            misses: The number of requests that missed it, except misses that trials have caused.
+                These misses lower the aim.
         """
         self._miss_budget.add_credit(on_time_count)
         earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time_count, 0)

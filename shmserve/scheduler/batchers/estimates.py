@@ -67,9 +67,9 @@ class SizeTimes:
 
     Each observed size has an exponentially weighted mean. Durations between two observed sizes are
     interpolated. A line through the recent sizes provides the slope above the largest size and the
-    fixed duration. All sizes share a relative spread. They also share a level, which is the factor
-    between the current durations and the means. If the machine becomes slower or faster, the level
-    thus also adjusts sizes that do not occur. A smaller size is preferred only if its rate is
+    fixed duration. All sizes share a relative spread and a level. The level is the factor between
+    the current durations and the means. If the machine becomes slower or faster, the level thus
+    also adjusts sizes that do not occur. A smaller size is preferred only if its rate is
     higher by more than the standard errors of both rates. Bisection finds the size at which the
     duration jumps.
 
@@ -325,9 +325,9 @@ class SizeTimes:
     def _find_disturbed(self, min_times: dict[int, float]) -> tuple[int, float]:
         """Return a size that may have seemed slow only because other processes used the CPU.
 
-        Few executions of a size may all have been disturbed. The number of executions after which
-        this is ruled out grows with the logarithm of the number of all executions while the target
-        is missed (Lai and Robbins, 1985).
+        If a size has few executions, all of them may have been disturbed. The required number of
+        executions grows with the logarithm of the number of all executions while the target is
+        missed (Lai and Robbins, 1985).
 
         Returns:
             The index of the size, and its plausible rate; (0, 0.0) if there is no such size. The

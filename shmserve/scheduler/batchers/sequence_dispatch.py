@@ -82,7 +82,7 @@ class SequenceDispatcher(Dispatcher):
         is_open = self._sequences.is_open(submit.correlation_text or submit.correlation_id)
         return is_open and not submit.flags & SEQUENCE_START
 
-    def on_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
+    def record_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
         assert sequence_key is not None
         request.flags = sequence_key.flags
         if self._sequences.enqueue(request, sequence_key.correlation_id):
@@ -101,7 +101,7 @@ class SequenceDispatcher(Dispatcher):
             text = _BACKLOG_EXPIRED + text.removeprefix(EXPIRED_TEXT)
         return text
 
-    def on_removed(
+    def handle_removed(
         self,
         request: ScheduledRequest,
         now_ns: int,

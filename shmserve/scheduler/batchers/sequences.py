@@ -18,11 +18,11 @@ and a sequence keeps its row.
 
 1. A batch has the rows from slot 0 to the highest slot with a request. Lower slots without a
    request, or whose request has other shapes, get null rows. Higher slots have no row, even if
-   their sequence is idle: a lone request in slot 0 is READY [1], as in Triton, whereas the example
-   in Triton's documentation shows READY [1, 0].
+   their sequence is idle. A lone request in slot 0 thus has the control READY [1], as in Triton.
+   The example in Triton's documentation shows READY [1, 0].
 2. The request that has waited for longest determines the shapes of the batch.
-3. If a delay and a minimum utilization are both set, a batch waits until the utilization is
-   reached, its oldest request has waited for the delay, or a deadline would pass.
+3. If a delay and a minimum utilization are both set, a batch waits for the utilization. The wait
+   ends when the oldest request has waited for the delay, or when a deadline would pass.
 
 Oldest: a dynamic batcher over the first request of each slot. A sequence has at most one request
 that may run. Its next request may run once that request has returned, and is then queued behind the
@@ -309,7 +309,7 @@ class Sequences:
         self._rules = rules
         self._is_iterative = rules.spec.iterative_sequence
         self._open_sequences: dict[int | str, StatefulSequence] = {}
-        # A heap of the free slots. It may contain stale slots, those of closed instances.
+        # A heap of the free slots, which may contain the stale slots of closed instances.
         self._free_slots: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale_count = 0  # number of stale slots in the heap
         self.backlog = Backlog()

@@ -1,13 +1,13 @@
 """The tensors of an ensemble's requests and the memory that they lie in.
 
-A tensor whose size is known before it is made is written by its step's worker into a block of the
-ensemble's arena, where the next step's worker or the client reads it. Between steps that are on one
-CUDA device the block is in memory of the ensemble on that device. A tensor that a model returns
-unchanged keeps its block.
+If the size of a tensor is known before its step runs, the step's worker writes the tensor into a
+block of the ensemble's arena. The next step's worker or the client reads the block. Between steps
+that are on one CUDA device, the block is in memory of the ensemble on that device. A tensor that a
+model returns unchanged keeps its block.
 
-Any other tensor lies in its worker's arena. This process keeps the descriptor of that arena open
-and passes it to the next step's worker, so that the arena outlives its worker. A tensor that the
-client reads is copied from the worker's arena into the ensemble's arena.
+Any other tensor lies in the arena of the worker that returned it. This process keeps the descriptor
+of that arena open and passes it to the next step's worker, so that the arena outlives its owner. A
+tensor that the client reads is copied from the worker's arena into the ensemble's arena.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Value(Token):
 def combined_override(values: Iterable[Value]) -> dict[str, Any]:
     """Return the sequence parameters, by name, in the responses that contained these tensors.
 
-    They override the sequence parameters of the client's request.
+    These parameters override those of the client's request.
     """
     parameters: dict[str, Any] = {}
     for value in values:

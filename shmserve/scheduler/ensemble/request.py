@@ -4,8 +4,8 @@
        │                │                   │
        └──ABANDON──> ABANDONED <────────────┘     each ──END──> DONE
 
-A failed request begins no further steps. It ends, and its error is sent, when none of its steps is
-in flight. If its deadline expires, the error is sent without waiting for the steps.
+A failed request begins no further steps. When none of its steps is in flight, its error is sent and
+the request ends. If the deadline expires, the error is sent without waiting for the steps.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     plan          Step: decoding, then begun prompts, then new prompts, within the budgets
     finish_step   Stepped: the new tokens, and the sequences that have ended
 
-If blocks are short, the last sequence in the order of the policy is preempted: its blocks are
-copied to the host, or dropped and recomputed when its turn comes. A step with a preemption admits
-no sequence. (Yu et al., "Orca", 2022; Agrawal et al., "Sarathi-Serve", 2024, for prompts in
-chunks.)
+If too few blocks are free, the last sequence in the order of the policy is preempted. Its blocks
+are copied to the host, or dropped and recomputed later. A step with a preemption admits no
+sequence. (Yu et al., "Orca", 2022; Agrawal et al., "Sarathi-Serve", 2024, for prompts in chunks.)
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ class Engine(Generic[T]):
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
 
-        `resumed` has the tokens of its open samples if it began at an instance that has died. It is
-        empty if all samples have ended and only their texts must be sent.
+        `resumed` has the tokens of its open samples if it began at an instance that has died; no
+        tokens if all samples have ended and only their texts must be sent.
         """
         # If a step has too few rows to fork all samples together, each sample is a sequence from
         # the beginning.

@@ -36,9 +36,9 @@ class BlockPool:
           └───────────<── evicted, least recently used first ──┘
 
     The only holder of a block without a key may write to it (Kwon et al., "PagedAttention", 2023).
-    The blocks of a sequence are adjacent if possible, because attention reads runs of blocks
-    together: a sequence grows into the block after its last one, and a new sequence begins in the
-    middle of the widest gap, so that it and its neighbour can grow.
+    The blocks of a sequence are adjacent if possible, because attention reads adjacent blocks
+    together. A sequence therefore grows into the block after its last one. A new sequence begins in
+    the middle of the widest free extent, so that this sequence and the one before it can grow.
 
     `references` counts the tables that hold each block.
     """
@@ -145,7 +145,7 @@ class BlockPool:
     def release(self, blocks: list[int]) -> None:
         """Remove a reference from the successive blocks of a table.
 
-        Of the blocks that stay cached, the last ones in the table are evicted first.
+        Among the blocks that stay cached, the last blocks of the table are evicted first.
         """
         for block in reversed(blocks):
             self.references[block] -= 1
@@ -372,10 +372,13 @@ class BeamCandidate(NamedTuple, Generic[T]):
 class Beams(Generic[T]):
     """A beam search over one generation's sequences, with the same results as in transformers.
 
-    With n end tokens, the best `max(2, 1 + n) * width` candidates of all beams are considered, so
-    that at least `width` of them have not ended and can be the next beams. Ended candidates are
-    hypotheses if they are among the best `width`. `hypotheses` are the best hypotheses so far, best
-    first. A search is `is_finished` if no better hypotheses can follow.
+    With n end tokens, a step considers the best `max(2, 1 + n) * width` candidates of all beams. At
+    least `width` of these candidates have not ended and can be the next beams. Ended candidates
+    become hypotheses if they are among the best `width` candidates.
+
+    Attributes:
+        hypotheses: The best hypotheses so far, best first.
+        is_finished: Whether no better hypotheses can follow.
     """
 
     generation: Generation[T]

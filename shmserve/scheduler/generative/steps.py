@@ -2,8 +2,9 @@
 
 The model decides how much of a prompt fits a step, how many tokens to draft, and whether a
 preempted sequence is swapped. A step's duration is a + b * sampled tokens + c * prompt tokens + d *
-keys read, with non-negative weights: exponentially weighted least squares with first guesses as the
-prior (ridge regression; the active set of Lawson and Hanson, "Solving Least Squares Problems").
+keys read, with non-negative weights. The weights are fitted by exponentially weighted least squares
+with first guesses as the prior. (This is ridge regression; the active set is that of Lawson and
+Hanson, "Solving Least Squares Problems".)
 """
 
 from __future__ import annotations

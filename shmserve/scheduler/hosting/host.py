@@ -3,9 +3,8 @@
 The loop of `Host` waits, receives, ticks and sends for all schedulers in the process. The
 supervisor opens and closes the schedulers.
 
-Each model has a scheduler in a process of its own, except that the steps of an ensemble are
-scheduled in the ensemble's process: a message to a step is then a call
-(`ensemble/runner.py:InProcessLinks`).
+Each model has a scheduler in a process of its own, but the steps of an ensemble are scheduled in
+the ensemble's process. A message to such a step is a call (`ensemble/runner.py:InProcessLinks`).
 
     control          the supervisor's messages         ─┐
     clients          gateways, workers, ensembles       ├─> front ──> core

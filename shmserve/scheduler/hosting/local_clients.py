@@ -4,8 +4,8 @@ A gateway belongs to the server and is trusted; a local client is not. The ident
 contain its token, and the memory that a request refers to must be the client's own. The rows of a
 request in a batch are computed from the request itself.
 
-No gateway measures these requests either. They are sampled for traces. If there is a limit for
-slow requests, all of them are measured, and slow requests are reported.
+No gateway measures these requests either, so the scheduler samples them for traces. If there is a
+limit for slow requests, all requests are measured, and slow requests are reported.
 
     begin ──> Submit.trace ... response ──ended──> RequestTraced, to the supervisor
 """

@@ -4,8 +4,8 @@ A dispatcher selects the queued requests that start, and calls `Executions`. `Ba
 for models without sequences: it starts retries alone, then the batches that the batcher forms.
 batchers/sequence_dispatch.py and generative/generation_dispatch.py have the other dispatchers.
 
-`Executions` sends batches, steps, cancellations, credit and releases. It keeps the releases for
-processes whose instances are not ready yet.
+`Executions` sends batches, steps, cancellations, credit and releases. Releases for processes whose
+instances are not ready yet are kept until then.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Dispatcher(ABC):
     A dispatcher that `tracks_requests` is called for each request before and after it is enqueued.
     """
 
-    tracks_requests: bool = field(init=False, default=True)  # `admit` and `on_enqueued` are called
+    tracks_requests: bool = field(
+        init=False, default=True
+    )  # `admit` and `record_enqueued` are called
 
     _settings: Settings
     _queue: RequestQueue
@@ -119,10 +121,10 @@ class Dispatcher(ABC):
         """
         return None
 
-    def on_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:  # noqa: B027
+    def record_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:  # noqa: B027
         """Record that a request was enqueued."""
 
-    def on_removed(  # noqa: B027
+    def handle_removed(  # noqa: B027
         self,
         request: ScheduledRequest,
         now_ns: int,
@@ -200,7 +202,7 @@ class BatchDispatcher(Dispatcher):
         self._holds_batches = False
         self._batcher.flush()
 
-    def on_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
+    def record_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
         self._batcher.record_arrival(request.enqueued_ns, self._responses.live_count)
 
     def run(self, now_ns: int) -> int:

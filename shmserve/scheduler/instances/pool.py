@@ -5,9 +5,9 @@
 The supervisor announces instances (`InstanceExpected`) and reports the exit of a process
 (`ProcessExited`: back to EXPECTED, because a successor follows) or the end of an instance
 (`InstanceGone`). A worker registers itself (`InstanceReady`). These messages arrive on two sockets
-in any order, so the last registration is kept until it is announced. Only the announced process is
-accepted: workers of other models run foreign code, which could register itself, but not with
-another pid.
+in any order, so the last registration is kept until its instance is announced. Only the announced
+process is accepted, because workers of other models run foreign code, which could register itself,
+but not with another pid.
 
 An idle instance receives a batch immediately. A busy instance may receive more batches ahead, up to
 the pipeline depth. This hides the latency of messages between two batches. A batch that was sent
@@ -77,8 +77,8 @@ class Execution:
 
     `started_ns` is the time at which the batch became the oldest that the worker has not
     returned. The worker may have started the batch slightly earlier, because its previous result
-    takes time to arrive here. It cannot have started before `sent_ns`. `rows` is the total batch
-    size, once an instance is assigned.
+    takes time to arrive here, but not before `sent_ns`. `rows` is the total batch size, once an
+    instance is assigned.
     """
 
     id: int
@@ -93,9 +93,8 @@ class Execution:
 class Slot:
     """An instance of the model, with the index that the supervisor assigned to it.
 
-    `peer` and `pid` are the address and process of its worker, if there is one. `requests` has
-    the requests of its executions. It also has the requests of a decoupled model that stay open
-    after their execution.
+    `peer` and `pid` are the address and process of its worker, if there is one. `requests` has the
+    requests of its executions, and those of a decoupled model that are open after their execution.
     """
 
     index: int
