@@ -25,13 +25,14 @@ from shmserve.ipc.messages.publications import (
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.children import Child, Zygote
+from shmserve.supervisor.processes.children import Child
 from shmserve.supervisor.processes.control_socket import (
     Address,
     ControlSocket,
     LogControl,
     TraceControl,
 )
+from shmserve.supervisor.processes.zygote import Zygote
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 

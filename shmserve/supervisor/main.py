@@ -49,13 +49,15 @@ from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, ModelPublisher
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
-from shmserve.supervisor.processes.children import ProcessTable, Zygote, worker_preloads
+from shmserve.supervisor.processes.children import ProcessTable
 from shmserve.supervisor.processes.control_socket import (
     Address,
     ControlSocket,
     LogControl,
     TraceControl,
 )
+from shmserve.supervisor.processes.preloads import worker_preloads
+from shmserve.supervisor.processes.zygote import Zygote
 from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
