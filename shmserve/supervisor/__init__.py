@@ -4,7 +4,7 @@ Start reading at `main.py:serve`; `models/` has the path of a model load:
 
     main.py             `shmserve serve`: composition of a server
     supervisor.py       the life cycle of a server: start, serve, drain, stop
-    context.py          the objects that all parts share
+    context.py          the objects that all parts share, such as the control socket
     kept.py             permanent processes: gateways, and workspace holders of CUDA devices
     control_api.py      requests about regions, readiness and log settings (models/manager.py
                         handles those about models)

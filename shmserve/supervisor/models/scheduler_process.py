@@ -144,7 +144,8 @@ class SchedulerHosts:
             if len(group.names) > 1:
                 host.names = group.names
             self._hosts.append(host)
-            self._context.register_peer(child.pid, "host", partial(self._handle_host_message, host))
+            on_message = partial(self._handle_host_message, host)
+            self._context.control.register_peer(child.pid, "host", on_message)
             return host
 
     def _handle_host_message(self, host: _SchedulerHost, message: Any) -> None:

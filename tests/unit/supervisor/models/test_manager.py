@@ -23,6 +23,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import instance as instance_module
 from shmserve.supervisor.models.load_planner import StepModel, VersionSpec
 from shmserve.supervisor.models.manager import (
+    Audience,
     LifecycleExecutor,
     ModelManager,
     ModelPublisher,
@@ -261,7 +262,7 @@ SECOND_VERSION = replace(PUBLISHED, version="2", endpoint="b")
 WITHDRAWN = ModelWithdrawn("m", "1", 0)
 
 
-class Gateway:
+class Gateway(Audience):
     """A gateway that stores publications and acknowledges those up to `acknowledged`."""
 
     def __init__(self) -> None:
