@@ -160,7 +160,7 @@ class LifecycleRig(Audience):
         self.discarded_spec_count += len(list(specs))
 
     def publish(self, model: Any) -> None:
-        self.publisher.update(self, model.name, *self.registry.publications(model))
+        self.publisher.update(self, model.name, model.publications, model.unpublished_versions)
 
     def remove(self, model: Any) -> None:
         self.publisher.remove(model.name)

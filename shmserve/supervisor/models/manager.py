@@ -115,16 +115,15 @@ class ModelPublisher:
         audience: Audience,
         name: str,
         publications: Mapping[str, ModelPublication],
-        absent_versions: Iterable[str],
+        unpublished_versions: set[str],
     ) -> None:
         """Send the differences between the last and the current publications of a model.
 
         Args:
             audience: The receivers.
             name: The model.
-            publications: The current publications by version, see `ModelRegistry.publications`.
-            absent_versions: The versions that do not serve, which are withdrawn even if they were
-                never published.
+            publications: The current publications by version, see `ModelEntry.publications`.
+            unpublished_versions: The versions that are withdrawn even if they were never published.
         """
         sent_messages = self._sent_messages.setdefault(name, {})
         for version, message in publications.items():
@@ -132,7 +131,7 @@ class ModelPublisher:
             if previous is None or previous.message != message:
                 sent_messages[version] = _publish(audience, previous, message)
         # Withdrawals follow, so that a request for the latest version always finds a version.
-        for version in sorted({*sent_messages, *absent_versions} - publications.keys()):
+        for version in sorted((sent_messages.keys() | unpublished_versions) - publications.keys()):
             previous = sent_messages.get(version)
             if previous is None or not isinstance(previous.message, ModelWithdrawn):
                 withdrawn = ModelWithdrawn(name, version, 0)
@@ -234,7 +233,9 @@ class LifecycleExecutor(LifecycleActions):
     # --- publications
 
     def publish(self, model: ModelEntry) -> None:
-        self._publisher.update(self._audience, model.name, *self.registry.publications(model))
+        self._publisher.update(
+            self._audience, model.name, model.publications, model.unpublished_versions
+        )
 
     def remove(self, model: ModelEntry) -> None:
         self._publisher.remove(model.name)
