@@ -328,7 +328,8 @@ def test_a_model_is_acknowledged_with_its_last_publication() -> None:
     gateway.acknowledged = 1
     assert not publisher.are_acknowledged(gateway, "m")
     gateway.acknowledged = 2
-    publisher.update(gateway, "m", {"1": PUBLISHED, "2": replace(SECOND_VERSION, ready=False)}, set())
+    unready_version = replace(SECOND_VERSION, ready=False)
+    publisher.update(gateway, "m", {"1": PUBLISHED, "2": unready_version}, set())
     assert publisher.are_acknowledged(gateway, "m")
     publisher.update(gateway, "m", {"2": SECOND_VERSION}, set())
     assert not publisher.are_acknowledged(gateway, "m")
