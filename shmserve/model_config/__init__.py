@@ -9,8 +9,8 @@ A model's folder becomes a configuration in these steps:
     normalise, validate        + the server's defaults; is_complete=True  (all rules)
     ignored_fields, warnings_of, to_dict
 
-source.py has the parser of text format and the lines of problems, json_source.py the parser of JSON,
-message_builder.py the messages, completion.py the additions, and rules/ the rules.
+source.py has the parser of text format and the lines of problems, json_source.py the parser of
+JSON, message_builder.py the messages, completion.py the additions, and rules/ the rules.
 
 The `Source` stores the position of every key and the values that could not be read. `validate` and
 `merge_autocomplete` report all problems together, each with its line.
