@@ -41,7 +41,8 @@ def served_class(source: str | bytes) -> str:
 
     The candidates are the classes with a method `predict` that no class of the file extends or
     uses. The result is the only candidate; else the class `Model`; else the only unused class with
-    a base class, such as `nn.Module`; else "". It is "" for a file with a `TritonPythonModel`.
+    a base class, such as `nn.Module`; else "". A file with a `TritonPythonModel` has no class to
+    serve: the result is "".
 
     Raises:
         InvalidArgument: Several classes have the method, and none of them is called `Model`.

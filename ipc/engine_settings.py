@@ -112,7 +112,7 @@ class EngineSettings:
         max_model_len: The maximum length of a sequence; 0: limited by memory only.
         kv_cache_blocks: The number of KV blocks; 0: as many as fit into memory.
         target_itl_ms: The target of the inter-token latency in ms, which limits the size of prompt
-            chunks. 0: the target is 50 ms, but chunks of 64 tokens may exceed it.
+            chunks. With 0, the target is 50 ms, but chunks of up to 64 tokens may exceed it.
         max_wait_time_ms: The waiting time after which a request precedes all others; 0: none.
         swap_blocks: The number of blocks of the host pool, derived from `swap_space_gb`.
         tool_parser: The format of tool calls; "": the chat template's; "none": none.

@@ -93,8 +93,8 @@ def _kill(pid: int) -> bool:
     The tracker exits by itself, after it has removed the shared memory of its program.
 
     Returns:
-        False if the process has no command line yet. It is in execve(2), for up to 0.3 s on a busy
-        host, and may become a tracker.
+        False if the process has no command line yet. The process is then in execve(2), for up to
+        0.3 s on a busy host, and may become a tracker.
     """
     with contextlib.suppress(OSError):  # the process has exited
         command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -176,8 +176,8 @@ def disable_timer_slack() -> None:
 class PreciseWait:
     """A wait until one descriptor is readable, with a timeout in nanoseconds.
 
-    The timeouts of epoll_wait(2) and poll(2) are in milliseconds. That of select(2) is in
-    microseconds, but the call accepts no descriptor above 1,023.
+    The timeouts of epoll_wait(2) and poll(2) are in milliseconds. select(2) has a timeout in
+    microseconds, but accepts no descriptor above 1,023.
     """
 
     def __init__(self, fd: int) -> None:

@@ -163,8 +163,8 @@ class Mappings:
             mapping = self._mappings_by_id.setdefault(memory.id, new_mapping)
             if mapping is not new_mapping:
                 new_mapping.close()  # another thread has opened the memory in the meantime
-        # The object's size: lseek(2) takes a third of the time of fstat(2). It changes the file
-        # position, which is unused.
+        # lseek(2) returns the object's size in a third of the time of fstat(2). The file position,
+        # which it changes, is unused.
         if not memory.sealed and (
             os.lseek(mapping.fd, 0, os.SEEK_END) < memory_range.offset + memory_range.byte_size
         ):

@@ -144,7 +144,7 @@ class AskReady(ControlRequest, Message):
 class RegisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to register a POSIX shared memory object of a client.
 
-    The region is [offset, offset + byte_size) of the object `key`. It belongs to the user `uid`, a
+    The region is [offset, offset + byte_size) of the object `key`, and belongs to the user `uid`, a
     member of `groups`. The reply is {"memory_id"}. With `is_leased`, the region is unregistered at
     `RegionAbandoned` or when the sender exits. With `pin`, workers on CUDA devices lock its pages.
     """

@@ -7,9 +7,9 @@
             <── Stepped
             <── ResponseSent, StopStringFound
 
-The scheduler identifies sequences by its own numbers. It decides when tokens are computed, and
-which blocks contain their keys and values. The worker stores the texts: it samples, detects the end
-of sequences, and responds to clients by `ExecutionResponded`.
+The scheduler identifies sequences by numbers, and decides when tokens are computed and which blocks
+contain their keys and values. The worker stores the texts: it samples, detects the end of
+sequences, and responds to clients by `ExecutionResponded`.
 """
 
 from __future__ import annotations

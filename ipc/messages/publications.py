@@ -90,9 +90,9 @@ class ModelOnDemand(Message):
 class SchedulerLost(Message):
     """Sent by the supervisor to the clients of a scheduler that died or was replaced.
 
-    The receiver resubmits the requests of that scheduler to `successor`; a new `ModelPublished`
-    follows. An empty successor means that the version was retired or that no scheduler can be
-    started now; in the latter case the message is repeated, finally with a successor. Without a
+    The receiver resubmits the requests of that scheduler to `successor`, and a new `ModelPublished`
+    follows. The successor is empty if the version was retired, or if no scheduler can be started
+    now. In the latter case the message is sent again, in the end with a successor. Without a
     successor, gateways reject the requests, and workers look the model up again with `FindModel`.
     """
 

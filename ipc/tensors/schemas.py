@@ -35,8 +35,8 @@ T = TypeVar("T")
 # this size, copying through two sockets costs less than an arena allocation and a release message.
 INLINE_LIMIT = 16 * 1024
 
-# The maximum number of inputs, of outputs and of parameters of a request or response. So many are
-# handled in about 10 ms. Millions would block each process that handles them for seconds.
+# The maximum number of inputs, of outputs and of parameters of a request or response. A process
+# handles this number in about 10 ms; millions would block the process for seconds.
 MAX_MEMBERS = 4096
 
 # Bits of `Submit.flags`: the request is the first or the last one of its sequence.

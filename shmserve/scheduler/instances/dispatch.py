@@ -72,12 +72,11 @@ class SequenceKey(NamedTuple):
 class Dispatcher(ABC):
     """The interface of a dispatcher, which starts the queued requests that can run.
 
-    A dispatcher that `tracks_requests` is called for each request before and after it is enqueued.
+    If the dispatcher `tracks_requests`, `admit` is called for each request before it is enqueued,
+    and `record_enqueued` afterwards.
     """
 
-    tracks_requests: bool = field(
-        init=False, default=True
-    )  # `admit` and `record_enqueued` are called
+    tracks_requests: bool = field(init=False, default=True)
 
     _settings: Settings
     _queue: RequestQueue
