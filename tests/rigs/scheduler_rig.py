@@ -174,6 +174,10 @@ class Rig:
         (message,) = self.take_batches()
         return message
 
+    def submit_batch(self, count: int = 1, **fields: Any) -> tuple[list[int], m.Execute]:
+        """Submit requests that run at once as one batch; return their numbers and the batch."""
+        return self.submit(count, **fields), self.execute()[1]
+
     def submit_and_take_batch(self, **fields: Any) -> tuple[int, m.Execute]:
         """Submit a request that runs at once: its number, and its batch."""
         (number,) = self.submit(**fields)

@@ -49,8 +49,7 @@ def failure(number: int, code: str, message: str, is_early: bool = False) -> m.F
 
 def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     rig, peer = ready_rig()
-    first_id, second_id = rig.submit(2)
-    _, batch = rig.execute()
+    (first_id, second_id), batch = rig.submit_batch(2)
     assert [request.data[0] for request in batch.requests] == [b"w1"]
     assert (batch.requests[0].client_pid, batch.in_flight) == (7000, 2)
     rig.finish(peer, batch)
@@ -83,8 +82,7 @@ def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:
 
 def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
     rig, peer = ready_rig({})
-    a, b = rig.submit(2)
-    _, batch = rig.execute()
+    (a, b), batch = rig.submit_batch(2)
     keys = [request.key for request in batch.requests]
     rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok_reply(keys[0]))
     assert rig.answers() == [
@@ -97,8 +95,7 @@ def test_the_delay_hook_holds_batches_until_enough_requests_arrived() -> None:
     rig, peer = ready_rig({}, delay_scheduler=3)
     rig.submit(2)
     assert rig.take_batches() == []
-    rig.submit(1)
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch(1)
     assert len(batch.requests) == 3
     rig.finish(peer, batch)
     rig.submit(1)
@@ -251,8 +248,7 @@ def test_an_instance_announced_during_a_retirement_is_new() -> None:
 
 def test_a_full_queue_reports_when_to_retry() -> None:
     rig, peer = ready_rig(max_queue_size=4)
-    rig.submit()
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch()
     rig.pass_time(2_000 * MS)
     rig.finish(peer, batch)
     # All requests of one turn: requests that an idle instance can take at once do not count as
@@ -332,8 +328,7 @@ def test_the_supervisor_is_notified_of_the_first_execution_of_each_process() -> 
 
 def test_an_instance_that_dies_during_its_first_stream_has_served_nothing() -> None:
     rig, peer = ready_rig(decoupled=True)
-    rig.submit()
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch()
     rig.report_returned(peer, batch)
     rig.respond(peer, batch.requests[0].key)
     assert rig.take_supervisor_messages(InstanceServed) == []
@@ -501,8 +496,7 @@ def test_a_queued_request_is_cancelled() -> None:
 
 def test_cancelling_an_executing_request_does_not_affect_other_requests() -> None:
     rig, peer = ready_rig({})
-    first_id, second_id = rig.submit(2, timeout_ns=50 * MS)
-    _, batch = rig.execute()
+    (first_id, second_id), batch = rig.submit_batch(2, timeout_ns=50 * MS)
     keys = [request.key for request in batch.requests]
     rig.client(m.Cancel(first_id))
     assert rig.answers() == []
@@ -533,8 +527,7 @@ def test_an_exited_client_receives_nothing() -> None:
 
 def test_a_client_disconnects_while_its_requests_execute() -> None:
     rig, peer = ready_rig({})
-    first_id, second_id = rig.submit(2, timeout_ns=5 * MS)
-    _, batch = rig.execute()
+    (first_id, second_id), batch = rig.submit_batch(2, timeout_ns=5 * MS)
     keys = [r.key for r in batch.requests]
     rig.client(m.Cancel(first_id))
     rig.supervisor(ProcessExited(7000, ""))
@@ -627,8 +620,7 @@ def test_a_cancelled_request_is_not_retried() -> None:
 )
 def test_replies_that_do_not_match_fail_only_their_batch(corrupt) -> None:
     rig, peer = ready_rig({})
-    first_id, second_id = rig.submit(2)
-    _, batch = rig.execute()
+    (first_id, second_id), batch = rig.submit_batch(2)
     replies = corrupt([ok_reply(request.key) for request in batch.requests])
     rig.worker(peer, m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
     assert rig.answers() == [
@@ -721,8 +713,7 @@ def test_draining_rejects_new_requests_and_completes_accepted_ones() -> None:
 
 def test_draining_waits_for_requests_that_are_not_settled() -> None:
     rig, peer = ready_rig()
-    rig.submit(timeout_ns=MS)
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch(timeout_ns=MS)
     rig.pass_time(2 * MS)
     rig.supervisor(Drain())
     assert not has_drained(rig)
@@ -780,8 +771,7 @@ def test_request_options_reach_the_worker() -> None:
     rig, _ = ready_rig({})
     fields: dict[str, Any] = {"request_id": "me", "flags": 3, "timeout_us": 9, "priority": 1}
     fields |= {"correlation_id": 4, "correlation_text": "text"}
-    rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **fields)
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch(work=(schema_of(), [b"packed"]), timeout_ns=MS, **fields)
     (w,) = batch.requests
     pid = int(GATEWAY.split(b".")[0])
     assert w == m.Work(w.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS)

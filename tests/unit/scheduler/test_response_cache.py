@@ -144,8 +144,7 @@ def test_hits_keep_the_order_of_requests() -> None:
 def test_errors_are_not_cached() -> None:
     rig = cached_rig()
     peer = rig.start()
-    rig.submit(work=pack_request())
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch(work=pack_request())
     rig.finish(peer, batch, m.Reply(batch.requests[0].key, "INTERNAL", "no"))
     rig.answers()
     run(rig, peer, pack_request(), pack_response(b"y"))
