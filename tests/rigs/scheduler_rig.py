@@ -163,6 +163,10 @@ class Rig:
         self.worker(peer, m.InstanceReady(index, pid))
         return peer
 
+    def start_two(self) -> list[bytes]:
+        """Start two instances, in the processes 100 and 101; return their workers' addresses."""
+        return [self.start(0, 100), self.start(1, 101)]
+
     # --- out --------------------------------------------------------------------------------------
 
     def take_batches(self) -> list[tuple[bytes, m.Execute]]:

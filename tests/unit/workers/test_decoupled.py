@@ -7,7 +7,6 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -23,7 +22,7 @@ from shmserve.workers.batch import response_stream
 from shmserve.workers.links import wait_readable
 from shmserve.workers.user_code import EventLoopThread
 from tests.rigs.stream_rig import DECOUPLED_CONFIG, Streams
-from tests.rigs.worker_rig import Region, Rig, rig
+from tests.rigs.worker_rig import Region, Rig
 from tests.support.messages import inferred_of
 from tests.support.waiting import until
 
@@ -94,11 +93,10 @@ class Model(Streams):
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Iterator[Model]:
-    with rig(tmp_path) as model_rig:
-        model = Model(model_rig)
-        yield model
-        model.backend.unload()
+def model(worker: Rig) -> Iterator[Model]:
+    model = Model(worker)
+    yield model
+    model.backend.unload()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from shmserve.ipc.tensors.schemas import INLINE_LIMIT, Inference
 from shmserve.workers.backends.python import PythonBackend, log_thread_exception, metrics
 from shmserve.workers.main import WorkerInstance
 from tests.rigs.called_models import CalledModels, finished, work
-from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 
 BIG_SIZE = INLINE_LIMIT  # number of FP32 elements; such a tensor is too large for a message
 MODULE_HEAD = """
@@ -91,11 +91,10 @@ def input_x(values: Any, memory_range: Range | None = None) -> TensorRef:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Iterator[Model]:
-    with rig(tmp_path) as model_rig:
-        model = Model(model_rig)
-        yield model
-        model.backend.unload()
+def model(worker: Rig) -> Iterator[Model]:
+    model = Model(worker)
+    yield model
+    model.backend.unload()
     torch.set_warn_always(False)
 
 
