@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any, Never, Protocol
 
-from shmserve.client.request.prepared import ClientTemplate
+from shmserve.client.request.client_templates import ClientTemplate
 from shmserve.errors import Disconnected, InvalidArgument, NotFound, Unavailable, Unsupported
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.publications import ModelPublished

@@ -25,10 +25,10 @@ import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.views import MemoryLease, RegisteredMemory, View, noop
-from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import FIXED_SIZE_SEALS, FreeList
 from shmserve.ipc.messages import control_requests as m
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 
 ALIGNMENT = 64
 _MIN_SEGMENT_BYTES = 4 * 1024 * 1024
@@ -90,7 +90,7 @@ class Segment(RegisteredMemory):
 
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
         """Return an array over the tensor at `offset`, which keeps the memory of `lease` alive."""
-        return View.from_memory(self.bytes, offset, shape, dtype_of(datatype), lease)
+        return View.from_memory(self.bytes, offset, shape, STORAGE_DTYPES[datatype], lease)
 
     def close(self) -> None:
         """Unmap the memory once its last array is gone. This method is idempotent."""

@@ -20,8 +20,8 @@ from shmserve.client.memory.region import Region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import as_array
+from shmserve.client.request.client_templates import ClientTemplate
 from shmserve.client.request.prepare import PLAIN, options_of, prepare
-from shmserve.client.request.prepared import ClientTemplate
 from shmserve.client.request.results import Result, read
 from shmserve.client.server_state import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Released, Unavailable

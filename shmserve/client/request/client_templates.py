@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
-from shmserve.client.request.arrays import Array, dtype_of
+from shmserve.client.request.arrays import Array
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.descriptors import MAX_INT64, Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
@@ -152,7 +153,7 @@ class ClientTemplate:
         arrays: list[Array] = []
         inputs: list[Any] = []
         for schema in slot_schemas:
-            dtype = dtype_of(schema.datatype)
+            dtype = STORAGE_DTYPES[schema.datatype]
             arrays.append(np.ndarray(schema.shape, dtype, segment.bytes, offset))
             inputs.append(pack_range(segment.memory_range(offset, schema.byte_size)))
             offset += aligned(schema.byte_size)
