@@ -205,7 +205,7 @@ class ServerState(ABC):
     def is_closed(self) -> bool:
         """Check whether the server has disconnected, even if `alive` is not updated yet."""
 
-    def on_scheduler_lost(self, endpoint: str, successor: str) -> None:
+    def record_lost_scheduler(self, endpoint: str, successor: str) -> None:
         """Record that the scheduler at `endpoint` is gone."""
         self.successors.add(endpoint, successor)
         self.loss_count += 1

@@ -117,9 +117,7 @@ def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
 
 def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
     if not expected_datatype or expected_datatype == "BYTES":
-        return np.asarray(
-            value, STORAGE_DTYPES[expected_datatype] if expected_datatype else None
-        ), ""
+        return np.asarray(value, STORAGE_DTYPES.get(expected_datatype)), ""
     array = np.asarray(value)
     if is_bfloat16(array.dtype):  # a list of arrays
         array = array.astype(np.float32)

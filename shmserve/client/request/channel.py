@@ -196,7 +196,7 @@ class ClientRequest(InflightRequest):
         release_memory, self.release_memory = self.release_memory, noop
         release_memory()
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether the request has completed, so that a waiting thread can continue."""
         return self.outcome is not None
 
@@ -314,12 +314,12 @@ class RequestChannel:
             self.cancel(pending)
 
     @property
-    def waiting(self) -> Collection[int]:
+    def pending_ids(self) -> Collection[int]:
         """Return the ids of the requests that have not completed."""
         return self.schedulers.pending
 
     @property
-    def unsent(self) -> int:
+    def unsent_count(self) -> int:
         """Return the number of messages that wait for the next `flush`."""
         return self._links.unsent
 

@@ -88,7 +88,7 @@ def test_a_client_can_use_all_of_its_memory() -> None:
     """A segment has room for more than was asked for, but not at the cost of what still fits."""
 
     def share(segment: AnySegment) -> None:
-        segment.on_shared(Memory(1, 0, 0, 0, segment.size, True).packed)
+        segment.set_memory(Memory(1, 0, 0, 0, segment.size, True).packed)
 
     memories = Memories(6 << 20, share, lambda segment: None)
     blocks = [memories.allocate(1 << 20) for _ in range(6)]
