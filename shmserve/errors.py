@@ -52,9 +52,9 @@ class ShmserveError(Exception):
     """
 
     code = "INTERNAL"
-    status = 500  # of HTTP
-    title = "Internal"  # in logs
-    server_fault = False  # whether the server or a model failed
+    status = 500
+    title = "Internal"
+    server_fault = False
     traceparent = ""
 
     def __init__(self, message: str) -> None:

@@ -44,12 +44,12 @@ class Profile(NamedTuple):
         was_interrupted: Whether the interval was ended by a signal.
     """
 
-    seconds: float  # length of the interval
-    steps: float  # number
-    tokens: float  # number of generated tokens
-    rows: float  # number of sequences, over all steps
-    phases: dict[str, float]  # total seconds by phase
-    throughput: list[float]  # tokens per second, in each second
+    seconds: float
+    steps: float
+    tokens: float
+    rows: float
+    phases: dict[str, float]
+    throughput: list[float]
     was_interrupted: bool = False
 
 

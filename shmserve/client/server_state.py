@@ -34,7 +34,7 @@ class ClientModel:
     """
 
     def __init__(self, publication: ModelPublished, source: ClientModels | None = None) -> None:
-        self.source = source  # the table that contains this model
+        self.source = source
         self.name = publication.name
         self.version = publication.version
         self.endpoint = publication.endpoint
@@ -189,9 +189,9 @@ class ServerState(ABC):
     def __init__(self) -> None:
         self.models = ClientModels()
         self.successors = Successors()
-        self.loss_count = 0  # of schedulers
+        self.loss_count = 0
         self.alive = True
-        self.start_ended = threading.Event()  # set when the startup models are loaded
+        self.start_ended = threading.Event()
         self.is_draining = False  # new requests must go to another server
         self.identity = ""  # this client's number and token, by which schedulers identify it
         self.is_in_other_pid_namespace = False  # than the server; set before threads start

@@ -187,10 +187,10 @@ class Memories:
         _schedule_free: A function that schedules a call of `free_recycled_if_unlocked`.
     """
 
-    _limit: int  # bytes
-    _share: Callable[[AnySegment], None]  # shares a segment with the server
-    _withdraw: Callable[[AnySegment], None]  # withdraws a segment
-    _schedule_free: Callable[[], None] = noop  # schedules `free_recycled_if_unlocked`
+    _limit: int
+    _share: Callable[[AnySegment], None]
+    _withdraw: Callable[[AnySegment], None]
+    _schedule_free: Callable[[], None] = noop
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     _segments: list[AnySegment] = field(init=False, default_factory=list)
     recycled: deque[tuple[AnySegment, int]] = field(init=False, default_factory=deque)

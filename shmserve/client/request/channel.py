@@ -73,11 +73,11 @@ class ClientRequest(InflightRequest):
     submit: Submit = field(init=False)
     channel: RequestChannel
     packed_request: PackedRequest
-    on_done: Callable[[ClientRequest], None] | None  # called when `outcome` is set
-    release_memory: Callable[[], None] = field(init=False)  # of the request
+    on_done: Callable[[ClientRequest], None] | None
+    release_memory: Callable[[], None] = field(init=False)
     outcome: Result | ShmserveError | None = field(init=False, default=None)
-    is_abandoned: bool = field(init=False, default=False)  # whether the caller no longer waits
-    is_retry: bool = field(init=False, default=False)  # whether the request was resubmitted
+    is_abandoned: bool = field(init=False, default=False)
+    is_retry: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.release_memory = self.packed_request.release_memory

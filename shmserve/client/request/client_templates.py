@@ -59,9 +59,9 @@ class TemplateSlot:
 
     template: ClientTemplate
     block: MemoryBlock
-    inputs: list[Array]  # views of the memory for inputs
-    input_data: list[Any]  # packed ranges of the inputs
-    output_data: list[Any]  # packed ranges of the outputs
+    inputs: list[Array]
+    input_data: list[Any]
+    output_data: list[Any]
 
     def release(self) -> None:
         """Return this slot to its template, so that another request can use it."""

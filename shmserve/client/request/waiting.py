@@ -37,7 +37,7 @@ class ClientStream(ClientRequest):
         self, channel: RequestChannel, packed: PackedRequest, on_item: Callable[[], None] = noop
     ) -> None:
         super().__init__(channel, packed, None)
-        self.items: deque[tuple[Result | ShmserveError, int]] = deque()  # (response, bytes)
+        self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
         self.has_finished = False
         self._read_size = -1  # bytes of the response that the program now reads; -1: it reads none

@@ -167,9 +167,9 @@ class TextRequest(NamedTuple):
     parameters: dict[str, Any]
     sample_count: int  # number of choices for each prompt
     stream: bool  # whether the response is streamed
-    shows_usage: bool  # whether a stream ends with the numbers of tokens
-    detail_outputs: tuple[str, ...] = ()  # further requested outputs
-    shows_running_usage: bool = False  # whether each chunk has the numbers of tokens so far
+    shows_usage: bool
+    detail_outputs: tuple[str, ...] = ()
+    shows_running_usage: bool = False
 
     def infer_requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""

@@ -36,7 +36,7 @@ class Delta(NamedTuple):
         stop_reason: The stop string or the token that has ended the sample, in its last part.
     """
 
-    sample: int  # its index among the samples of the prompt
+    sample: int
     text: str
     finish_reason: str = ""
     logprobs: dict[str, Any] | None = None
@@ -229,7 +229,7 @@ class Choices:
     shows_usage: bool = False
     shows_running_usage: bool = False
     shows_tokens: bool = True
-    tools: Any = None  # may be `Packed`
+    tools: Any = None
     _samples: dict[int, _Sample] = field(default_factory=dict)
     _prompt_members: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     # Tokens of each prompt, if they are counted.
