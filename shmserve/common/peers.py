@@ -96,7 +96,6 @@ class ShmPolicy:
         max_byte_size_per_uid: The maximum total size of one user's regions.
         sparse_byte_size: The maximum bytes of pages that the server allocates because clients have
             not.
-        overlap: The action for outputs of two requests in the same range: error, warn or ignore.
     """
 
     allow: bool | None
@@ -106,7 +105,6 @@ class ShmPolicy:
     max_byte_size: int
     max_byte_size_per_uid: int
     sparse_byte_size: int
-    overlap: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,7 +302,6 @@ def _read_shm_policy(values: Mapping[str, Any]) -> ShmPolicy:
         max_byte_size=byte_limit,
         max_byte_size_per_uid=byte_limit if uid_limit is None else uid_limit,
         sparse_byte_size=values["shm-sparse-byte-size"],
-        overlap=values["shm-overlap"],
     )
 
 

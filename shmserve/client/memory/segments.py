@@ -143,17 +143,16 @@ AnySegment = Segment | DeviceSegment
 
 
 class MemoryBlock:
-    """Bytes [offset, offset + size) of a segment.
+    """Allocated bytes of a segment, from `offset` on.
 
     A block is recycled at the latest when it is garbage-collected, for example after an interrupt.
     """
 
-    __slots__ = ("_memories", "offset", "segment", "size")
+    __slots__ = ("_memories", "offset", "segment")
 
-    def __init__(self, segment: Any, offset: int, size: int, memories: Memories) -> None:
+    def __init__(self, segment: Any, offset: int, memories: Memories) -> None:
         self.segment = segment  # usually a `Segment`, which has `bytes`
         self.offset = offset
-        self.size = size
         self._memories: Memories | None = memories
 
     def recycle(self) -> None:
@@ -228,7 +227,7 @@ class Memories:
                 continue  # the segment is not shared with the server yet
             offset = segment.free_list.allocate(byte_size)
             if offset is not None:
-                return MemoryBlock(segment, offset, byte_size, self)
+                return MemoryBlock(segment, offset, self)
         return None
 
     def _free_idle(self, byte_size: int) -> bool:
@@ -285,7 +284,7 @@ class Memories:
         offset = segment.free_list.allocate(byte_size)
         assert offset is not None
         self._segments.append(segment)
-        return MemoryBlock(segment, offset, byte_size, self)
+        return MemoryBlock(segment, offset, self)
 
     def _share_new_segment(self, segment: AnySegment) -> None:
         # No lock may be held: the thread that reads the server's response may allocate memory.
