@@ -188,7 +188,7 @@ class ClientRequest(InflightRequest):
     def own_memories(self) -> set[int]:
         return own_memories(self.packed_request)
 
-    def fail_stranded(self) -> None:
+    def fail_without_scheduler(self) -> None:
         self.free()
         self.complete(Disconnected(NO_SCHEDULER))
 
@@ -321,7 +321,7 @@ class RequestChannel:
     @property
     def unsent_count(self) -> int:
         """Return the number of messages that wait for the next `flush`."""
-        return self._links.unsent
+        return self._links.queued_count
 
     def flush(self) -> None:
         """Send the queued messages."""
@@ -355,7 +355,7 @@ class RequestChannel:
                     self.schedulers.handle(link.endpoint, message)
                 if not link.connected:
                     self._replace_link(link)
-        if self._links.unsent:
+        if self._links.queued_count:
             self.flush()
 
     def _find(self, pending: ClientRequest, _: Failed | None) -> str:

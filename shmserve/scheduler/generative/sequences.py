@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.ipc.messages.generation import BeamSearch, RowResult
+from shmserve.ipc.messages.generation import BeamSearch, Hypothesis, RowResult
 
 ROOT_KEY = b""  # the key before the first block
 
@@ -83,8 +83,9 @@ class BlockPool:
             previous += 1
             if previous in self._cached_blocks:
                 self._evict(previous)
-            if not self._take_start(previous):
+            if previous not in self._length_by_start:
                 break
+            self._take_from_extent(previous, previous, 1)
             blocks.append(previous)
         if len(blocks) < count:
             blocks += self._take_free_blocks(count - len(blocks))
@@ -108,13 +109,6 @@ class BlockPool:
             self._take_from_extent(start, first_block, block_count)
             yield from range(first_block, first_block + block_count)
             count -= block_count
-
-    def _take_start(self, block: int) -> bool:
-        """Take a block if a free extent begins with it; return whether that is the case."""
-        if block not in self._length_by_start:
-            return False
-        self._take_from_extent(block, block, 1)
-        return True
 
     def _take_from_extent(self, start: int, first_block: int, block_count: int) -> None:
         """Take `block_count` blocks from `first_block` out of the extent at `start`."""
@@ -215,7 +209,6 @@ class Generation(Generic[T]):
     allows_drafts: bool = True
     beams: BeamSearch | None = None  # the parameters of a beam search
     preemptions: int = 0  # number of preemptions of its sequences
-    cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     sequences: list[Sequence[T]] = field(default_factory=list)
 
     @property
@@ -375,14 +368,6 @@ class BeamCandidate(NamedTuple, Generic[T]):
     score: float
 
 
-class FinishedBeam(NamedTuple):
-    """A finished hypothesis: its tokens after the prompt, its finish reason and its score."""
-
-    tokens: list[int]
-    finish_reason: str
-    score: float
-
-
 @dataclass(eq=False)
 class Beams(Generic[T]):
     """A beam search over one generation's sequences, with the same results as in transformers.
@@ -394,7 +379,7 @@ class Beams(Generic[T]):
     """
 
     generation: Generation[T]
-    hypotheses: list[FinishedBeam] = field(default_factory=list)
+    hypotheses: list[Hypothesis] = field(default_factory=list)
     is_finished: bool = False
     _candidates: list[BeamCandidate[T]] = field(default_factory=list)
 
@@ -430,9 +415,10 @@ class Beams(Generic[T]):
     def _add_hypothesis(self, candidate: BeamCandidate[T], length: int, reason: str) -> None:
         search = self.generation.beams
         assert search is not None
-        tokens = [*candidate.parent.tokens[len(self.generation.prompt) :], candidate.token]
+        tokens = candidate.parent.tokens[len(self.generation.prompt) :]
+        tokens.append(candidate.token)
         score = candidate.score / length**search.length_penalty
-        self.hypotheses.append(FinishedBeam(tokens, reason, score))
+        self.hypotheses.append(Hypothesis(tokens.tobytes(), reason, score))
         self.hypotheses.sort(key=attrgetter("score"), reverse=True)
         del self.hypotheses[search.width :]
 
