@@ -305,7 +305,7 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
 
 
 def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
-    def max_model_len(architecture: Architecture, **settings: int) -> int:
+    def max_model_len(architecture: Architecture, **settings: Any) -> int:
         return with_default_sizes(EngineSettings(**settings), architecture, "cpu", 1).max_model_len
 
     architecture = Checkpoint.open(folder()).architecture
