@@ -175,11 +175,11 @@ def _in_region(server: Server) -> Iterator[list[bytes]]:
             _post(
                 "/v2/models/identity/infer",
                 {
-                    "inputs": [tensor("INPUT0", 2 * at, **shape)],
-                    "outputs": [tensor("OUTPUT0", 2 * at + 1)],
+                    "inputs": [tensor("INPUT0", 2 * number, **shape)],
+                    "outputs": [tensor("OUTPUT0", 2 * number + 1)],
                 },
             )
-            for at in range(_IN_FLIGHT)
+            for number in range(_IN_FLIGHT)
         ]
     finally:
         memory.close()
@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def _print(case: str, counts: list[Counts], top: int) -> None:
-    print(f"\n{case}     calls   python   allocs syscalls   a request")
+    print(f"\n{case}     calls   python   allocs syscalls   per request")
     for process in counts:
         print(process.row())
     for process in counts if top else ():

@@ -143,7 +143,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     if trace.has_explanation:
         # A template would repeat the durations of the first response in later responses.
         built.response_templates = None
-    return trace.scheduler_context.message
+    return trace.scheduler_context.encoded
 
 
 async def reload_model(gateway: Gateway, built_request: BuiltRequest) -> None:

@@ -218,7 +218,7 @@ class StepMessages:
             correlation_number,
             correlation_text,
             client_request.source,
-            TraceContext.of(client_request.trace).child().message if client_request.trace else "",
+            TraceContext.of(client_request.trace).child().encoded if client_request.trace else "",
             callers=client_request.callers,
         )
         return StepRequest(submit, request, firing, template, blocks, override, self.step_events)

@@ -137,7 +137,7 @@ class GenerativeDispatcher(Dispatcher):
         engines = [self._engine(slot) for slot in self._pool.ready()]
         row_capacity = self._engine_settings.max_batch_size * len(engines)
         unprepared_count = sum(item.generation is None for item in self._assigned_requests.values())
-        live_sequence_count = sum(engine.live_sequences for engine in engines)
+        live_sequence_count = sum(engine.live_sequence_count for engine in engines)
         return max(len(self._queue) + unprepared_count + live_sequence_count - row_capacity, 0)
 
     def flush(self) -> None:
@@ -150,7 +150,7 @@ class GenerativeDispatcher(Dispatcher):
         self._assign(now_ns)
         for slot in self._pool.ready():
             engine = self._engine(slot)
-            if engine.running_step is None and slot.idle:
+            if engine.running_step is None and slot.is_idle:
                 began_ns = self._clock()
                 step = engine.plan(now_ns)
                 if step is not None:

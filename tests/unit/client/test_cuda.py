@@ -72,7 +72,7 @@ class SupervisorContext:
         self.listener = LocalClientListener(
             endpoints.local_clients(folder, 1), SEALS, Signature(ModelSpec.of(CONFIG), "1")
         )
-        self.link = self.listener.link
+        self.link = self.listener.router
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
