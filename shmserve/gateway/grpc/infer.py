@@ -173,13 +173,12 @@ class Inferences(ActiveCount):
         """
         arrived_ns = time.monotonic_ns()
         built_request = self._decode(received_message, headers, is_streamed=on_streamed is not None)
+        request_id = built_request.infer_request.id
         create_inference: Any = partial(UnaryInference, on_response=on_response)
         if built_request.model.decoupled:
             if on_streamed is None:
                 built_request.release()
-                raise RequestRefused(
-                    Unsupported(_DECOUPLED_UNSUPPORTED), built_request.infer_request.id
-                )
+                raise RequestRefused(Unsupported(_DECOUPLED_UNSUPPORTED), request_id)
             create_inference = partial(StreamingInference, on_response=on_streamed)
         call_limit = UNLIMITED
         if call.head.timeout_s is not None:
@@ -192,7 +191,7 @@ class Inferences(ActiveCount):
             )
             return inference
         except ShmserveError as error:
-            raise RequestRefused(error, built_request.infer_request.id) from None
+            raise RequestRefused(error, request_id) from None
 
     def _decode(
         self, received_message: MessageContent, headers: Mapping[str, str], *, is_streamed: bool
@@ -308,9 +307,8 @@ class Inferences(ActiveCount):
         built_request = inference.built_request
         inferred = inference.unpack_outputs(result)
         try:
-            encoded = self.encode(
-                built_request, built_request.response_templates, result.schema, inferred
-            )
+            templates = built_request.response_templates
+            encoded = self.encode(built_request, templates, result.schema, inferred)
         finally:
             # The encoded response is a copy, so the outputs are no longer needed.
             inference.release_outputs(inferred)
