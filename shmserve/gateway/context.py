@@ -130,9 +130,9 @@ class ModelTable:
         versions = self._models.setdefault(message.name, {})
         previous = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message)
-        withdrawn = self._withdrawn_versions.get(message.name, set())
-        withdrawn -= {message.version, ""}
-        if not withdrawn:
+        withdrawn_versions = self._withdrawn_versions.get(message.name, set())
+        withdrawn_versions -= {message.version, ""}
+        if not withdrawn_versions:
             self._withdrawn_versions.pop(message.name, None)
         was_latest = previous is not None and self._latest_models.get(message.name) is previous
         if message.latest or was_latest:

@@ -121,7 +121,6 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         return self._last_activity if self._arriving_messages else None
 
     def abort(self) -> None:
-        """Close the connection at once, without flushing."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -134,7 +133,6 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._acceptor.connection_drained(self)
 
     def force_close(self) -> None:
-        """Close the connection. Written bytes may still be flushed."""
         transport = self.transport
         if transport is not None and not transport.is_closing():
             if self._tls is not None:

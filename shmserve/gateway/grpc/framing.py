@@ -167,7 +167,7 @@ def _metadata_items(name: bytes, value: bytes) -> Metadata:
         return [(key, _decode_text(value))]
     # Some clients join several values by commas.
     parts = map(_decode_binary, value.split(b","))
-    return [(key, decoded) for decoded in parts if decoded is not None]
+    return [(key, decoded_part) for decoded_part in parts if decoded_part is not None]
 
 
 def _decode_text(value: bytes) -> str:

@@ -172,25 +172,26 @@ class Inferences(ActiveCount):
             RequestRefused: The request is refused.
         """
         arrived_ns = time.monotonic_ns()
-        built = self._decode(received_message, headers, is_streamed=on_streamed is not None)
+        built_request = self._decode(received_message, headers, is_streamed=on_streamed is not None)
+        request_id = built_request.infer_request.id
         create_inference: Any = partial(UnaryInference, on_response=on_response)
-        if built.model.decoupled:
+        if built_request.model.decoupled:
             if on_streamed is None:
-                built.release()
-                raise RequestRefused(Unsupported(_DECOUPLED_UNSUPPORTED), built.infer_request.id)
+                built_request.release()
+                raise RequestRefused(Unsupported(_DECOUPLED_UNSUPPORTED), request_id)
             create_inference = partial(StreamingInference, on_response=on_streamed)
         call_limit = UNLIMITED
         if call.head.timeout_s is not None:
             call_limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
         try:
             inference: UnaryInference | StreamingInference = submit_inference(
-                *(self.gateway, built, call.client, arrived_ns, create_inference),
+                *(self.gateway, built_request, call.client, arrived_ns, create_inference),
                 call_limit,
                 call.head.traceparent,
             )
             return inference
         except ShmserveError as error:
-            raise RequestRefused(error, built.infer_request.id) from None
+            raise RequestRefused(error, request_id) from None
 
     def _decode(
         self, received_message: MessageContent, headers: Mapping[str, str], *, is_streamed: bool
@@ -303,10 +304,11 @@ class Inferences(ActiveCount):
         return response
 
     def _encode_outputs(self, inference: UnaryInference, result: m.Finished | m.Responded) -> bytes:
-        built = inference.built_request
+        built_request = inference.built_request
         inferred = inference.unpack_outputs(result)
         try:
-            encoded = self.encode(built, built.response_templates, result.schema, inferred)
+            templates = built_request.response_templates
+            encoded = self.encode(built_request, templates, result.schema, inferred)
         finally:
             # The encoded response is a copy, so the outputs are no longer needed.
             inference.release_outputs(inferred)

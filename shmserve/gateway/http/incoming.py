@@ -167,7 +167,6 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
         return self.transport is not None
 
     def force_close(self) -> None:
-        """Close the connection. Written bytes may still be flushed."""
         self._is_closed = True
         if self._waiter is not None:
             self._waiter.cancel()
@@ -176,7 +175,6 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
         self.transport = None
 
     def abort(self) -> None:
-        """Close the connection at once, without flushing."""
         transport = self.transport
         self.force_close()
         if transport is not None:
@@ -184,21 +182,16 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the connection accepts further requests."""
         return not self._is_closed
 
     @property
     def idle_since(self) -> float | None:
-        """Return the event loop's time when the connection became idle; None while it is busy."""
         is_busy = self._is_handling or self._pending_head or self._messages
         return None if is_busy else self._idle_start
 
     @property
     def incomplete_since(self) -> float | None:
-        """Return the loop's time since when a request is incomplete; None if none is incomplete.
-
-        The result is the time when the previous request ended.
-        """
+        """Return the loop's time when the request before an incomplete one ended, or None."""
         is_incomplete = self._pending_head or (self._is_handling and self._body_stream is not None)
         return self._idle_start if is_incomplete else None
 

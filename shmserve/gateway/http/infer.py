@@ -280,8 +280,8 @@ async def _encode_response(
     if ACCEPT_ENCODING in request.headers:
         encoding = preferred_encoding(",".join(request.headers.getall(ACCEPT_ENCODING)))
         if encoding != "identity":
-            compressed = compress_pieces(response.pieces, encoding)
-            response.pieces = await list_in_turns(compressed, gateway.malloc_trim)
+            compressed_pieces = compress_pieces(response.pieces, encoding)
+            response.pieces = await list_in_turns(compressed_pieces, gateway.malloc_trim)
             response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
     return response
 

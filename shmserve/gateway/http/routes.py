@@ -117,13 +117,8 @@ async def _show_document(gateway: Gateway, request: HttpRequest) -> HttpResponse
     return HttpResponse(200, (_encoded_document(),), JSON_HEADER)
 
 
-@cache
-def _load_docs_page() -> bytes:
-    return (_PAGES / "docs.html").read_bytes()
-
-
 async def _show_docs(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    return HttpResponse(200, (_load_docs_page(),), _PAGE_HEADERS)
+    return HttpResponse(200, ((_PAGES / "docs.html").read_bytes(),), _PAGE_HEADERS)
 
 
 async def _show_start_page(gateway: Gateway, request: HttpRequest) -> HttpResponse:

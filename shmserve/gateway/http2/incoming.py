@@ -228,7 +228,7 @@ class FrameReader(ABC, Generic[HeadT]):
         return new_events
 
     def fail(self, code: FaultCode, reason: str = "") -> None:
-        """Send GOAWAY and close the connection."""
+        """Process no further frames, since the connection ends; the subclass sends GOAWAY."""
         self.is_closing = True
         self.has_pending_frames = False
         self._buffer.clear()
