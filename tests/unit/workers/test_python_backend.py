@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -596,9 +596,8 @@ def test_sends_that_are_refused(model: Model, send_call: str, text: str) -> None
             requests[0].get_response_sender().{send_call}
         """)
     (response,) = model.infer(0)
-    assert (
-        isinstance(response, str) and response.endswith(text) and "TritonModelException" in response
-    )
+    assert isinstance(response, str) and response.endswith(text)
+    assert "TritonModelException" in response
 
 
 # --- inputs in reused memory
@@ -763,28 +762,21 @@ def test_a_call_ends_with_the_request_it_is_for(model: Model, callees: CalledMod
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "text"),
+    ("refusal", "code", "text"),
     [
-        (
-            lambda question: m.Refused(question.id, "NOT_FOUND", "x"),
-            "INTERNAL",
-            "Model other - Error when running inference: Failed for execute the inference "
-            "request. Model 'other' is not ready.",
-        ),
-        (
-            lambda question: m.Refused(question.id, "UNAVAILABLE", "it is loading"),
-            "UNAVAILABLE",
-            "Model other - Error when running inference: it is loading",
-        ),
+        (("NOT_FOUND", "x"), "INTERNAL",
+         "Failed for execute the inference request. Model 'other' is not ready."),
+        (("UNAVAILABLE", "it is loading"), "UNAVAILABLE", "it is loading"),
     ],
-)
+)  # fmt: skip
 def test_a_call_without_a_scheduler_fails(
-    model: Model, callees: CalledModels, answer: Callable[[m.FindModel], Any], code: str, text: str
+    model: Model, callees: CalledModels, refusal: tuple[str, str], code: str, text: str
 ) -> None:
     model.serve(CALLING_MODEL)
     running_call = callees.run(model.rig.batch, inference(input_x(1)))
-    callees.supervisor.send(answer(callees.supervisor.next(m.FindModel)))
+    callees.supervisor.send(m.Refused(callees.supervisor.next(m.FindModel).id, *refusal))
     (reply,) = running_call.result(10)
+    text = f"Model other - Error when running inference: {text}"
     assert (reply.code, reply.message) == (code, text)
 
 

@@ -130,9 +130,7 @@ def test_inputs_by_argument_by_index_or_in_order(
     if model_kind == "script":
         save_script(ThreeArguments(), worker)
     else:
-        export(
-            ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic_shapes=(BATCH, BATCH, BATCH)
-        )
+        export(ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic_shapes=(BATCH,) * 3)
     serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
     row = {"a": 7.0, "b": 2.0, "c": 3.0}
     items = [tensor(name, np.array([[row[i]]], F32)) for name, i in zip(names, order, strict=True)]
@@ -332,16 +330,13 @@ def test_parameters_enable_torch_compile(worker: Rig, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "compile", compiled)
     write_forward(worker, "return x")
     key = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
-    for text, expected in (
-        ('{"backend": "eager"}', [{"backend": "eager"}]),
-        ('{"disable": true}', []),
-    ):
+    eager = [{"backend": "eager"}]
+    for text, expected in (('{"backend": "eager"}', eager), ('{"disable": true}', [])):
         calls.clear()
         serve(worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": text}}))
         assert calls == expected
-    assert "is not a JSON object" in load_error(
-        worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": "fast"}})
-    )
+    config = vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": "fast"}})
+    assert "is not a JSON object" in load_error(worker, config)
 
 
 @pytest.mark.parametrize(
@@ -398,12 +393,8 @@ def test_a_missing_file(worker: Rig) -> None:
 
 
 def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
-    export(
-        ThreeArguments(),
-        worker,
-        *torch.zeros(3, 2, 1),
-        dynamic_shapes=({0: torch.export.Dim("b", max=6)},) * 3,
-    )
+    batch = {0: torch.export.Dim("b", max=6)}
+    export(ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic_shapes=(batch,) * 3)
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 4 and completed["dynamic_batching"] == {}
     assert completed["input"] == [tensor_config(name, "FP32", [1]) for name in "abc"]
@@ -429,13 +420,8 @@ def test_an_exported_integer_is_refused(worker: Rig) -> None:
 
 
 def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
-    length = torch.export.Dim("length")
-    export(
-        Scores(),
-        worker,
-        torch.zeros(2, 5, dtype=torch.int64),
-        dynamic_shapes=({**BATCH, 1: length},),
-    )
+    shape = {**BATCH, 1: torch.export.Dim("length")}
+    export(Scores(), worker, torch.zeros(2, 5, dtype=torch.int64), dynamic_shapes=(shape,))
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["input"] == [tensor_config("tokens", "INT64", [-1])]
     assert completed["output"] == [
@@ -797,11 +783,7 @@ def test_on_a_cuda_device(worker: Rig, region: Region, model_kind: str) -> None:
     rows = [np.random.rand(n, 4).astype(F32) for n in (1, 3)]
     memory_ranges = [region.write(offset, row) for offset, row in zip((0, 1024), rows, strict=True)]
     for count in (1, 2):
-        replies = worker.batch(
-            *(
-                inference(tensor("image", row, memory_range))
-                for row, memory_range in zip(rows[:count], memory_ranges, strict=False)
-            )
-        )
+        placed_rows = zip(rows[:count], memory_ranges, strict=False)
+        replies = worker.batch(*(inference(tensor("image", *placed)) for placed in placed_rows))
         for row, reply in zip(rows, replies, strict=False):
             np.testing.assert_allclose(reply.array("y"), row.sum(-1, keepdims=True) * 2, rtol=1e-5)
