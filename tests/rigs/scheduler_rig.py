@@ -244,6 +244,13 @@ def ready_rig(*args: Any, **options: Any) -> tuple[Rig, bytes]:
     return rig, rig.start()
 
 
+def stream_rig(**options: Any) -> tuple[Rig, bytes, int, int]:
+    """Return a decoupled model, its worker, and the number and key of a request at the worker."""
+    rig, peer = ready_rig(decoupled=True, **options)
+    number, batch = rig.submit_and_take_batch()
+    return rig, peer, number, batch.requests[0].key
+
+
 def schema_of(batch_size: int = 1, shape_key: bytes = b"") -> bytes:
     schema: bytes = msgpack.packb((batch_size, shape_key))
     return schema
