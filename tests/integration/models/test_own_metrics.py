@@ -75,8 +75,7 @@ def server(models: Path, start: Start) -> Server:
     config = repositories.add_as(models, "other", "metering") / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 2", "count: 1"))
     for name, source in (("ticking", TICKING_MODEL), ("looking", LOOKING_MODEL)):
-        config = repositories.identity_config(name, "INT32", [1])
-        repositories.write(models, name, config, source)
+        repositories.write(models, name, repositories.identity_config(name, "INT32", [1]), source)
     return start(models)
 
 
