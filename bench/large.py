@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench.load.attacks import HonestClient, simple_request
-from bench.load.client import BODIES, Client
+from bench.load.client import BODIES, REGIONS_PATH, Client
 from bench.soak import quantile
 from bench.system import machine, processes, resources, servers
 from shmserve.common import fd_limits
@@ -93,32 +93,34 @@ def connections(count: int) -> None:
     for name, open_connection in types.items():
         with _server([servers.BENCH / "models" / "simple"]) as server:
             port = server.ports.grpc if name == "grpc" else server.ports.http
-            gateway = f"gateway {name} 0"
+            gateway = f"gateway {name}"
             active = [open_connection(port) for _ in range(_ACTIVE_COUNT)]
-            alone = _latencies(active)
-            before = resources.sample(server.pid).memory_mb
+            latencies_before = _latencies(active)
+            mb_before = _memory_mb(server, gateway)
             start_s = time.perf_counter()
-            idle = [_after_one_request(open_connection(port)) for _ in range(count)]
-            took = time.perf_counter() - start_s
-            after = resources.sample(server.pid).memory_mb
-            beside = _latencies(active)
-            ended = sum(map(_ended, idle))
-            kb = (after[_title(after, gateway)] - before[_title(before, gateway)]) / count * 1e3
+            idle = [_send_one_request(open_connection(port)) for _ in range(count)]
+            took_us = (time.perf_counter() - start_s) / count * 1e6
+            kb = (_memory_mb(server, gateway) - mb_before) / count * 1e3
+            latencies_after = _latencies(active)
+            closed_count = sum(map(_is_closed_by_server, idle))
             print(
-                f"{name}: {count:,} idle, {ended} of them ended; {took / count * 1e6:,.0f} µs and "
-                f"{kb:.1f} KB each; {_ACTIVE_COUNT} active: alone {_quantiles(alone)}, beside them "
-                f"{_quantiles(beside)}",
+                f"{name}: {count:,} idle connections, {closed_count} of them closed by the server; "
+                f"{took_us:,.0f} µs and {kb:.1f} KB each; {_ACTIVE_COUNT} active connections: "
+                f"without idle ones {_quantiles(latencies_before)}, beside them "
+                f"{_quantiles(latencies_after)}",
                 flush=True,
             )
             for connection in (*idle, *active):
                 connection.sock.close()
 
 
-def _title(memory_mb: dict[str, float], prefix: str) -> str:
-    return next(title for title in memory_mb if title.startswith(prefix[:-2]))
+def _memory_mb(server: servers.Server, title_prefix: str) -> float:
+    """Return the memory of the process whose title begins with a prefix, in MB."""
+    memory_mb = resources.sample(server.pid).memory_mb
+    return next(mb for title, mb in memory_mb.items() if title.startswith(title_prefix))
 
 
-def _after_one_request(connection: Connection) -> Connection:
+def _send_one_request(connection: Connection) -> Connection:
     # The server closes a connection that sends no first request in time.
     connection.send_request()
     while not connection.read():
@@ -132,15 +134,15 @@ def _latencies(active: list[Connection]) -> list[float]:
     send_times: dict[socket.socket, float] = {}
     latencies_ms = []
     start_s = time.perf_counter()
-    due_s = [start_s + number / len(active) for number in range(_SECONDS * len(active))]
-    while due_s or send_times:
-        if due_s and time.perf_counter() >= due_s[0]:
-            connection = active[len(due_s) % len(active)]
+    schedule_s = [start_s + number / len(active) for number in range(_SECONDS * len(active))]
+    while schedule_s or send_times:
+        if schedule_s and time.perf_counter() >= schedule_s[0]:
+            connection = active[len(schedule_s) % len(active)]
             # A request that is due before the previous response is sent late, after that response.
             if connection.sock not in send_times:
-                send_times[connection.sock] = due_s.pop(0)
+                send_times[connection.sock] = schedule_s.pop(0)
                 connection.send_request()
-        wait = max(0.0, due_s[0] - time.perf_counter()) if due_s else 1.0
+        wait = max(0.0, schedule_s[0] - time.perf_counter()) if schedule_s else 1.0
         for sock in select.select(list(send_times), [], [], wait)[0] if len(send_times) else ():
             if by_socket[sock].read():
                 latencies_ms += [(time.perf_counter() - send_times.pop(sock)) * 1e3]
@@ -149,7 +151,7 @@ def _latencies(active: list[Connection]) -> list[float]:
     return latencies_ms
 
 
-def _ended(connection: Connection) -> bool:
+def _is_closed_by_server(connection: Connection) -> bool:
     connection.sock.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         return not connection.sock.recv(1 << 16, socket.MSG_PEEK)
@@ -173,13 +175,15 @@ def regions(count: int) -> None:
             server.client() as client,
         ):
             before_mb = processes.pss_mb(server.pid)
-            register_ms = [_time_ms(partial(_register, client, name)) for name in names]
+            register_ms = [
+                _time_ms(partial(client.register_region, name, f"/{name}", _PAGE)) for name in names
+            ]
             added_mb = processes.pss_mb(server.pid) - before_mb
             all_ms = _time_ms(partial(client.call, "GET", "/v2/systemsharedmemory/status"))
-            one_ms = _time_ms(partial(client.call, "GET", f"{_REGIONS_PATH}/{names[-1]}/status"))
+            one_ms = _time_ms(partial(client.call, "GET", f"{REGIONS_PATH}/{names[-1]}/status"))
             infer_ms = [_time_ms(partial(client.infer, "simple")) for _ in range(100)]
             unregister_ms = [
-                _time_ms(partial(client.call, "POST", f"{_REGIONS_PATH}/{name}/unregister"))
+                _time_ms(partial(client.call, "POST", f"{REGIONS_PATH}/{name}/unregister"))
                 for name in names
             ]
             print(
@@ -194,14 +198,6 @@ def regions(count: int) -> None:
     finally:
         for name in names:
             Path("/dev/shm", name).unlink(missing_ok=True)
-
-
-_REGIONS_PATH = "/v2/systemsharedmemory/region"
-
-
-def _register(client: Client, name: str) -> None:
-    region = {"key": f"/{name}", "offset": 0, "byte_size": _PAGE}
-    client.call("POST", f"{_REGIONS_PATH}/{name}/register", region)
 
 
 def _time_ms(call: Callable[[], object]) -> float:

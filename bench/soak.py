@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.load.client import Client
+from bench.load.client import REGIONS_PATH, Client
 from bench.system import machine, resources, servers
 
 _MODELS = ("simple", "identity", "repeat", "pass")
@@ -73,11 +73,9 @@ def churn(client: Client) -> None:
     """Run the rare operations: register a region, reload a model, and read the statistics."""
     path = Path(f"/dev/shm/bench-soak-{os.getpid()}")
     path.write_bytes(bytes(_REGION_BYTES))
-    region = f"/v2/systemsharedmemory/region/{path.name}"
-    memory = {"key": path.name, "offset": 0, "byte_size": _REGION_BYTES}
-    client.call("POST", f"{region}/register", memory)
+    client.register_region(path.name, path.name, _REGION_BYTES)
     path.unlink()
-    client.call("POST", f"{region}/unregister")
+    client.call("POST", f"{REGIONS_PATH}/{path.name}/unregister")
     client.call("POST", f"/v2/repository/models/{_RELOADED_MODEL}/unload")
     client.call("POST", f"/v2/repository/models/{_RELOADED_MODEL}/load")
     client.call("POST", "/v2/repository/index")

@@ -54,7 +54,7 @@ def camera(regions: Sequence[Region], free: Connection, full: Connection, frames
         index = free.recv()
         picture(number, regions[index]["image"][0])
         full.send(index)
-    for _ in regions:  # if this process ended earlier, so would the viewer
+    for _ in regions:  # the viewer would end with this process, before it has drawn all frames
         free.recv()
 
 
@@ -68,25 +68,25 @@ def inference(regions: Sequence[Region], run_dir: Path, full: Connection, done: 
 
 
 def viewer(regions: Sequence[Region], done: Connection, free: Connection) -> None:
-    """Draw each output in the terminal, or the last one where there is no terminal."""
-    begun, count, drawn = time.monotonic(), 0, ""
+    """Draw each output in the terminal, or only the last one if there is no terminal."""
+    start_s, count, drawing = time.monotonic(), 0, ""
     try:
         while True:
             index = done.recv()
             blocks = regions[index]["output"].reshape(HEIGHT // 20, 20, WIDTH // 10, 10)
             small = blocks.max(axis=(1, 3)) // 52  # the brightness, 0 to 255, becomes a level
-            drawn = "\n".join("".join(" .:*#"[value] for value in row) for row in small)
+            drawing = "\n".join("".join(" .:*#"[value] for value in row) for row in small)
             count += 1
             if sys.stdout.isatty():
-                print("\033[H\033[J" + drawn, flush=True)
+                print("\033[H\033[J" + drawing, flush=True)
             free.send(index)
     finally:
-        rate = count / (time.monotonic() - begun)
-        print(f"{drawn}\n{count} frames, {rate:.0f} a second", flush=True)
+        rate = count / (time.monotonic() - start_s)
+        print(f"{drawing}\n{count} frames, {rate:.0f} per second", flush=True)
 
 
 def run_until_neighbour_ends(work: Callable[..., None], *arguments: Any) -> None:
-    """Run one of the three until Ctrl-C, or until the process before or after it has ended."""
+    """Run one of the three roles until Ctrl-C, or until a neighbouring process has ended."""
     ends = (EOFError, BrokenPipeError, KeyboardInterrupt, shmserve.client.Disconnected)
     with contextlib.suppress(*ends):
         work(*arguments)

@@ -501,16 +501,16 @@ class InstanceLink:
         return bool(self._open_requests)
 
     def register_requests(self, message: Any) -> Command:
-        """Record the requests of a message as open until `close`; return both.
+        """Record the requests of a message as open until `close_requests`; return both.
 
-        Must be called with the lock.
+        Must be called with the lock held.
         """
         requests = list(map(WorkerRequest, getattr(message, "requests", ())))
         for request in requests:
             self._open_requests[request.key] = request
         return message, requests
 
-    def close(self, *requests: WorkerRequest) -> None:
+    def close_requests(self, *requests: WorkerRequest) -> None:
         """Remove requests that have ended; their keys may be reused."""
         with self.lock:
             open_requests = self._open_requests

@@ -344,13 +344,15 @@ class SequenceExecutor(Executor):
                 self._states.release(row.slot)
         return finished
 
+    def _control_inputs(self, row: SequenceRow) -> dict[str, Input]:
+        return control_inputs(self._controls, row, self._supports_batching)
+
     def run_warmup(self, requests: list[Request]) -> list[ShmserveError]:
         """Run warm-up requests: each is a whole sequence, unless it has its own controls."""
         for slot, request in enumerate(requests):
             key = request.work.key
             row = SequenceRow(slot, key, SEQUENCE_START | SEQUENCE_END, key)
-            controls = control_inputs(self._controls, row, self._supports_batching)
-            request.inputs = controls | request.inputs
+            request.inputs = self._control_inputs(row) | request.inputs
             self._states.add_inputs(request, row)
         try:
             return super().run_warmup(requests)
@@ -366,8 +368,7 @@ class SequenceExecutor(Executor):
             if row_request is not None:
                 row_request.row = row
                 row_request.request.work = _with_ids(row_request.request.work, row)
-                controls = control_inputs(self._controls, row, self._supports_batching)
-                row_request.request.inputs |= controls
+                row_request.request.inputs |= self._control_inputs(row)
                 shapes = self._states.add_inputs(row_request.request, row)
                 requests_by_shapes.setdefault(shapes, []).append(row_request)
         if self._is_decoupled:
@@ -411,7 +412,7 @@ class SequenceExecutor(Executor):
             item_bytes = ITEM_SIZE[source.datatype] or _LENGTH_PREFIX_BYTES
             zeros = memoryview(bytearray(item_bytes * element_count(source.shape)))
             inputs[name] = Input(name, source.datatype, source.shape, zeros, None, source.model)
-        inputs |= control_inputs(self._controls, SequenceRow(row.slot, 0), self._supports_batching)
+        inputs |= self._control_inputs(SequenceRow(row.slot, 0))
         null_request = Request(_NULL_WORK, _NULL_SCHEMA, template.request.batch_size, inputs, {})
         null_request.states = template.request.states
         return null_request

@@ -107,13 +107,14 @@ def complete(
             completed["dynamic_batching"] = {}
     is_batched = completed.get("max_batch_size", 0) > 0
     if not config.get("input"):
-        completed["input"] = [_tensor_config(tensor, is_batched) for tensor in description.inputs]
+        completed["input"] = [tensor_config(tensor, is_batched) for tensor in description.inputs]
     if not config.get("output"):
-        completed["output"] = [_tensor_config(tensor, is_batched) for tensor in description.outputs]
+        completed["output"] = [tensor_config(tensor, is_batched) for tensor in description.outputs]
     return completed
 
 
-def _tensor_config(tensor: FileTensor, is_batched: bool) -> dict[str, Any]:
+def tensor_config(tensor: FileTensor, is_batched: bool) -> dict[str, Any]:
+    """Return the entry of `input` or `output` of a configuration for a tensor of the file."""
     dims = list(tensor.dims[1:] if is_batched else tensor.dims)
     # A configuration has no scalars: a client sends and receives one element.
     settings: dict[str, Any] = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype]}

@@ -20,6 +20,7 @@ from bench.chaos.faults import Host, Stage, draw
 from bench.chaos.ledger import Ledger
 from bench.chaos.loads import LOADS, Clients
 from bench.chaos.state import Probe, ServerResources
+from bench.soak import quantile
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
 from tests.support import repositories
 from tests.support.hf_folders import write_folder
@@ -81,12 +82,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--log", type=Path, help="file to which the server's log is copied")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _in_private_shm(arguments)
+    _enter_private_shm(arguments)
     ledger = Ledger()
     print(f"seed {options.seed}", flush=True)
     with _host() as (host, prefix, environment):
         for missing in host.missing:
-            print(f"left out: {missing}")
+            print(f"not injected: {missing}")
         _run(options, ledger, host, prefix, environment)
     if ledger.failed:
         print("\n".join(["the last events:", *ledger.events, *ledger.failures]))
@@ -125,7 +126,7 @@ def _run(
             _run_faults(stage, options, seconds)
             if not ledger.failed:
                 for difference in resources_before.wait_restored(server):
-                    ledger.fail(f"not as it was: {difference}")
+                    ledger.fail(f"resources have grown: {difference}")
             print(f"after:  {ServerResources.of(server).as_text()}")
             _report(stage)
             if options.log:
@@ -144,39 +145,34 @@ def _run_faults(stage: Stage, options: argparse.Namespace, seconds: float) -> No
             pause = stage.rng.random() * _MAX_PAUSE_S
             time.sleep(max(pause, options.pace - (time.monotonic() - start_s)))
     print(
-        f"readiness: asked {probe.probe_count} times, {probe.not_ready_count} times not ready, "
-        f"slowest answer {probe.slowest_s:.3f} s",
+        f"readiness: {probe.probe_count} probes, {probe.not_ready_count} of them not ready, "
+        f"slowest response {probe.slowest_s:.3f} s",
         flush=True,
     )
 
 
 def _report(stage: Stage) -> None:
     ledger = stage.ledger
-    print(f"{sum(ledger.correct.values())} right answers, {stage.kills} kills")
+    print(f"{sum(ledger.correct.values())} correct responses, {stage.kills} kills")
     for load, count in sorted(ledger.correct.items()):
         mean_ms = 1000 * ledger.total_s[load] / count
         print(f"  {count:8} {load:18} mean {mean_ms:6.1f} ms, max {ledger.slowest_s[load]:6.3f} s")
     for (load, reason), count in sorted(ledger.refused.items()):
-        print(f"  {count:8} refused to {load}: {reason}")
+        print(f"  {count:8} allowed errors of {load}: {reason}")
     for line in ledger.slow:
         print(f"slow: {line}")
-    print("all served again after, s:          n     p50     p99     max")
+    print("recovery times in s:                n     p50     p99     max")
     total = [time_s for times in ledger.recoveries.values() for time_s in times]
-    for kind, times in [*sorted(ledger.recoveries.items()), ("everything", total)]:
+    for kind, times in [*sorted(ledger.recoveries.items()), ("all faults", total)]:
         if times:
-            percentiles = " ".join(_percentile(times, percent) for percent in (50, 99, 100))
+            percentiles = " ".join(f"{quantile(times, share):7.3f}" for share in (0.5, 0.99, 1.0))
             print(f"  {kind:28} {len(times):6} {percentiles}")
-
-
-def _percentile(values: Sequence[float], percent: int) -> str:
-    ordered = sorted(values)
-    return f"{ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]:7.3f}"
 
 
 # --- the host
 
 
-def _in_private_shm(arguments: Sequence[str]) -> None:
+def _enter_private_shm(arguments: Sequence[str]) -> None:
     """Re-execute in a mount namespace with a /dev/shm of its own, if that is permitted."""
     mount = f"mount -t tmpfs -o size={_SHM_BYTES} chaos /dev/shm"
     prefix = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
@@ -189,20 +185,20 @@ def _in_private_shm(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
-    """Yield the changes that are possible on this host, and the command that starts the server.
+    """Yield the faults that this host permits, and the command that starts the server.
 
     Yields:
         The host, the command's prefix, and environment variables.
     """
     host, prefix, environment = Host(private_shm=_PRIVATE in os.environ), [], {}
     if not host.private_shm:
-        host.missing.append("/dev/shm full: no mount namespace may be made here")
+        host.missing.append("full /dev/shm (no permission to create a mount namespace)")
     group = _CGROUP / f"chaos-{os.getpid()}"
     with contextlib.ExitStack() as stack:
         try:
             group.mkdir()
         except OSError:
-            host.missing.append("memory pressed: no control group (v1) may be made here")
+            host.missing.append("leak (no permission to create a control group, version 1)")
         else:
             host.cgroup = group
             stack.callback(_remove, group)
@@ -217,7 +213,7 @@ def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
             host.clock.write_bytes(bytes(8))
             environment = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(host.clock)}
         else:
-            host.missing.append("clock jumps: no C compiler here")
+            host.missing.append("clock jumps (no C compiler)")
         yield host, prefix, environment
 
 

@@ -34,9 +34,13 @@ _SHM = Path("/dev/shm")
 
 @dataclass
 class Host:
-    """The changes that are possible on the host.
+    """The facilities of the host for faults.
 
-    A change is None if it is impossible; `missing` then has the reason.
+    Attributes:
+        private_shm: Whether /dev/shm belongs to this run alone, and may be filled.
+        cgroup: The control group (version 1) of the server, or None.
+        clock: The file with the offset of the server's wall clock in seconds, or None.
+        missing: The faults that cannot be injected, with the reasons.
     """
 
     private_shm: bool = False
@@ -128,9 +132,10 @@ def _model(verb: str, command: str, error: str = "") -> Callable[[Stage], None]:
             reply = http.infer("crimes", crime(command))
             fault.since = time.monotonic()
             if reply.status not in (500, 503) or error not in reply.error:
-                stage.ledger.fail(f"a model that does {command}: {reply.status} {reply.body!r}")
+                text = f"{reply.status} {reply.body!r}, expected an error 500 or 503 with '{error}'"
+                stage.ledger.fail(f"the command '{command}' of a model: {text}")
             if not is_right(http.infer("crimes", crime("ok"))):
-                stage.ledger.fail(f"wrong or refused after a model's {command}")
+                stage.ledger.fail(f"no correct response after the command '{command}' of a model")
 
     return inject
 
@@ -179,7 +184,8 @@ def _fill(stage: Stage) -> None:
         with stage.server.http() as http:
             reply = http.register(empty.name, empty.key, 1 << 20)
             if reply.status not in (200, 400, 503):
-                stage.ledger.fail(f"registered in a full /dev/shm: {reply.status} {reply.body!r}")
+                text = f"{reply.status} {reply.body!r}, expected 200, 400 or 503"
+                stage.ledger.fail(f"registration while /dev/shm is full: {text}")
             if reply.status == 200:
                 http.unregister(empty.name)
         time.sleep(0.2)
@@ -194,15 +200,15 @@ def _reload(stage: Stage) -> None:
 
 
 def _unload(stage: Stage) -> None:
-    """Unload a model for a while. Requests for it must fail with the right error."""
+    """Unload a model for a while. Requests for the model must fail with the right error."""
     with stage.fault("unload swap") as fault, stage.server.http() as http:
         http.post("/v2/repository/models/swap/unload").ok()
         if http.get("/v2/models/swap/ready").status == 200:
-            stage.ledger.fail("a model that was unloaded is called ready")
+            stage.ledger.fail("an unloaded model is reported as ready")
         time.sleep(stage.rng.uniform(0, 0.2))
         http.post("/v2/repository/models/swap/load").ok()
         if http.get("/v2/models/swap/ready").status != 200:
-            stage.ledger.fail("a model that was loaded is not called ready")
+            stage.ledger.fail("a loaded model is reported as not ready")
         fault.since = time.monotonic()
 
 

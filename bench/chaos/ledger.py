@@ -38,36 +38,38 @@ _KILL = r"(kill|stop|crash)\S* "
 _LOST = r"^lost: "
 
 ALLOWED = (
-    Rule(_KILL + "gateway http", "http", _LOST, "its own connections end with a gateway"),
-    Rule(_KILL + "gateway grpc", "grpc", _LOST, "its own connections end with a gateway"),
+    Rule(_KILL + "gateway http", "http", _LOST, "a gateway's connections end with it"),
+    Rule(_KILL + "gateway grpc", "grpc", _LOST, "a gateway's connections end with it"),
     Rule(
         _KILL + "worker sums",
         ".*sequence",
         r"(the state of sequence .* is lost with it|was lost when the model's worker died)",
-        "the state of a sequence is its worker's",
+        "the state of a sequence is in the memory of its worker",
     ),
     Rule(
         _KILL + "scheduler sums",
         ".*sequence",
         "must specify the START flag on the first request",
-        "the sequences that a scheduler knew are gone with it",
+        "the list of open sequences is in the memory of their scheduler",
     ),
     Rule(
         _KILL + "(scheduler|worker) repeat",
         ".*stream",
         r"(worker died before this request's last response|scheduler was lost after the request's"
         " first response)",
-        "a stream of which responses have left cannot begin again",
+        "a stream is not restarted after its first response",
     ),
     Rule(
         _KILL + "scheduler tiny",
         "http-text-stream",
         "scheduler was lost after the request's first response",
-        "a stream of which responses have left cannot begin again",
+        "a stream is not restarted after its first response",
     ),
-    Rule("region", "http-cut-region", r"^(INVALID|wrong|[45]0)", "it has cut its region"),
-    Rule("unload", ".*swap", r"^(404|400|503|NOT_FOUND|UNAVAILABLE|INVALID)", "it is unloaded"),
-    Rule("descriptors", "(http|grpc)", _LOST, "who idles makes room, who comes is not let in"),
+    Rule("region", "http-cut-region", r"^(INVALID|wrong|[45]0)", "its region was truncated"),
+    Rule(
+        "unload", ".*swap", r"^(404|400|503|NOT_FOUND|UNAVAILABLE|INVALID)", "its model is unloaded"
+    ),
+    Rule("descriptors", "(http|grpc)", _LOST, "idle connections are closed, new ones rejected"),
 )
 
 
@@ -171,13 +173,12 @@ class Ledger:
                 fault.name for fault in self._faults if fault.overlaps(started_at, ended)
             ]
         rule = next(filter(None, (is_allowed(name, load, error) for name in fault_names)), "")
-        self.note(f"{client}: {error} (asked {ended - started_at:.3f} s ago)")
+        self.note(f"{client}: {error} ({ended - started_at:.3f} s after its request)")
         if rule:
             self.refused[load, rule] += 1
         else:
-            self.fail(
-                f"{client}: {error}; asked {ended - started_at:.3f} s ago, under {fault_names}"
-            )
+            duration = f"{ended - started_at:.3f} s after its request"
+            self.fail(f"{client}: {error} ({duration}, faults: {fault_names or 'none'})")
 
     # --- faults
 
@@ -190,16 +191,20 @@ class Ledger:
         return fault
 
     def wait_recovered(
-        self, fault: Fault, since: float, within_s: float, ready: Callable[[], bool] = lambda: True
+        self,
+        fault: Fault,
+        since: float,
+        within_s: float,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Wait until the server is `ready` and each client has a new correct response.
+        """Wait until `is_ready()` is true and each client has a new correct response.
 
         A response counts if its request was sent after `since`: the time of the fault, or the time
         at which its cause was removed.
         """
         last_late_client = ""
 
-        def all_served() -> bool:
+        def are_all_served() -> bool:
             nonlocal last_late_client
             late_clients = [
                 client for client, started_at in self._served.items() if started_at < since
@@ -208,17 +213,19 @@ class Ledger:
             return self.failed or not late_clients
 
         with self._changed:
-            served = self._changed.wait_for(all_served, within_s)
-        while served and not self.failed and not ready():
-            served, last_late_client = time.monotonic() < since + within_s, "readiness"
+            is_recovered = self._changed.wait_for(are_all_served, within_s)
+        while is_recovered and not self.failed and not is_ready():
+            is_recovered, last_late_client = time.monotonic() < since + within_s, "readiness"
             time.sleep(_STEP_S)
         recovery_s = time.monotonic() - since
         fault.until = time.monotonic() + _GRACE_S
-        self.note(line := f"served after {recovery_s:.3f} s, {last_late_client} last: {fault.name}")
+        line = f"recovered after {recovery_s:.3f} s ({last_late_client} last): {fault.name}"
+        self.note(line)
         if recovery_s > _SLOW_S:
             self.slow.append(f"{fault.since - self.started_at:9.3f}  {line}")
-        if not served:
-            self.fail(f"not served within {within_s:g} s after {fault.name}: {last_late_client}")
+        if not is_recovered:
+            text = f"not recovered within {within_s:g} s after {fault.name}: {last_late_client}"
+            self.fail(text)
         elif not self.failed:
             self.recoveries.setdefault(_kind(fault.name), []).append(recovery_s)
 

@@ -59,7 +59,7 @@ class ErrorResponse(Exception):
 def expect(actual: Any, expected: Any) -> None:
     """Compare a response with the expected values. Raises WrongResponse if they differ."""
     if not np.array_equal(actual, expected):
-        raise WrongResponse(f"got {actual!r:.300}, wanted {expected!r:.300}")
+        raise WrongResponse(f"got {actual!r:.300}, expected {expected!r:.300}")
 
 
 def _ok(reply: Reply) -> Reply:
@@ -227,7 +227,7 @@ def _repeated(rng: random.Random) -> dict[str, Any]:
 
 
 @contextmanager
-def native_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
+def open_native_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
     """Yield a function that reads all responses of a decoupled model in order."""
 
     def send() -> None:
@@ -243,7 +243,7 @@ def native_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
 
 
 @contextmanager
-def grpc_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
+def open_grpc_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
     """Yield a function that reads the responses to a request on one gRPC stream."""
     results: queue.Queue[Any] = queue.Queue()
 
@@ -267,7 +267,7 @@ def grpc_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
             received = (reply.get_response().id, outputs)
             expected = (request_id, [f"[{value}]", f"[{index}]"])
             if received != expected:
-                raise WrongResponse(f"got {received}, wanted {expected}")
+                raise WrongResponse(f"got {received}, expected {expected}")
         final = response().get_response()
         expect((final.id, len(final.outputs)), (request_id, 0))
 
@@ -283,7 +283,7 @@ _TEXTS: dict[tuple[str, int], str] = {}  # the first complete text by prompt and
 _PROMPTS = ("the quick brown", "it was the best", "naïve café", "1 2 3")
 
 
-def text(stream: bool) -> OpenLoad:
+def open_texts(stream: bool) -> OpenLoad:
     """Return a load that generates text greedily. A prompt must have the same text each time."""
 
     @contextmanager
@@ -312,7 +312,7 @@ def _streamed_text(reply: Reply) -> str:
         if "error" in event:
             raise ErrorResponse(f"in the stream: {event['error']['message']}")
     if events[-1:] != ["[DONE]"]:
-        raise WrongResponse(f"a stream that ends so: {events[-1:]}")
+        raise WrongResponse(f"the stream ends with {events[-1:]}, expected ['[DONE]']")
     return "".join(choice["text"] for event in events_json for choice in event["choices"])
 
 
@@ -320,7 +320,7 @@ def _streamed_text(reply: Reply) -> str:
 REGIONS: dict[str, SharedObject] = {}
 
 
-def in_registered_region(may_be_truncated: bool) -> OpenLoad:
+def open_in_region(may_be_truncated: bool) -> OpenLoad:
     """Return a load of requests whose input and output are in one registered region.
 
     With `may_be_truncated`, a fault may truncate the region. Only the region's client may then lose
@@ -429,12 +429,12 @@ LOADS = (
     Load("http-sequence", open_sequences(_open_json_client, "sums_oldest")),
     Load("grpc-sequence", open_sequences(_open_grpc_client, "sums_direct")),
     Load("native-sequence", open_sequences(_open_native_client, "sums_direct")),
-    Load("native-stream", native_stream),
-    Load("grpc-stream", grpc_stream),
-    Load("http-text", text(stream=False)),
-    Load("http-text-stream", text(stream=True)),
-    Load("http-region", in_registered_region(may_be_truncated=False)),
-    Load("http-cut-region", in_registered_region(may_be_truncated=True)),
+    Load("native-stream", open_native_stream),
+    Load("grpc-stream", open_grpc_stream),
+    Load("http-text", open_texts(stream=False)),
+    Load("http-text-stream", open_texts(stream=True)),
+    Load("http-region", open_in_region(may_be_truncated=False)),
+    Load("http-cut-region", open_in_region(may_be_truncated=True)),
     Load("native-in-place", open_in_place),
     Load("http-vanishing", open_disconnecting),
 )
@@ -451,7 +451,7 @@ def as_text(error: BaseException) -> str:
             return f"lost: {error!r}"
         case ShmserveError():
             return f"{error.code}: {error.message}"
-        case InferenceServerException() if _is_of_connection(error):
+        case InferenceServerException() if _is_connection_error(error):
             return f"lost: {error}"
         case InferenceServerException():
             return f"{error.status()}: {error.message()}"
@@ -460,7 +460,7 @@ def as_text(error: BaseException) -> str:
     raise error
 
 
-def _is_of_connection(error: InferenceServerException) -> bool:
+def _is_connection_error(error: InferenceServerException) -> bool:
     phrases = (
         "Socket closed",
         "connect",
@@ -471,7 +471,7 @@ def _is_of_connection(error: InferenceServerException) -> bool:
         "EOF",
         "no longer in valid state",
     )
-    return any(word in str(error.message()) for word in phrases)
+    return any(phrase in str(error.message()) for phrase in phrases)
 
 
 class Clients:
@@ -513,10 +513,10 @@ class Clients:
                         self._stop.wait(rng.random() * _MAX_PAUSE_S)
                         start_s = time.monotonic()
             except Exception as error:
-                self._failed(load, name, start_s, error)
+                self._record_error(load, name, start_s, error)
             self._stop.wait(_MAX_PAUSE_S)
 
-    def _failed(self, load: Load, name: str, started_at: float, error: Exception) -> None:
+    def _record_error(self, load: Load, name: str, started_at: float, error: Exception) -> None:
         try:
             self._ledger.record_error(load.name, name, started_at, as_text(error))
         except Exception as unknown:

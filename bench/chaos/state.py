@@ -62,12 +62,12 @@ class ServerResources:
         """
         remaining: list[str] = []
 
-        def as_before() -> bool:
+        def is_restored() -> bool:
             remaining[:] = self.differences(ServerResources.of(server))
             return not remaining
 
         with contextlib.suppress(AssertionError):
-            until("as before", as_before, _SETTLE_S)
+            until("the server's resources are restored", is_restored, _SETTLE_S)
         return remaining
 
     def as_text(self) -> str:

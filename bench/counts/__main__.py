@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from bench.counts.load import Connections
+from bench.load.closed_loop import Connections
 from bench.system import processes
 from bench.system.servers import BENCH, Server, Shmserve, running
 
@@ -91,13 +91,13 @@ def count(server: Server, folder: Path, requests: Sequence[bytes], number: int) 
     """Send `number` requests for each kind of count, and return the counts of each process."""
     pids = _roles(server)
     with Connections(server.ports.http, requests) as connections:
-        connections.run(_WARM_UP)
+        connections.run(lambda sent: sent < _WARM_UP)
         for step in (1, 2):
             _begin_step(folder, list(pids.values()), step)
-            connections.run(number)
+            connections.run(lambda sent: sent < number)
         _begin_step(folder, list(pids.values()), 3)
         with _trace(folder, pids) as system_calls:
-            connections.run(number)
+            connections.run(lambda sent: sent < number)
     counts = []
     for role in _ROLES:
         counted = json.loads((folder / f"{pids[role]}.3").read_text())
@@ -162,9 +162,7 @@ def _in_region(server: Server) -> Iterator[list[bytes]]:
     memory = SharedMemory(create=True, size=2 * _IN_FLIGHT * _TENSOR_BYTES)
     try:
         with server.client() as client:
-            path = "/v2/systemsharedmemory/region/counts/register"
-            region = {"key": f"/{memory.name}", "offset": 0, "byte_size": memory.size}
-            client.call("POST", path, region)
+            client.register_region("counts", f"/{memory.name}", memory.size)
 
         def tensor(name: str, index: int, **fields: object) -> dict[str, object]:
             region = {"shared_memory_region": "counts", "shared_memory_byte_size": _TENSOR_BYTES}
@@ -177,11 +175,11 @@ def _in_region(server: Server) -> Iterator[list[bytes]]:
             _post(
                 "/v2/models/identity/infer",
                 {
-                    "inputs": [tensor("INPUT0", 2 * at, **shape)],
-                    "outputs": [tensor("OUTPUT0", 2 * at + 1)],
+                    "inputs": [tensor("INPUT0", 2 * number, **shape)],
+                    "outputs": [tensor("OUTPUT0", 2 * number + 1)],
                 },
             )
-            for at in range(_IN_FLIGHT)
+            for number in range(_IN_FLIGHT)
         ]
     finally:
         memory.close()
@@ -222,7 +220,7 @@ def main() -> None:
 
 
 def _print(case: str, counts: list[Counts], top: int) -> None:
-    print(f"\n{case}     calls   python   allocs syscalls   a request")
+    print(f"\n{case}     calls   python   allocs syscalls   per request")
     for process in counts:
         print(process.row())
     for process in counts if top else ():

@@ -58,17 +58,22 @@ def head(path: str) -> bytes:
 _INFER = head("/inference.GRPCInferenceService/ModelInfer")
 
 
-def simple_request() -> bytes:
-    """Return a framed message with a request for the model `simple`."""
-    import numpy as np
+def simple_message() -> bytes:
+    """Return an encoded `ModelInferRequest` for the model `simple`."""
     from tritonclient.grpc import service_pb2 as pb
 
     message = pb.ModelInferRequest(model_name="simple")
     for name in ("INPUT0", "INPUT1"):
         message.inputs.add(name=name, datatype="INT32", shape=[1, 16])
-        message.raw_input_contents.append(np.arange(16, dtype=np.int32).tobytes())
-    packed: bytes = message.SerializeToString()
-    return b"\0" + struct.pack(">I", len(packed)) + packed
+        message.raw_input_contents.append(struct.pack("<16i", *range(16)))
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def simple_request() -> bytes:
+    """Return the message of `simple_message` with its gRPC prefix."""
+    message = simple_message()
+    return b"\0" + struct.pack(">I", len(message)) + message
 
 
 def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:

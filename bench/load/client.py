@@ -6,6 +6,7 @@ import http.client
 import json
 from typing import Any, Self
 
+REGIONS_PATH = "/v2/systemsharedmemory/region"
 _SIMPLE = {
     "inputs": [
         {"name": "INPUT0", "datatype": "INT32", "shape": [1, 16], "data": list(range(16))},
@@ -65,6 +66,11 @@ class Client:
             outputs = {o["name"]: o["data"] for o in response["outputs"]}
             if outputs != _SIMPLE_ANSWER:
                 raise RequestFailed(f"wrong response from simple: {outputs}")
+
+    def register_region(self, name: str, key: str, byte_size: int) -> None:
+        """Register a system shared memory region that begins at offset 0."""
+        region = {"key": key, "offset": 0, "byte_size": byte_size}
+        self.call("POST", f"{REGIONS_PATH}/{name}/register", region)
 
     def queue_time(self, model: str) -> tuple[int, int]:
         """Return (requests, nanoseconds in the queue) since the model was loaded."""

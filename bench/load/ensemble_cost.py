@@ -13,11 +13,11 @@ import cProfile
 import pstats
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
+from bench.load.queue_cost import Outbox
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ModelPublished
@@ -47,8 +47,24 @@ _SMALL_ELEMENTS = 16  # elements of a small tensor
 _DATA = bytes(4 * _SMALL_ELEMENTS)
 
 
-def _io(names: str, elements: int) -> list[dict[str, Any]]:
-    return [{"name": name, "data_type": "TYPE_FP32", "dims": [elements]} for name in names]
+def _spec(
+    name: str,
+    input_name: str,
+    input_size: int,
+    output_name: str,
+    output_size: int,
+    steps: Sequence[dict[str, Any]] = (),
+) -> ModelSpec:
+    """Return a model with one FP32 input and one FP32 output; with `steps`, an ensemble."""
+    config: dict[str, Any] = {
+        "name": name,
+        "max_batch_size": 0,
+        "input": [{"name": input_name, "data_type": "TYPE_FP32", "dims": [input_size]}],
+        "output": [{"name": output_name, "data_type": "TYPE_FP32", "dims": [output_size]}],
+    }
+    if steps:
+        config["ensemble_scheduling"] = {"step": [{**step, "model_version": -1} for step in steps]}
+    return ModelSpec.of(config)
 
 
 @cache
@@ -56,31 +72,22 @@ def _response_schema(elements: int) -> bytes:
     return pack_response_schema([TensorRef("Y", "FP32", (elements,), _DATA)], {})
 
 
-class _Outbox:
-    """An outbox of messages to clients, workers or the supervisor.
+class _StepOutbox(Outbox):
+    """The outbox of a step: messages to a scheduler in the same process are calls."""
 
-    Messages to a scheduler in the same process are calls.
-    """
-
-    malformed_messages = 0
-
-    def __init__(self, endpoint: str = "", in_process_links: InProcessLinks | None = None) -> None:
-        self.posted: deque[Any] = deque()
+    def __init__(self, endpoint: str, in_process_links: InProcessLinks) -> None:
+        super().__init__()
         self._endpoint = endpoint
         self._in_process_links = in_process_links
 
     def post(self, *message: Any) -> None:
-        """Queue a message."""
-        if self._in_process_links is None or not self._in_process_links.post(
-            message[0], self._endpoint, message[-1]
-        ):
-            self.posted.append(message[-1])
+        if not self._in_process_links.post(message[0], self._endpoint, message[-1]):
+            super().post(*message)
 
     def sender_of(self, peer: bytes) -> Callable[[Any], object]:
-        """Return a function that queues a message for a peer."""
-        if self._in_process_links is not None and self._in_process_links.is_registered(peer):
+        if self._in_process_links.is_registered(peer):
             return partial(self._in_process_links.post, peer, self._endpoint)
-        return partial(self.post, peer)
+        return super().sender_of(peer)
 
 
 class Chain:
@@ -95,31 +102,15 @@ class Chain:
         self.worker_ns = 0
         self._schemas = Schemas(RequestSchema)
         self._in_process_links = links = InProcessLinks()
-        self._clients = _Outbox()
-        self._workers: list[tuple[BatchingCore, Front[Any], bytes, _Outbox]] = []
+        self._clients = Outbox()
+        self._workers: list[tuple[BatchingCore, Front[Any], bytes, Outbox]] = []
         self._active: dict[Front[Any], None] = {}
         self._last_id = 0
-        config = {
-            "name": "chain",
-            "max_batch_size": 0,
-            "input": _io("I", _SMALL_ELEMENTS),
-            "output": _io("O", _SMALL_ELEMENTS),
-            "ensemble_scheduling": {
-                "step": [
-                    {
-                        "model_name": name,
-                        "model_version": -1,
-                        "input_map": {"X": input_name},
-                        "output_map": {"Y": output_name},
-                    }
-                    for name, input_name, output_name in (
-                        ("a", "I", "s"),
-                        ("b", "s", "t"),
-                        ("c", "t", "O"),
-                    )
-                ]
-            },
-        }
+        steps = [
+            {"model_name": name, "input_map": {"X": input_name}, "output_map": {"Y": output_name}}
+            for name, input_name, output_name in (("a", "I", "s"), ("b", "s", "t"), ("c", "t", "O"))
+        ]
+        spec = _spec("chain", "I", _SMALL_ELEMENTS, "O", _SMALL_ELEMENTS, steps)
         core: EnsembleCore
 
         def from_step(endpoint: str, message: Any) -> None:
@@ -127,62 +118,54 @@ class Chain:
             core.step_runner.receive(endpoint, message, time.monotonic_ns())
 
         waiter = DescriptorWaiter()
-        steps = StepLinks(waiter.watch, waiter.unwatch, links, _IDENTITY, from_step)
+        step_links = StepLinks(waiter.watch, waiter.unwatch, links, _IDENTITY, from_step)
         memory = EnsembleMemory(LentMemory(1 << 26), lambda memory_id: None)
-        settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
-        core = EnsembleCore(settings, ModelSpec.of(config), steps, _Outbox(), memory)
-        self._ensemble = Front(core, self._clients, _Outbox(), time.time_ns, "e")
+        settings = Settings.read(spec, "1", SchedulingLimits())
+        core = EnsembleCore(settings, spec, step_links, Outbox(), memory)
+        self._ensemble = Front(core, self._clients, Outbox(), time.time_ns, "e")
         add = self._add_instant if ensemble_only else self._add
         for name, input_size, output_size in (
             ("a", _SMALL_ELEMENTS, elements),
             ("b", elements, elements),
             ("c", elements, _SMALL_ELEMENTS),
         ):
-            spec = add(name, input_size, output_size)
-            published = ModelPublished(name, "1", spec, {}, name, True, True, 0.0, 0)
+            step_spec = _spec(name, "X", input_size, "Y", output_size)
+            add(step_spec)
+            published = ModelPublished(name, "1", step_spec, {}, name, True, True, 0.0, 0)
             core.handle_control_message(published, time.monotonic_ns())
 
-    def _add_instant(self, name: str, input_size: int, output_size: int) -> ModelSpec:
+    def _add_instant(self, spec: ModelSpec) -> None:
         """Add a step that responds at once."""
         links = self._in_process_links
+        schema = _response_schema(spec.output[0].dims[0])
 
         def respond(peer: bytes, message: Any) -> None:
-            links.post(
-                peer, name, m.Finished(message.id, _response_schema(output_size), [_DATA], 1, 2, 3)
-            )
+            links.post(peer, spec.name, m.Finished(message.id, schema, [_DATA], 1, 2, 3))
 
-        links.register(name, respond)
-        return ModelSpec.of(self._config(name, input_size, output_size))
+        links.register(spec.name, respond)
 
-    @staticmethod
-    def _config(name: str, input_size: int, output_size: int) -> dict[str, Any]:
-        return {
-            "name": name,
-            "max_batch_size": 0,
-            "input": _io("X", input_size),
-            "output": _io("Y", output_size),
-        }
-
-    def _add(self, name: str, input_size: int, output_size: int) -> ModelSpec:
+    def _add(self, spec: ModelSpec) -> None:
         """Add a step with its scheduler and a worker."""
         index = len(self._workers)
-        config = self._config(name, input_size, output_size)
-        clients, workers, control = _Outbox(name, self._in_process_links), _Outbox(), _Outbox()
-        settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
-        fits = Schemas(Signature(ModelSpec.of(config), "1").batch_properties)
-        core = BatchingCore(settings, fits, workers, control, time.perf_counter_ns)
-        front = Front(core, clients, control, time.time_ns, name)
+        clients, workers, control = (
+            _StepOutbox(spec.name, self._in_process_links),
+            Outbox(),
+            Outbox(),
+        )
+        settings = Settings.read(spec, "1", SchedulingLimits())
+        properties = Schemas(Signature(spec, "1").batch_properties)
+        core = BatchingCore(settings, properties, workers, control, time.perf_counter_ns)
+        front = Front(core, clients, control, time.time_ns, spec.name)
 
         def from_in_process_peer(peer: bytes, message: Any) -> None:
             self._active[front] = None
             front.handle_client_message(peer, message, time.monotonic_ns())
 
-        self._in_process_links.register(name, from_in_process_peer)
+        self._in_process_links.register(spec.name, from_in_process_peer)
         peer, now_ns = b"0.%d" % (100 + index), time.monotonic_ns()
         front.handle_control_message(InstanceExpected(0, 100 + index), now_ns)
         core.results.handle(peer, m.InstanceReady(0, 100 + index), now_ns)
         self._workers.append((core, front, peer, workers))
-        return ModelSpec.of(config)
 
     def run(self) -> None:
         """Run one request from its client to its last response."""

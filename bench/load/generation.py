@@ -53,42 +53,57 @@ SIZES: dict[str, Any] = {
 }
 
 
-class SequenceBatch:
-    """A number of sequences that one engine generates."""
+def count_blocks(rows: int, new_tokens: int) -> int:
+    """Return the number of blocks for `rows` prompts with `new_tokens` generated tokens each."""
+    return rows * (PROMPT_TOKENS + new_tokens) // BLOCK_TOKENS
 
-    def __init__(self, model: Transformer, rows: int) -> None:
-        self._blocks = (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_TOKENS
-        cache = KvCache(model.architecture, BLOCK_TOKENS, rows * self._blocks, 0)
-        parameters = GenerationParameters(max_tokens=NEW_TOKENS, temperature=0.0)
+
+class SequenceBatch:
+    """A number of sequences that one engine generates.
+
+    Args:
+        passes: The model's forward passes, whose cache has the blocks of all sequences.
+        rows: The number of sequences.
+        new_tokens: The number of tokens that follow each prompt.
+        clock: Returns the time in seconds by which steps are measured.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        rows: int,
+        new_tokens: int = NEW_TOKENS,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._blocks = count_blocks(1, new_tokens)
+        parameters = GenerationParameters(max_tokens=new_tokens, temperature=0.0)
         prompts = {
             key: Prompt(key, torch.randint(3, 300, (PROMPT_TOKENS,)).tolist(), parameters, ())
             for key in range(rows)
         }
-        self._rows = rows
-        self._engine = WorkerEngine(
-            Passes(model, cache), None, prompts, lambda outputs: None, lambda *_: None
-        )
+        self._rows, self._new_tokens, self._clock = rows, new_tokens, clock
+        self._engine = WorkerEngine(passes, None, prompts, lambda outputs: None, lambda *_: None)
 
     def prefill(self) -> float:
         """Compute all prompts, one per step, and return the seconds that this took."""
-        start_s = time.thread_time()
+        start_s = self._clock()
         for key in range(self._rows):
             blocks = list(range(key * self._blocks, (key + 1) * self._blocks))
             row = Row(key + 1, 0, PROMPT_TOKENS, 0, blocks)
             self._step(key + 1, [row], [NewSequence(key + 1, key, 0)])
-        return time.thread_time() - start_s
+        return self._clock() - start_s
 
     def decode(self) -> list[float]:
         """Decode all sequences together after their prompts; return the seconds of each step."""
         took_s: list[float] = []
-        for position in range(1, NEW_TOKENS):
+        for position in range(1, self._new_tokens):
             rows = [
                 Row(key + 1, PROMPT_TOKENS + position - 1, 1, self._blocks, [])
                 for key in range(self._rows)
             ]
-            start_s = time.thread_time()
+            start_s = self._clock()
             self._step(self._rows + position, rows, [])
-            took_s.append(time.thread_time() - start_s)
+            took_s.append(self._clock() - start_s)
         return took_s
 
     def _step(self, number: int, rows: list[Row], begin: list[NewSequence]) -> Stepped:
@@ -140,7 +155,9 @@ def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
     floors: list[float] = []
     prompt_floors: list[float] = []
     for _ in range(rounds):
-        batch = SequenceBatch(model, rows)
+        blocks = count_blocks(rows, NEW_TOKENS)
+        cache = KvCache(model.architecture, BLOCK_TOKENS, blocks, 0)
+        batch = SequenceBatch(Passes(model, cache), rows)
         prompts.append(batch.prefill() / rows * 1e3)
         steps.append(statistics.median(batch.decode()) * 1e3)
         floors.append(median_ms(floor(model, rows, rows), 10))
@@ -170,7 +187,7 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
     settings = EngineSettings.of(
         {
             "max_batch_size": sequences,
-            "kv_cache_blocks": sequences * (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_TOKENS + sequences,
+            "kv_cache_blocks": count_blocks(sequences, NEW_TOKENS) + sequences,
             "max_tokens_per_batch": 16 * sequences,
             "max_prefill_tokens": 16 * sequences,
         }

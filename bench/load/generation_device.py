@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -21,16 +22,19 @@ from typing import Any
 
 import torch
 
-from bench.load.generation import SIZES
-from shmserve.ipc.messages.generation import NewSequence, Row, Step
+from bench.load.generation import (
+    BLOCK_TOKENS,
+    PROMPT_TOKENS,
+    SIZES,
+    SequenceBatch,
+    count_blocks,
+)
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
-from shmserve.workers.backends.llm.parameters import GenerationParameters
-from shmserve.workers.backends.llm.worker_engine import Prompt, WorkerEngine
 from tests.support.hf_folders import write_folder
 
-PROMPT_TOKENS, NEW_TOKENS, BLOCK_TOKENS, DEVICE = 128, 128, 16, "cuda:0"
+NEW_TOKENS, DEVICE = 128, "cuda:0"
 MODELS: dict[str, dict[str, Any]] = {
     "m512": SIZES,
     "b1": {
@@ -47,28 +51,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def measure_steps(passes: Passes, rows: int) -> tuple[float, float]:
     """Return the time of the prompts, and the median of the following steps, in ms."""
-    parameters = GenerationParameters(max_tokens=NEW_TOKENS, temperature=0.0)
-    prompts = {
-        key: Prompt(key, torch.randint(3, 300, (PROMPT_TOKENS,)).tolist(), parameters, ())
-        for key in range(rows)
-    }
-    engine = WorkerEngine(passes, None, prompts, lambda outputs: None, lambda *_: None)
-    blocks = (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_TOKENS
-    tables = [list(range(key * blocks, (key + 1) * blocks)) for key in range(rows)]
-    start_s = time.perf_counter()
-    for key in range(rows):
-        row = Row(key + 1, 0, PROMPT_TOKENS, 0, tables[key])
-        engine.step(Step(key + 1, [row], [NewSequence(key + 1, key, 0)]))
-    prompts_s = time.perf_counter() - start_s
-    took_s: list[float] = []
-    for position in range(1, NEW_TOKENS):
-        step_rows = [
-            Row(key + 1, PROMPT_TOKENS + position - 1, 1, blocks, []) for key in range(rows)
-        ]
-        start_s = time.perf_counter()
-        engine.step(Step(rows + position, step_rows, []))
-        took_s.append(time.perf_counter() - start_s)
-    return prompts_s * 1e3, statistics.median(took_s) * 1e3
+    batch = SequenceBatch(passes, rows, NEW_TOKENS, time.perf_counter)
+    return batch.prefill() * 1e3, statistics.median(batch.decode()) * 1e3
 
 
 def copy_bytes_per_ms() -> float:
@@ -115,21 +99,14 @@ def main() -> None:
         path = write_folder(Path(folder) / "model", **MODELS[args.size])
         model = Transformer(Checkpoint.open(path), args.weights, DEVICE)
         architecture = model.architecture
-        blocks = max(args.rows) * (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_TOKENS
+        blocks = count_blocks(max(args.rows), NEW_TOKENS)
         passes = Passes(model, KvCache(architecture, BLOCK_TOKENS, blocks, 0, DEVICE))
         start_s = time.perf_counter()
         passes.capture(max(args.rows), PROMPT_TOKENS + NEW_TOKENS)
         capture_s = time.perf_counter() - start_s
-        per_layer = (
-            architecture.hidden
-            * (architecture.heads + 2 * architecture.kv_heads)
-            * architecture.head_dim
-        )
-        per_layer += (
-            architecture.hidden * architecture.heads * architecture.head_dim
-            + 3 * architecture.hidden * architecture.intermediate
-        )
-        weights = architecture.layers * per_layer + architecture.vocab_size * architecture.hidden
+        # A step reads all weights, except that it looks up only single rows of the embeddings.
+        shapes = architecture.weights().items()
+        weights = sum(math.prod(shape) for name, shape in shapes if "embed_tokens" not in name)
         for rows in args.rows:
             measure_steps(passes, rows)
             prompts_ms, step_ms = measure_steps(passes, rows)

@@ -20,6 +20,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 import shmserve.client.aio
+from bench.load.attacks import simple_message
 from bench.load.client import BODIES
 
 _METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -50,7 +51,7 @@ class Mixed:
             infer = channel.unary_unary(
                 _METHOD, response_deserializer=pb.ModelInferResponse.FromString
             )
-            message = _message()
+            message = simple_message()
             region = await native.allocate(
                 {"INPUT0": ((4096,), "FP32"), "OUTPUT0": ((4096,), "FP32")}
             )
@@ -122,14 +123,6 @@ class Mixed:
         }
         print(json.dumps({"ms": latencies, "failed": self._failed}), flush=True)
         self._latencies_ms, self._failed = {}, []
-
-
-def _message() -> Any:
-    message = pb.ModelInferRequest(model_name="simple")
-    for name, array in (("INPUT0", _A), ("INPUT1", _B)):
-        message.inputs.add(name=name, datatype="INT32", shape=[1, 16])
-        message.raw_input_contents.append(array.tobytes())
-    return message.SerializeToString()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 # perf_analyzer reports the mean of its last three windows, once these agree to within a percentage.
-# One measurement is always three windows: the spread of the repeats shows how stable it was.
+# One measurement of either program is three windows, whether or not they agree: the spread of the
+# repeats shows how stable it was.
 _WINDOWS = 3
 _ANY_DEVIATION = "100000"
 _GRACE_S = 60.0
@@ -59,17 +60,8 @@ def measure(analyzer: Analyzer, load: Load, url: str, seconds: float) -> dict[st
     window_ms = max(100, round(seconds * 1000 / _WINDOWS))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         report = Path(folder) / "report.csv"
-        command = [
-            str(analyzer.binary),
-            "-m",
-            load.model,
-            "-u",
-            url,
-            "-i",
-            load.listener,
-            "-b",
-            str(load.batch),
-        ]
+        command = [str(analyzer.binary), "-m", load.model, "-u", url]
+        command += ["-i", load.listener, "-b", str(load.batch)]
         command += ["--concurrency-range", str(load.in_flight), *load.flags]
         command += ["--measurement-mode", "time_windows", "-p", str(window_ms)]
         command += ["-r", str(_WINDOWS), "-s", _ANY_DEVIATION, "-f", str(report)]
@@ -120,9 +112,6 @@ def _kill(process: subprocess.Popen[str]) -> None:
         path.unlink(missing_ok=True)
 
 
-_GRACE_S = 60.0
-# As for perf_analyzer: always three windows, whether or not they agree.
-_WINDOWS = 3
 _WARM_UP_S = 0.5
 
 

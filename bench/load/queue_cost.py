@@ -42,18 +42,22 @@ CONFIG: dict[str, Any] = {
 }
 
 
-class _Outbox:
-    """An outbox that stores the batches sent to the worker and discards other messages."""
+class Outbox:
+    """An outbox of messages to clients, workers or the supervisor.
+
+    Attributes:
+        posted: The queued messages, oldest first.
+    """
 
     malformed_messages = 0
 
-    def __init__(self) -> None:
-        self.batches: deque[m.Execute] = deque()
+    def __init__(self, capacity: int | None = None) -> None:
+        """Create an outbox that keeps the last `capacity` messages; None: all messages."""
+        self.posted: deque[Any] = deque(maxlen=capacity)
 
     def post(self, *message: Any) -> None:
         """Queue a message."""
-        if type(message[-1]) is m.Execute:
-            self.batches.append(message[-1])
+        self.posted.append(message[-1])
 
     def sender_of(self, peer: bytes) -> Callable[[Any], object]:
         """Return a function that queues a message for a peer."""
@@ -72,13 +76,13 @@ class BusyQueue:
     """
 
     def __init__(self, queued: int, config: dict[str, Any] | None = None) -> None:
-        self._worker = _Outbox()
+        self._worker = Outbox()
         settings = Settings.read(ModelSpec.of(config or CONFIG), "1", SchedulingLimits())
-        control = _Outbox()
+        control = Outbox(capacity=0)
         self.core = BatchingCore(
             settings, Schemas(_one_row), self._worker, control, time.perf_counter_ns
         )
-        self.scheduler = Front(self.core, _Outbox(), control, time.time_ns, "m")
+        self.scheduler = Front(self.core, Outbox(capacity=0), control, time.time_ns, "m")
         self._random = random.Random(queued)
         self._now_ns = 1_000_000_000
         self._last_id = 0
@@ -96,11 +100,12 @@ class BusyQueue:
         self._now_ns += _STEP_NS
         self._submit(timeout_us=20)
         arrived = 1
-        while self.core.live_requests < self._live_count:
+        while self.core.live_count < self._live_count:
             self._submit()
             arrived += 1
         self.scheduler.handle_client_message(_GATEWAY, m.Cancel(self._draw_queued()), self._now_ns)
-        batch = self._worker.batches.popleft()
+        while type(batch := self._worker.posted.popleft()) is not m.Execute:
+            pass  # a cancellation of a running request
         times = (self._now_ns - 4, self._now_ns - 3, self._now_ns - 1, self._now_ns)
         replies = [m.Reply(work.key, "", "") for work in batch.requests]
         finished = m.BatchFinished(batch.batch, *times, replies)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from bench.load.generation import NEW_TOKENS, PROMPT_TOKENS, SIZES
+from bench.load.generation import NEW_TOKENS, PROMPT_TOKENS, SIZES, count_blocks
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Stepped
 from shmserve.scheduler.generative.engine import Engine
@@ -194,7 +194,7 @@ def tight(rounds: int) -> dict[str, Any]:
 
     figures: dict[str, Any] = {}
     for rows in (32, 64):
-        blocks = rows * (PROMPT_TOKENS + NEW_TOKENS) // 16
+        blocks = count_blocks(rows, NEW_TOKENS)
         quarter, ample = (functools.partial(load, rows, n) for n in (blocks // 4, 2 * blocks))
         figures[f"time_{rows}"] = ratio(quarter, ample, rounds)
     return figures

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.peers.load import LoadFailed, latencies
+from bench.load.client import RequestFailed
+from bench.load.closed_loop import latencies
 from bench.system import processes
 from bench.system.servers import BENCH, ServerFailed, free_ports, stop_on_signal
 
@@ -236,7 +237,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, request: bytes, log:
                 latencies(port, register, 1, 0)
             latencies(port, request, 1, 0)
             return
-        except (OSError, LoadFailed) as error:
+        except (OSError, RequestFailed) as error:
             failure = error
             time.sleep(0.2)
     text = f"{failure}\n{log.read_text(errors='replace')[-1500:]}"

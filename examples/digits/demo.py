@@ -1,6 +1,6 @@
 """Trains a network on handwritten digits, serves it beside a model of frames, and measures both.
 
-Run it from anywhere: `python examples/digits/demo.py`. It measures with and without dynamic
+Run it from any folder: `python examples/digits/demo.py`. It measures with and without dynamic
 batching and shared memory, ends by itself, leaves nothing behind and needs no network.
 """
 
@@ -45,7 +45,7 @@ the same, in place   frames and negatives are in memory that the client has allo
 
 
 def main() -> None:
-    """Train, serve, measure and print."""
+    """Train and serve the models, and print the measurements."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     # Exits through the clean-up that stops the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -80,10 +80,10 @@ def measure_digits(server: LocalServer, scratch: Path) -> None:
     print(_ROW.format("batches of", "transport", "images/s", "p50 ms", "p90 ms", "p99 ms", ""))
     for model, batch in (("digits", "up to 32"), ("digitsonebyone", "one image")):
         for transport in _TRANSPORTS:
-            before = executed(server, model)
-            order = ordered(server, model, scratch / "digits.npz", transport, _CLIENTS_EACH)
+            before = count_executions(server, model)
+            order = make_order(server, model, scratch / "digits.npz", transport, _CLIENTS_EACH)
             measured = run_processes(order)
-            inferences, batches = executed(server, model) - before
+            inferences, batches = count_executions(server, model) - before
             correct = sum(client.correct for client in measured)
             accuracy = correct / sum(len(client.latencies) for client in measured)
             note = f"accuracy {accuracy:.1%}, mean batch {inferences / batches:.1f}"
@@ -100,7 +100,7 @@ def measure_frames(server: LocalServer, scratch: Path) -> None:
         name = f"{frames[0].nbytes / 1e6:.1f} MB"
         in_bodies = 0
         for transport in (*_TRANSPORTS, _IN_PLACE):
-            order = ordered(server, "negative", scratch / "frames.npz", transport, 1)
+            order = make_order(server, "negative", scratch / "frames.npz", transport, 1)
             (measured,) = load.run(order)
             if measured.correct < len(measured.latencies):
                 raise SystemExit("the server returned a wrong frame")
@@ -109,10 +109,10 @@ def measure_frames(server: LocalServer, scratch: Path) -> None:
             print(row(name, transport, [measured], note), flush=True)
 
 
-def ordered(
+def make_order(
     server: LocalServer, model: str, data: Path, transport: str, clients: int
 ) -> load.Order:
-    """Return a load of one process."""
+    """Return the order of a load of one process."""
     port = urllib.parse.urlsplit(server.url).port or 0
     run_dir = str(server.run_dir)
     return load.Order(port, run_dir, model, str(data), transport, clients, 0.3, _SECONDS)
@@ -133,14 +133,14 @@ def run_processes(order: load.Order) -> list[load.Measured]:
 
 
 def row(name: str, transport: str, measured: list[load.Measured], note: str) -> str:
-    """Return the row of a load."""
+    """Return the row of a load for the table; rates are per second, latencies in ms."""
     latencies = np.concatenate([client.latencies for client in measured])
     percentiles = (f"{p:.2f}" for p in np.percentile(latencies, [50, 90, 99]) * 1000)
     return _ROW.format(name, transport, f"{len(latencies) / _SECONDS:,.0f}", *percentiles, note)
 
 
-def executed(server: LocalServer, model: str) -> np.ndarray:
-    """Return how many inferences and executions a model has performed."""
+def count_executions(server: LocalServer, model: str) -> np.ndarray:
+    """Return the numbers of inferences and of executions of a model."""
     (statistics,) = server.statistics(model)
     return np.array([int(statistics["inference_count"]), int(statistics["execution_count"])])
 

@@ -74,8 +74,8 @@ def _run_client(
 ) -> Measured:
     measured = Measured()
     # The output is either the scores of labels, or an image.
-    labels = expected.ndim == 1
-    output = np.empty((1, 10), np.float32) if labels else images[0]
+    has_labels = expected.ndim == 1
+    output = np.empty((1, 10), np.float32) if has_labels else images[0]
     name = f"demo-{os.getpid()}-{client}"
     with _TRANSPORTS[order.transport](order, name, images, output) as send:
         started.wait()
@@ -86,7 +86,7 @@ def _run_client(
             response = send(index)
             latency = time.perf_counter() - began
             if began >= start:
-                result = response.argmax() if labels else response[0]
+                result = response.argmax() if has_labels else response[0]
                 measured.latencies.append(latency)
                 measured.correct += bool(np.array_equal(result, expected[index]))
             del response  # a view of shared memory would prevent the region from being closed

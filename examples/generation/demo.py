@@ -41,7 +41,14 @@ _HEADER = ("clients", "tokens/s", "first p50 ms", "first p99 ms", "between p50",
 
 @dataclass
 class Measured:
-    """Times of one load, in seconds: to first tokens and between two, and how long it took."""
+    """The measurements of one load; times are in seconds.
+
+    Attributes:
+        first: The times from the requests to their first tokens.
+        between: The times between two successive tokens.
+        tokens: The number of generated tokens.
+        seconds: The duration of the load.
+    """
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
@@ -50,7 +57,7 @@ class Measured:
 
 
 def main() -> None:
-    """Train, serve, ask, measure, print."""
+    """Train and serve the model, print texts, and measure it."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     # Exits through the clean-up that stops the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -79,9 +86,9 @@ def _row(clients: int, measured: Measured) -> str:
     return _ROW.format(clients, f"{measured.tokens / measured.seconds:,.0f}", *cells)
 
 
-def quantile(values: list[float], part: float) -> float:
+def quantile(values: list[float], share: float) -> float:
     """Return the value below which this share of the values is."""
-    return sorted(values)[min(int(len(values) * part), len(values) - 1)]
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 def measure(port: int, clients: int) -> Measured:
@@ -111,7 +118,7 @@ def measure(port: int, clients: int) -> Measured:
 
 
 def stream(port: int, prompt: str, tokens: int) -> Iterator[tuple[str, float]]:
-    """Yield the pieces of a completion, each with the time of its arrival."""
+    """Yield the pieces of a completion, each with its time of arrival (monotonic seconds)."""
     body = {
         "model": "reference",
         "prompt": prompt,
@@ -126,7 +133,7 @@ def stream(port: int, prompt: str, tokens: int) -> Iterator[tuple[str, float]]:
         connection.request("POST", "/v1/completions", json.dumps(body))
         response = connection.getresponse()
         if response.status != 200:
-            raise SystemExit(f"the server answered {response.status}: {response.read()!r}")
+            raise SystemExit(f"the server responded with {response.status}: {response.read()!r}")
         for line in response:
             if line.startswith(b"data: {"):
                 choice = json.loads(line[6:])["choices"][0]

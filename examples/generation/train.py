@@ -34,7 +34,7 @@ _WIDTH = 40  # of the progress bar
 
 
 class Size(NamedTuple):
-    """The measures of a model."""
+    """The size of a model: the width of its hidden states, and its numbers of layers and heads."""
 
     hidden: int
     layers: int
@@ -52,7 +52,7 @@ def text() -> str:
     return re.sub(r"\n{3,}", "\n\n", joined)
 
 
-def tokenizer_of(corpus: str) -> Tokenizer:
+def train_tokenizer(corpus: str) -> Tokenizer:
     """Return a byte-level BPE tokenizer that is trained on the text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,7 +68,14 @@ def tokenizer_of(corpus: str) -> Tokenizer:
 
 
 def train(tokens: torch.Tensor, size: Size, seconds: float, label: str) -> LlamaForCausalLM:
-    """A model trained for so long on a row of tokens, with a progress bar on standard error."""
+    """Train a model for some seconds on a text, with a progress bar on standard error.
+
+    Args:
+        tokens: The tokens of the text, int64 [tokens].
+        size: The size of the model.
+        seconds: The duration of the training.
+        label: The text before the progress bar.
+    """
     torch.manual_seed(1)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -122,22 +129,22 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def write(folder: Path, seconds: float, draft: bool) -> None:
-    """Train and write the model, and its draft if that is wanted."""
+    """Train and write the model and, if `draft` is true, its draft model."""
     corpus = text()
-    tokenizer = tokenizer_of(corpus)
+    tokenizer = train_tokenizer(corpus)
     tokens = torch.tensor(tokenizer.encode(corpus).ids)
     save(train(tokens, SMALL, seconds, "training"), tokenizer, folder)
     if draft:
-        smaller = folder.with_name(f"{folder.name}-draft")
-        save(train(tokens, DRAFT, seconds / 3, "the draft"), tokenizer, smaller)
+        draft_folder = folder.with_name(f"{folder.name}-draft")
+        save(train(tokens, DRAFT, seconds / 3, "the draft"), tokenizer, draft_folder)
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=150.0, help="of training")
-    parser.add_argument("--draft", action="store_true", help="a smaller one beside it, too")
+    parser.add_argument("--seconds", type=float, default=150.0, help="duration of the training")
+    parser.add_argument("--draft", action="store_true", help="train a draft model, too")
     arguments = parser.parse_args()
     write(arguments.folder, arguments.seconds, arguments.draft)
 

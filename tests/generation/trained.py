@@ -74,7 +74,7 @@ def run(size: int, first_token: int = 0) -> str:
         path = Path(folder) / "reference"
         train.write(path, float(size), draft=False)
         text = train.text()
-        tokens = train.tokenizer_of(text).encode(text).ids[first_token:]
+        tokens = train.train_tokenizer(text).encode(text).ids[first_token:]
         check_greedy(path, Path(folder) / "rig", tokens)
         exact, rounded = (perplexity(path, kind, tokens) for kind in ("fp32", "int8"))
     relative_increase = rounded / exact - 1

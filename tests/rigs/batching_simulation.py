@@ -131,7 +131,7 @@ class Simulation:
                     self._run.sizes.append(count)
                     self._run.reasons.append(reason)
                     self._at(self._now + self._time_ns(count, self._now), (self._now, batch))
-                case WaitUntil(ns=ns):
+                case WaitUntil(end_ns=ns):
                     assert ns > self._now
                     self._at(ns, None)
                     return

@@ -37,7 +37,7 @@ _MAX_ENTRIES = {
     "Sequences._free_slots": 1 << 20,
     "Timers._heap": 1100,
     "Responses._ordered_requests": 1100,
-    "PriorityQueue._levels": 1,
+    "PriorityQueue._queues": 1,
     "PriorityQueue._order": 1,
     "Pool._slots": 64,
     "Pool._slots_by_peer": 64,

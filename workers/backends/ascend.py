@@ -46,7 +46,7 @@ from shmserve.workers.backends import (
     Response,
     parse_integer,
 )
-from shmserve.workers.tensor_specs import with_generated_tensors
+from shmserve.workers.tensor_specs import FileTensor, tensor_config, with_generated_tensors
 
 _ALIGNMENT = 512  # the alignment that the device's memory requires
 _MIB = 1024 * 1024
@@ -99,13 +99,10 @@ class AclError(Exception):
     """The error of a failed call of the ACL library."""
 
 
-@dataclass(frozen=True, slots=True)
-class OfflineTensor:
-    """An input or output of the model file; `dims` includes the batch dimension."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineTensor(FileTensor):
+    """An input or output of the model file, with its size on the device."""
 
-    name: str
-    datatype: str
-    dims: tuple[int, ...]
     byte_size: int
 
 
@@ -201,7 +198,7 @@ class OfflineModel:
                 f"{side} '{name}' has the shape {list(dims)}: only static shapes are served, so "
                 "convert the model without dynamic dimensions"
             )
-        return OfflineTensor(name, _DATATYPES[datatype_number], dims, size)
+        return OfflineTensor(name, _DATATYPES[datatype_number], dims, byte_size=size)
 
     def _create_dataset(
         self, stack: contextlib.ExitStack, tensors: Sequence[OfflineTensor], addresses: list[int]
@@ -272,8 +269,9 @@ class AscendBackend(Backend):
         model = self._open(ModelSpec.of(config))
         is_batched = config.get("max_batch_size", 0) > 0
         completed = dict(config)
-        completed["input"] = config.get("input") or _as_config(model.inputs, is_batched)
-        completed["output"] = config.get("output") or _as_config(model.outputs, is_batched)
+        for side, tensors in (("input", model.inputs), ("output", model.outputs)):
+            if not config.get(side):
+                completed[side] = [tensor_config(tensor, is_batched) for tensor in tensors]
         return completed
 
     def load(self, config: ModelSpec) -> None:
@@ -342,17 +340,6 @@ class AscendBackend(Backend):
         if self.context.kind == "GPU":
             return self.context.device_id
         return parse_integer(config.parameters, "device_id", 0)
-
-
-def _as_config(tensors: Sequence[OfflineTensor], is_batched: bool) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": tensor.name,
-            "data_type": TO_CONFIG[tensor.datatype],
-            "dims": list(tensor.dims[1:] if is_batched else tensor.dims) or [1],
-        }
-        for tensor in tensors
-    ]
 
 
 def _check(

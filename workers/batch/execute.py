@@ -115,7 +115,7 @@ class Executor:
                 replies += self._run(open_requests, unpacked)
                 has_run = True
         if not self._is_decoupled:  # in a decoupled model, the streams close the requests
-            self._link.close(*requests)
+            self._link.close_requests(*requests)
         input_end_ns = stopwatch.input_end_ns or start_ns
         output_start_ns = stopwatch.output_start_ns
         # `output_start_ns` is missing if the last execution has failed.
@@ -204,7 +204,7 @@ class Executor:
         return part_requests, unpacked_requests, []
 
     def _close_with_error(self, open_request: WorkerRequest, error: ShmserveError) -> Reply:
-        self._link.close(open_request)
+        self._link.close_requests(open_request)
         return Reply(open_request.key, error.code, error.message)
 
     def _call_backend(self, execute: Callable[[list[T]], R], items: list[T]) -> R:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -156,16 +156,7 @@ class Padder:
     def __init__(self, padding: Padding, signature: Signature, copy_counter: CopyCounter) -> None:
         self._padding = padding
         self._cut_rules = {
-            name: _CutRule(
-                source,
-                len(signature.outputs[name].dims),
-                list(
-                    zip(
-                        *_variable_axes(signature.outputs[name], signature.inputs[source]),
-                        strict=True,
-                    )
-                ),
-            )
+            name: _CutRule.of(signature.outputs[name], signature.inputs[source])
             for name, source in padding.cut_outputs.items()
         }
         self._copy_counter = copy_counter
@@ -227,6 +218,14 @@ class _CutRule(NamedTuple):
     source: str  # name of an input
     rank: int  # number of dimensions
     axes: list[tuple[int, int]]  # (axis of the output, axis of the source)
+
+    @classmethod
+    def of(cls, output: TensorSpec, source: TensorSpec) -> Self:
+        """Return the rule that pairs the variable dimensions of two tensors, in order."""
+        variable_axes = [
+            [axis for axis, dim in enumerate(spec.dims) if dim == -1] for spec in (output, source)
+        ]
+        return cls(source.name, len(output.dims), list(zip(*variable_axes, strict=True)))
 
     def true_slices(
         self, output_shape: Shape, true_shape: Shape, padded_shape: Shape
@@ -327,8 +326,3 @@ def _input_slices(inputs: Sequence[Input]) -> Iterator[tuple[slice, ...]]:
 
 def _byte_view(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
-
-
-def _variable_axes(*specs: TensorSpec) -> list[list[int]]:
-    """Return the indices of the variable dimensions of each tensor."""
-    return [[axis for axis, dim in enumerate(spec.dims) if dim == -1] for spec in specs]

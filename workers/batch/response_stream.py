@@ -145,7 +145,7 @@ class ResponseWriter:
         now_ns = time.monotonic_ns()
         with self.link.lock:
             if self.link.is_open(open_request):
-                self.link.close(open_request)
+                self.link.close_requests(open_request)
                 self.link.send(
                     ExecutionResponded(
                         open_request.key,
@@ -382,7 +382,7 @@ class OutputStream:
 
     def _end(self) -> None:
         self._is_closed = True
-        self._writer.link.close(self._open_request)
+        self._writer.link.close_requests(self._open_request)
 
 
 class WarmupStream(OutputStream):

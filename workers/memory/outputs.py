@@ -7,7 +7,6 @@ only their wake-up is lost.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
@@ -17,6 +16,7 @@ import numpy as np
 from shmserve.errors import Unavailable
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.cuda_ipc import address_of
 from shmserve.ipc.memory.lent import LentTokens, Token
 from shmserve.ipc.processes import LARGE_COPY
 from shmserve.ipc.tensors.descriptors import Range
@@ -173,11 +173,6 @@ class OutputMemory:
         """Free the blocks of responses that could not be sent."""
         self._reserved_outputs.clear()
         self.free_unused(list(self.unsent))
-
-
-def address_of(view: memoryview) -> int:
-    """Return the address of writable bytes in this process."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 # In bytes; for smaller copies a wake-up costs as much as it saves.

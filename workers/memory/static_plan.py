@@ -197,9 +197,10 @@ class Graphs:
 
         self._plan = plan
         self._supports_batching = signature.max_batch_size > 0
+        rows_dim = (plan.rows,) if self._supports_batching else ()
         self._inputs = {
             name: torch.zeros(
-                self._shape(spec, plan.rows), dtype=TORCH_DTYPES[spec.datatype], device=device
+                (*rows_dim, *spec.model_dims), dtype=TORCH_DTYPES[spec.datatype], device=device
             )
             for name, spec in signature.inputs.items()
         }
@@ -224,7 +225,3 @@ class Graphs:
 
     def _first_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         return tensor[:rows] if self._supports_batching else tensor
-
-    def _shape(self, spec: Any, rows: int) -> tuple[int, ...]:
-        dims = spec.model_dims
-        return (rows, *dims) if self._supports_batching else tuple(dims)

@@ -34,12 +34,13 @@ class Workspace:
     """The workspace leases of one instance.
 
     Attributes:
+        mappings: The mapped memories, including the pool.
         _synchronize: Waits until a CUDA device has completed the work of this process.
         coroutine_count: The number of coroutines that have a lease.
     """
 
     _control: SupervisorLink
-    _mappings: Mappings
+    mappings: Mappings
     _device: str
     _synchronize: Callable[[int], None]  # waits for a CUDA device
     coroutine_count: int = 0  # number of coroutines with a lease
@@ -66,10 +67,6 @@ class Workspace:
         except InvalidArgument as error:  # this is an error of the model, not of a client
             raise Internal(error.message) from None
         return replace(unpack_range(reply["place"]), byte_size=byte_size)
-
-    def view(self, memory_range: Range) -> Any:
-        """Return the bytes of a leased range, in host memory or on the device."""
-        return self._mappings.view(memory_range)
 
     def release(self, memory_range: Range, was_used: bool = True) -> None:
         """End a lease.
@@ -164,7 +161,7 @@ class LeasedWorkspace:
         try:
             if self._memory_range is not None:
                 raise Internal("this workspace is used by another execution: request one for each")
-            view = self._convert(self._workspace.view(memory_range))
+            view = self._convert(self._workspace.mappings.view(memory_range))
         except BaseException:
             self._workspace.release(memory_range, was_used=False)
             raise

@@ -188,7 +188,7 @@ class ClientRequest(InflightRequest):
     def own_memories(self) -> set[int]:
         return own_memories(self.packed_request)
 
-    def fail_stranded(self) -> None:
+    def fail_without_scheduler(self) -> None:
         self.free()
         self.complete(Disconnected(NO_SCHEDULER))
 

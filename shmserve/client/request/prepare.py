@@ -101,8 +101,8 @@ def _trace_context(traceparent: str, parameters: Mapping[str, Any]) -> str:
             raise InvalidArgument(
                 f"traceparent must have W3C's format 00-TRACE-SPAN-FLAGS, got {traceparent!r:.80}"
             )
-        return caller.child().message
-    return TraceContext.new().message if parameters.get("explain") is True else ""
+        return caller.child().encoded
+    return TraceContext.new().encoded if parameters.get("explain") is True else ""
 
 
 def _check_sequence(sequence: int | str) -> int | str:

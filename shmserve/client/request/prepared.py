@@ -109,8 +109,9 @@ class ClientTemplate:
             memories.register_owner(self)
 
     def _pack_schema(self, parameters: Mapping[str, Any]) -> bytes:
-        sizes = self._output_sizes
-        return pack_request_schema(self._refs, self._requested_names, sizes, (), dict(parameters))
+        sizes, names = self._output_sizes, self._requested_names
+        outputs = [(name, name in sizes, False) for name in names]
+        return pack_request_schema(self._refs, outputs, dict(parameters))
 
     def pack_request(
         self,

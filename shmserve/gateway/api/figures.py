@@ -15,8 +15,8 @@ from typing import Any
 
 WINDOW_S = 10.0  # the interval over which rates are computed
 HISTORY_S = 600.0
-HISTORY_EVERY_S = 5.0  # the time between two points of a chart
-EXITS_SHOWN_S = 3600.0  # the time for which exited workers are shown
+HISTORY_INTERVAL_S = 5.0  # the time between two points of a chart
+EXIT_RETENTION_S = 3600.0  # the time for which exited workers are shown
 _QUANTILES = (0.5, 0.9, 0.99)
 # The figures of a row that are copied from a scheduler's report, where they have the same names.
 _COPIED_FIGURES = (
@@ -79,7 +79,7 @@ class Figures:
 
     def _count_recent_exits(self, key: str, now_s: float) -> int:
         exits_by_time = self._exits.get(key, deque())
-        while exits_by_time and exits_by_time[0][0] <= now_s - EXITS_SHOWN_S:
+        while exits_by_time and exits_by_time[0][0] <= now_s - EXIT_RETENTION_S:
             exits_by_time.popleft()
         return sum(count for _, count in exits_by_time)
 
@@ -95,9 +95,9 @@ class History:
         self._snapshots: deque[tuple[float, dict[str, Point]]] = deque()
 
     def add(self, time_s: float, rows: Mapping[str, Row]) -> None:
-        """Record the rows of `time_s` (since the epoch) if `HISTORY_EVERY_S` have passed."""
+        """Record the rows of `time_s` (since the epoch) if `HISTORY_INTERVAL_S` have passed."""
         snapshots = self._snapshots
-        if snapshots and 0 <= time_s - snapshots[-1][0] < HISTORY_EVERY_S * 0.9:
+        if snapshots and 0 <= time_s - snapshots[-1][0] < HISTORY_INTERVAL_S * 0.9:
             return
         points = {key: _build_point(row) for key, row in rows.items() if "success" in row}
         snapshots.append((time_s, points))

@@ -81,7 +81,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def _on_opening_timeout(self) -> None:
         self._opening_timer = None
-        if not self.http2.settings_acknowledged:
+        if not self.http2.is_settings_acknowledged:
             self.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -140,11 +140,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             if self._tls is not None:
                 self._tls.close()
                 transport.write(self._tls.take_ciphertext())
-            transport.close()
-            if transport.get_write_buffer_size():
-                self.loop.call_later(self.context.body_timeout_s, transport.abort)
+            self._close_transport(self.context.body_timeout_s)
 
-    def end(self) -> None:
+    def close_gracefully(self) -> None:
         """Send the end of the stream, and close once the client disconnects, or after `_LINGER_S`.
 
         Closing at once would reset the connection of a client that still sends, for example a
@@ -187,8 +185,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self._tls is not None and data:
             try:
                 data = self._tls.receive(data)
-            except BrokenTls as broken:
-                logger.debug("the TLS handshake with a client failed: %s", broken)
+            except BrokenTls as error:
+                logger.debug("the TLS handshake with a client failed: %s", error)
                 self.force_close()
                 return
         self._is_handling_data = True
@@ -546,7 +544,7 @@ class ConnectionLifetime:
     def _report_if_drained(self) -> None:
         calls = [stream.call for stream in self._connection.http2.streams.values()]
         if not calls:
-            self._connection.end()  # the end of the connection reports the drain
+            self._connection.close_gracefully()  # the end of the connection reports the drain
         elif not any(call is not None and call.delays_drain for call in calls):
             self._connection.report_drained()
 

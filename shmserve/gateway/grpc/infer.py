@@ -24,10 +24,10 @@ from shmserve.gateway.grpc.framing import (
     DEADLINE_EXPIRED,
     INTERNAL_FAILURE,
     CallHead,
-    Ending,
     MessageContent,
-    ending_from_error,
+    Status,
     release_message,
+    status_from_error,
 )
 from shmserve.gateway.grpc.wire.fingerprint import SplitMessage, TemplateCache, split_message
 from shmserve.gateway.grpc.wire.request import RequestSink, decode_request
@@ -103,7 +103,7 @@ class Inferences(ActiveCount):
                 task = asyncio.ensure_future(self._infer_once_loaded(received_message, call))
                 call.on_disconnect = partial(self._cancel_load, task, received_message)
             else:
-                call.fail(*_ending_from_error(error, call))
+                call.fail(_status_from_error(error, call))
             return
         if not call.is_done:
             self.active_count += 1
@@ -119,7 +119,7 @@ class Inferences(ActiveCount):
         try:
             await self.load_model(received_message, call.time_remaining())
         except Exception as error:
-            call.fail(*_ending_from_error(error, call))
+            call.fail(_status_from_error(error, call))
         else:
             call.on_disconnect = None
             self.infer(received_message, call)
@@ -128,7 +128,7 @@ class Inferences(ActiveCount):
         try:
             response = self.encode_response(inference)
         except Exception as error:
-            call.fail(*_ending_from_error(error, call))
+            call.fail(_status_from_error(error, call))
         else:
             call.finish(response)
 
@@ -392,7 +392,7 @@ class Inferences(ActiveCount):
             self.decrement()
 
 
-def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
+def _status_from_error(error: Exception, call: GrpcCall) -> Status:
     """Return the status of a call whose inference failed."""
     if isinstance(error, RequestRefused):
         error = error.error
@@ -405,7 +405,7 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
         # The scheduler's error for an expired deadline has another code, but clients expect this
         # status.
         return DEADLINE_EXPIRED
-    return ending_from_error(error)
+    return status_from_error(error)
 
 
 def _limit_us(remaining_s: float | None) -> int:

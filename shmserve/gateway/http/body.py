@@ -461,9 +461,9 @@ async def _receive_tensors(
         if arriving_request.built_request.regions:
             # A client must not hold regions of another user while its body arrives.
             authorise(arriving_request.built_request.regions, request.connection.client.peer())
-        with body.arrival.registered_block(arriving_request.release):
-            if not await body.read_tensors(arriving_request, memoryview(start)[size:]):
-                raise InvalidArgument(_CUT_SHORT)
+        body.arrival.register_block(arriving_request.release)
+        if not await body.read_tensors(arriving_request, memoryview(start)[size:]):
+            raise InvalidArgument(_CUT_SHORT)
     except BaseException:
         arriving_request.release()
         raise

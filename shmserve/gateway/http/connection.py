@@ -23,7 +23,7 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
-from shmserve.gateway.http.incoming import MAX_HEADERS, MAX_LINE_BYTES, Incoming
+from shmserve.gateway.http.incoming import MAX_HEADERS, MAX_LINE_BYTES, RequestReceiver
 from shmserve.gateway.http.messages import (
     JSON_HEADER,
     STATUS_LINES,
@@ -41,7 +41,9 @@ from shmserve.gateway.settings import GatewaySettings
 logger = logging.getLogger(__name__)
 
 
-_OK_HEAD_FORMAT = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
+_OK_HEAD_FORMAT = (
+    b"%bContent-Length: %%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
+)
 _IDLE_TIMEOUT_S = 3600.0  # long, because idle keep-alive connections cost nothing
 # The limits of `_linger`: the pause between two pieces, the duration, and the number of bytes.
 _LINGER_IDLE_S = 2.0
@@ -50,7 +52,7 @@ _MAX_LINGER_BYTES = 4 << 30
 _DRAIN_IDLE_S = 0.5  # the idle time after which a draining connection is closed
 
 
-class HttpConnection(Incoming):
+class HttpConnection(RequestReceiver):
     """One client's connection. `app` handles its requests."""
 
     def __init__(self, acceptor: Acceptor, app: App, settings: GatewaySettings) -> None:
@@ -138,7 +140,7 @@ class HttpConnection(Incoming):
             waiter.cancel()  # the task ends, because the connection has ended
         else:
             transport.write(_OK_HEAD_FORMAT % (len(body), headers) + body)
-            if self._messages or self.writing_paused:
+            if self._messages or self.is_writing_paused:
                 waiter.set_result(None)
             else:
                 self._waiter = waiter
@@ -154,7 +156,7 @@ class HttpConnection(Incoming):
                 while not (messages or self._begun_request):
                     self._waiter = self._loop.create_future()
                     await self._waiter
-                    if self.writing_paused and self.transport is not None:
+                    if self.is_writing_paused and self.transport is not None:
                         await drain_or_abort(self, self.transport, self._settings.body_timeout_s)
                 request = self._next_request()
                 if request is None or not await self._serve_request(request):
@@ -179,7 +181,7 @@ class HttpConnection(Incoming):
         self._is_handling = False
         self._task = None
         messages.clear()
-        self._close()
+        self._close_transport(self._settings.body_timeout_s)
 
     def _next_request(self) -> HttpRequest | None:
         """Return the request in flight or the first in the queue, or None for invalid HTTP."""
@@ -254,7 +256,7 @@ class HttpConnection(Incoming):
         response = self._app.malformed_response(error, head)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
-            self.transport.write(response.head(None, len(body)) + body)
+            self.transport.write(response.head(None, b"Content-Length: %d\r\n" % len(body)) + body)
 
 
 def _describe_error(error: HttpProcessingError) -> str:

@@ -89,7 +89,7 @@ class ReadState(enum.Enum):
     FAILED = enum.auto()  # drop them, since the connection ends with an earlier request
 
 
-class Incoming(LimitedConnection, asyncio.Protocol):
+class RequestReceiver(LimitedConnection, asyncio.Protocol):
     """The receiver of a connection's requests.
 
     Attributes:
@@ -140,7 +140,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # --- back-pressure
         # The transport's protocol since the first large body; None before.
         self._receiver: TensorReceiver | None = None
-        self.writing_paused = False
+        self.is_writing_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None
         self._is_stream_full = False  # whether the stream of a body has no space
         self._is_queue_full = False  # whether too many requests are queued
@@ -172,7 +172,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self._waiter is not None:
             self._waiter.cancel()
             self._waiter = None
-        self._close()
+        self._close_transport(self._settings.body_timeout_s)
         self.transport = None
 
     def abort(self) -> None:
@@ -181,14 +181,6 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self.force_close()
         if transport is not None:
             transport.abort()
-
-    def _close(self) -> None:
-        # A client that does not read its response could otherwise delay the end forever.
-        transport = self.transport
-        if transport is not None and not transport.is_closing():
-            transport.close()
-            if transport.get_write_buffer_size():
-                self._loop.call_later(self._settings.body_timeout_s, transport.abort)
 
     @property
     def is_open(self) -> bool:
@@ -450,11 +442,11 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """Record that the client reads more slowly than the server writes."""
-        self.writing_paused = True
+        self.is_writing_paused = True
 
     def resume_writing(self) -> None:
         """Record that the client has read what was written, or has disconnected."""
-        self.writing_paused = False
+        self.is_writing_paused = False
         drain_waiter, self._drain_waiter = self._drain_waiter, None
         resolve_future(drain_waiter, None)
 
@@ -464,7 +456,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         Raises:
             ConnectionError: The client has disconnected.
         """
-        if self.writing_paused and self.transport is not None:
+        if self.is_writing_paused and self.transport is not None:
             self._drain_waiter = self._loop.create_future()
             await self._drain_waiter
         if self.transport is None:
@@ -541,7 +533,7 @@ class TensorReceiver(asyncio.BufferedProtocol):
     and all other events are passed on to the connection.
     """
 
-    def __init__(self, connection: Incoming) -> None:
+    def __init__(self, connection: RequestReceiver) -> None:
         self._connection = connection
         self._buffer = _READ_BUFFER
         self._arriving: ArrivingRequest | None = None

@@ -183,7 +183,7 @@ class FrameReader(ABC, Generic[HeadT]):
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.is_closing = False
-        self.settings_received = False  # whether the client's SETTINGS have arrived
+        self.has_client_settings = False  # whether the client's SETTINGS have arrived
         self.received_frames = 0
         self._buffer = bytearray()  # the start of an incomplete frame
         self._needed_bytes = 0  # bytes that the buffer needs before parsing continues
@@ -259,7 +259,7 @@ class FrameReader(ABC, Generic[HeadT]):
             size = size_high << 8 | size_low
             stream_id &= STREAM_BITS
             remaining_work -= 1
-            if frame_type == DATA and self._block is None and self.settings_received:
+            if frame_type == DATA and self._block is None and self.has_client_settings:
                 if flags & PADDED and size and data_size - position == FRAME_HEADER_SIZE:
                     self._needed_bytes = FRAME_HEADER_SIZE + 1
                     break
@@ -279,7 +279,7 @@ class FrameReader(ABC, Generic[HeadT]):
             remaining_work -= size >> _SIZE_SHIFT
             payload = bytes(view[position : position + size])
             try:
-                if frame_type == HEADERS and self._block is None and self.settings_received:
+                if frame_type == HEADERS and self._block is None and self.has_client_settings:
                     self._start_block(flags, stream_id, payload)
                 else:
                     self._handle_frame(frame_type, flags, stream_id, payload)

@@ -83,7 +83,7 @@ class ResponseBlocks:
         self.trailers_start = _encode_frame_start(len(trailers), HEADERS, END_HEADERS | END_STREAM)
 
 
-class Outgoing:
+class FrameSender:
     """The sending half of an HTTP/2 connection."""
 
     def __init__(self, on_sent: Callable[[Stream], None]) -> None:
@@ -97,7 +97,7 @@ class Outgoing:
         self.waiting_streams: dict[Stream, None] = {}  # streams with unsent data, in turn
         self.data_frames = 0  # number of sent DATA frames
         self.data_bytes = 0  # number of bytes in these frames
-        self.window_grown = False  # whether a window has grown, so that `resume` must be called
+        self.has_window_grown = False  # whether a window has grown, so that `resume` must be called
 
     # --- called by the code that handles requests
 
@@ -203,7 +203,7 @@ class Outgoing:
             self.window += increment
             if self.window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _WINDOW_OVERFLOW)
-            self.window_grown = True
+            self.has_window_grown = True
             return
         stream.send_window += increment
         if stream.send_window > LARGEST_WINDOW:
@@ -224,11 +224,11 @@ class Outgoing:
             if stream.send_window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _WINDOW_OVERFLOW)
         if increment > 0:
-            self.window_grown = True
+            self.has_window_grown = True
 
     def resume(self) -> None:
         """Send as much queued data as the windows permit, stream by stream."""
-        self.window_grown = False
+        self.has_window_grown = False
         sendable_streams = list(self.waiting_streams)
         while sendable_streams and not self.is_paused:
             # A stream that cannot send because the connection's window is exhausted keeps its turn.

@@ -159,7 +159,7 @@ class SequenceDispatcher(Dispatcher):
         wake_ns = NEVER
         if not self._must_hold():
             for slots, instance in instances:
-                if instance is not None and instance.idle:
+                if instance is not None and instance.is_idle:
                     wake_ns = min(wake_ns, self._start(slots, instance, now_ns))
         if self._tickets is not None:
             self._tickets.return_unused()
@@ -209,7 +209,7 @@ class SequenceDispatcher(Dispatcher):
                 request.transition(Event.DISPATCH)
             self._executions.start(requests, decision.reason, now_ns, instance, rows)
         elif isinstance(decision, WaitUntil):
-            return decision.ns
+            return decision.end_ns
         return NEVER
 
 

@@ -147,7 +147,7 @@ class ModelProperties:
     """
 
     decoupled: bool  # a request may have any number of responses
-    optional: frozenset[str]  # the inputs that a request may omit
+    optional_inputs: frozenset[str]  # the inputs that a request may omit
     device: int | None  # the CUDA device of its inputs and outputs; None: host memory
 
 
@@ -186,7 +186,8 @@ class PlannedStep(TensorReader):
         self.condition = step.condition
         self.decoupled = model.decoupled
         self.device = model.device
-        self.inputs = tuple((name, t, name in model.optional) for name, t in step.inputs.items())
+        optional_inputs = model.optional_inputs
+        self.inputs = tuple((name, t, name in optional_inputs) for name, t in step.inputs.items())
         tensors = list(step.inputs.values())
         self.repeated_tensors = tuple(t for i, t in enumerate(tensors) if t in tensors[:i])
         self.templates: BoundedCache[Any, Any] = BoundedCache(_MAX_STEP_TEMPLATES)
@@ -410,12 +411,12 @@ class Flow:
         is_skipped = bool(condition) and not values[condition].is_true
         inputs: dict[str, Value] = {}
         kinds: list[TensorKind | None] = []
-        for name, tensor, optional in step.inputs:
+        for name, tensor, is_optional in step.inputs:
             value = values[tensor]
             kinds.append(value.kind)
             if value.kind is not None:
                 inputs[name] = value
-            elif value is SKIPPED and not optional:
+            elif value is SKIPPED and not is_optional:
                 is_skipped = True
         if is_skipped:
             for value in values.values():

@@ -218,7 +218,7 @@ class StepMessages:
             correlation_number,
             correlation_text,
             client_request.source,
-            TraceContext.of(client_request.trace).child().message if client_request.trace else "",
+            TraceContext.of(client_request.trace).child().encoded if client_request.trace else "",
             callers=client_request.callers,
         )
         return StepRequest(submit, request, firing, template, blocks, override, self.step_events)
@@ -238,16 +238,18 @@ class StepMessages:
             firing.step.node, target, self._graph, properties.batch_size, used_outputs
         )
         in_client_memory = frozenset(o.name for o in used_outputs if o.memory_range is not None)
+        placed_names = sizes.keys() | in_client_memory
         names = [output.name for output in used_outputs]
-        placed_names = [name for name in names if name in sizes or name in in_client_memory]
+        requested_outputs = [(name, name in placed_names, False) for name in names]
+        reusing_outputs = [(name, name in placed_names, name in sizes) for name in names]
         outputs = firing.step.outputs
         parameters, plan = request.properties.parameters, request.flow.plan
         response_args = (firing.step, is_batched, self._graph.conditions, plan.outputs)
         unpack_response = partial(StepResponse, *response_args)
         return StepTemplate(
-            pack_request_schema(inputs, names, placed_names, (), parameters),
-            pack_request_schema(inputs, names, placed_names, sizes, parameters),
-            tuple((name, outputs[name]) for name in placed_names),
+            pack_request_schema(inputs, requested_outputs, parameters),
+            pack_request_schema(inputs, reusing_outputs, parameters),
+            tuple((name, outputs[name]) for name in names if name in placed_names),
             {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
             in_client_memory,
             firing.step.response_schemas.setdefault(is_batched, Schemas(unpack_response)),

@@ -161,7 +161,7 @@ class Engine(Generic[T]):
         self.on_sequence_end(sequence, finish_reason)
 
     @property
-    def live_sequences(self) -> int:
+    def live_sequence_count(self) -> int:
         """Return the number of sequences that have not ended."""
         return len(self._sequences)
 

@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.ipc.messages.generation import BeamSearch, RowResult
+from shmserve.ipc.messages.generation import BeamSearch, Hypothesis, RowResult
 
 ROOT_KEY = b""  # the key before the first block
 
@@ -375,14 +375,6 @@ class BeamCandidate(NamedTuple, Generic[T]):
     score: float
 
 
-class FinishedBeam(NamedTuple):
-    """A finished hypothesis: its tokens after the prompt, its finish reason and its score."""
-
-    tokens: list[int]
-    finish_reason: str
-    score: float
-
-
 @dataclass(eq=False)
 class Beams(Generic[T]):
     """A beam search over one generation's sequences, with the same results as in transformers.
@@ -394,7 +386,7 @@ class Beams(Generic[T]):
     """
 
     generation: Generation[T]
-    hypotheses: list[FinishedBeam] = field(default_factory=list)
+    hypotheses: list[Hypothesis] = field(default_factory=list)
     is_finished: bool = False
     _candidates: list[BeamCandidate[T]] = field(default_factory=list)
 
@@ -430,9 +422,10 @@ class Beams(Generic[T]):
     def _add_hypothesis(self, candidate: BeamCandidate[T], length: int, reason: str) -> None:
         search = self.generation.beams
         assert search is not None
-        tokens = [*candidate.parent.tokens[len(self.generation.prompt) :], candidate.token]
+        tokens = candidate.parent.tokens[len(self.generation.prompt) :]
+        tokens.append(candidate.token)
         score = candidate.score / length**search.length_penalty
-        self.hypotheses.append(FinishedBeam(tokens, reason, score))
+        self.hypotheses.append(Hypothesis(tokens.tobytes(), reason, score))
         self.hypotheses.sort(key=attrgetter("score"), reverse=True)
         del self.hypotheses[search.width :]
 

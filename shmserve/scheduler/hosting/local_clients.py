@@ -23,7 +23,14 @@ from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import MAX_LINKS, MAX_REQUEST_BYTES, Capabilities
-from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Failed, Finished, Responded, Submit
+from shmserve.ipc.messages.inference import (
+    MAX_TIMEOUT_US,
+    Failed,
+    Finished,
+    Responded,
+    Submit,
+    message_size,
+)
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.processes import trim_heap
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
@@ -43,7 +50,7 @@ _NS_PER_MS = 1_000_000
 
 
 class LocalClientListener:
-    """The listener for a scheduler's local clients; `link` is its router.
+    """The listener of a scheduler for local clients, with the `router` of their links.
 
     `limit_us` is the server's time limit from a request's arrival to its last response (0: none).
     """
@@ -52,7 +59,7 @@ class LocalClientListener:
         self, endpoint: str, capabilities: Capabilities, signature: Signature, limit_us: int = 0
     ) -> None:
         self._exited_client_numbers: deque[int] = deque(maxlen=_REMEMBERED_EXITS)
-        self.link = UntrustedRouter(endpoint, self._may_connect)
+        self.router = UntrustedRouter(endpoint, self._may_connect)
         self._capabilities = capabilities
         self._rules = LocalClientRules(capabilities, signature, limit_us)
 
@@ -73,29 +80,29 @@ class LocalClientListener:
         try:
             return self._rules.validate(_client_number(peer), message, now_ns)
         except ShmserveError as error:
-            self.link.post(peer, Failed(message.id, error.code, error.message, 0, False))
+            self.router.post(peer, Failed(message.id, error.code, error.message, 0, False))
         except MalformedMessage:
             text = "the request is malformed: see `shmserve guide protocol`"
-            self.link.post(peer, Failed(message.id, InvalidArgument.code, text, 0, False))
+            self.router.post(peer, Failed(message.id, InvalidArgument.code, text, 0, False))
         return None
 
     def _may_connect(self, peer: bytes) -> bool:
         number = self._capabilities.local_client(peer)
         if not number or number in self._exited_client_numbers:
             return False
-        client_links = [peer for peer in self.link.peers() if _client_number(peer) == number]
+        client_links = [peer for peer in self.router.peers() if _client_number(peer) == number]
         return len(client_links) < MAX_LINKS
 
     def process_exited(self, client_number: int) -> None:
         """Remove the links of a local client that has exited."""
         self._exited_client_numbers.append(client_number)
-        for peer in self.link.peers():
+        for peer in self.router.peers():
             if _client_number(peer) == client_number:
-                self.link.disconnect(peer)
+                self.router.disconnect(peer)
         self._rules.process_exited(client_number)
         # Large frames, and the lists in them, leave holes in the heap below objects that stay.
-        if self.link.has_buffered_much:
-            self.link.has_buffered_much = False
+        if self.router.has_buffered_much:
+            self.router.has_buffered_much = False
             trim_heap()
 
 
@@ -127,8 +134,7 @@ class LocalClientRules:
             InvalidArgument: The request is invalid.
             MalformedMessage: The message is not a request.
         """
-        inline_size = sum([len(data) for data in submit.data if type(data) is bytes])
-        size = len(submit.schema) + inline_size + len(submit.request_id)
+        size = message_size(submit) + len(submit.request_id)
         if size > MAX_REQUEST_BYTES:
             raise InvalidArgument(
                 f"the request has {size} bytes, but at most {MAX_REQUEST_BYTES} are allowed: pass "
@@ -203,24 +209,17 @@ class LocalClientRules:
 
     def _check_range(self, client_number: int, packed_range: Any) -> Range:
         """Return the memory range of a tensor if it is in memory that the client has shared."""
-        try:
-            memory_range = unpack_range(packed_range)
-        except (TypeError, ValueError) as error:
-            raise MalformedMessage(f"malformed memory range: {error}") from error
-        self._check_owner(client_number, memory_range)
-        return memory_range
-
-    def _check_owner(self, client_number: int, memory_range: Range) -> None:
+        memory_range = unpack_range(packed_range)
         key = (client_number, memory_range.memory)
-        if key in self._memories:
-            return
-        if not self._capabilities.owns(client_number, memory_range.memory):
-            raise InvalidArgument(
-                "a tensor is in memory that this client has not shared; share it first"
-            )
-        if len(self._memories) >= _MAX_MEMORIES:
-            self._memories.clear()
-        self._memories.add(key)
+        if key not in self._memories:
+            if not self._capabilities.owns(*key):
+                raise InvalidArgument(
+                    "a tensor is in memory that this client has not shared; share it first"
+                )
+            if len(self._memories) >= _MAX_MEMORIES:
+                self._memories.clear()
+            self._memories.add(key)
+        return memory_range
 
 
 def _client_number(peer: bytes) -> int:
@@ -263,7 +262,7 @@ class LocalTraces:
             return submit
         if not submit.trace:
             with_tensors = is_sampled and self._sampler.settings.with_tensors
-            submit = replace(submit, trace=TraceContext.new(is_sampled, with_tensors).message)
+            submit = replace(submit, trace=TraceContext.new(is_sampled, with_tensors).encoded)
         self.measured_requests[peer, submit.id] = submit, is_sampled
         return submit
 

@@ -36,52 +36,32 @@ _NS_PER_US = 1_000
 EXPIRED_TEXT = "Request timeout expired"  # Triton's, whose tests compare it
 
 
-class _Level:
-    """The requests of one priority level, in time or delayed, each by the request's key."""
+class _Queues(dict[tuple[int, bool], OrderedDict[int, ScheduledRequest]]):
+    """FIFO queues by priority level and `ScheduledRequest.is_delayed`, in the order of these keys.
 
-    __slots__ = ("delayed_requests", "in_time")
-
-    def __init__(self) -> None:
-        self.in_time: OrderedDict[int, ScheduledRequest] = OrderedDict()
-        self.delayed_requests: OrderedDict[int, ScheduledRequest] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self.in_time) + len(self.delayed_requests)
-
-    def __iter__(self) -> Iterator[ScheduledRequest]:
-        if self.delayed_requests:
-            return chain(self.in_time.values(), self.delayed_requests.values())
-        return iter(self.in_time.values())
-
-    def requests_like(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
-        """Return the delayed requests of this level if `request` is delayed, else those in time."""
-        return self.delayed_requests if request.is_delayed else self.in_time
-
-
-class _Levels(dict[int, _Level]):
-    """The priority levels by number.
-
-    A lookup of an unknown level adds it; `order` has the numbers, the highest priority first.
+    A lookup of an unknown key adds a queue. `order` has the sorted keys.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.order: list[int] = []
+        self.order: list[tuple[int, bool]] = []
 
-    def __missing__(self, level_number: int) -> _Level:
-        level = self[level_number] = _Level()
-        insort(self.order, level_number)
-        return level
+    def __missing__(self, key: tuple[int, bool]) -> OrderedDict[int, ScheduledRequest]:
+        queue = self[key] = OrderedDict()
+        insort(self.order, key)
+        return queue
 
 
 class PriorityQueue:
-    """The queued requests, in the order of their priority `level` and arrival; `count` of them."""
+    """The queued requests, in the order of their priority `level` and arrival; `count` of them.
+
+    The delayed requests of a level follow its other requests.
+    """
 
     def __init__(self) -> None:
-        self._levels = _Levels()
-        # The levels with requests, the highest priority first. If there is only one, it may be
-        # empty.
-        self._order = self._levels.order
+        self._queues = _Queues()
+        # The keys of the queues with requests. If there is only one queue, it may be empty.
+        self._order = self._queues.order
         self.count = 0
 
     def __len__(self) -> int:
@@ -89,43 +69,39 @@ class PriorityQueue:
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
         if len(self._order) == 1:
-            return iter(self._levels[self._order[0]])
-        return chain.from_iterable(map(self._levels.__getitem__, self._order))
+            return iter(self._queues[self._order[0]].values())
+        return chain.from_iterable(self._queues[key].values() for key in self._order)
 
     def size(self, level: int) -> int:
         """Return the number of queued requests of a priority level."""
-        requests = self._levels.get(level)
-        return 0 if requests is None else len(requests)
+        return sum(len(self._queues.get((level, is_delayed), ())) for is_delayed in (False, True))
 
     def append(self, request: ScheduledRequest) -> None:
-        """Queue a request after the requests of its priority level that are in time."""
-        self._levels[request.level].in_time[request.key] = request
+        """Queue a request after those of its priority level that are delayed as it is, or not."""
+        self._queues[request.level, request.is_delayed][request.key] = request
         self.count += 1
 
     def prepend(self, request: ScheduledRequest) -> None:
-        """Queue a request before all others of its priority level.
-
-        A delayed request is queued before the delayed requests only.
-        """
-        requests = self._levels[request.level].requests_like(request)
-        requests[request.key] = request
-        requests.move_to_end(request.key, last=False)
-        self.count += 1
+        """Queue a request before those of its priority level that are delayed as it is, or not."""
+        self.append(request)
+        queue = self._queues[request.level, request.is_delayed]
+        queue.move_to_end(request.key, last=False)
 
     def delay(self, request: ScheduledRequest) -> None:
-        """Move a request whose timeout has passed behind those of its level that are in time."""
-        level = self._levels[request.level]
-        level.delayed_requests[request.key] = level.in_time.pop(request.key)
+        """Move a request whose timeout has passed behind all others of its priority level."""
+        self.remove(request)
         request.is_delayed = True
+        self.append(request)
 
     def remove(self, request: ScheduledRequest) -> bool:
         """Remove a request; return False if it is not in the queue."""
-        level = self._levels.get(request.level)
-        if level is None or level.requests_like(request).pop(request.key, None) is None:
+        key = (request.level, request.is_delayed)
+        queue = self._queues.get(key)
+        if queue is None or queue.pop(request.key, None) is None:
             return False
         self.count -= 1
-        if not level:
-            self._remove_empty_level(request.level)
+        if not queue:
+            self._remove_empty(key)
         return True
 
     def take(self, count: int) -> list[ScheduledRequest]:
@@ -133,32 +109,29 @@ class PriorityQueue:
         taken_requests: list[ScheduledRequest] = []
         self.count -= count
         while count:
-            level_number = self._order[0]
-            level = self._levels[level_number]
-            requests = level.in_time or level.delayed_requests
-            size = len(requests)
-            if size <= count:
-                count -= size
-                taken_requests += requests.values()
-                requests.clear()
+            key = self._order[0]
+            queue = self._queues[key]
+            if len(queue) <= count:
+                count -= len(queue)
+                taken_requests += queue.values()
+                queue.clear()
+                self._remove_empty(key)
             else:
-                first_requests = list(islice(requests.values(), count))
-                count = 0
+                first_requests = list(islice(queue.values(), count))
                 taken_requests += first_requests
                 for request in first_requests:
-                    del requests[request.key]
-            if not (level.in_time or level.delayed_requests):
-                self._remove_empty_level(level_number)
+                    del queue[request.key]
+                count = 0
         return taken_requests
 
-    def _remove_empty_level(self, level_number: int) -> None:
-        """Remove an empty level.
+    def _remove_empty(self, key: tuple[int, bool]) -> None:
+        """Remove an empty queue.
 
-        The only level is kept, because the next request usually has the same level.
+        The only queue is kept, because the next request usually has the same level.
         """
         if len(self._order) > 1:
-            del self._levels[level_number]
-            del self._order[bisect_left(self._order, level_number)]
+            del self._queues[key]
+            del self._order[bisect_left(self._order, key)]
 
 
 class RequestQueue:

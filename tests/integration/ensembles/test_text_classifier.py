@@ -19,5 +19,5 @@ def test_the_text_classifier() -> None:
     command = [sys.executable, str(demo), "--requests=5"]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert "embeddings as sentence-transformers has them" in completed.stdout
+    assert "embeddings equal those of sentence-transformers" in completed.stdout
     assert "the same models called one by one:" in completed.stdout

@@ -32,7 +32,7 @@ from shmserve.ipc.messages.control_requests import ShareDeviceMemory
 from shmserve.ipc.messages.publications import HealthChanged, MemoryDropped, ModelPublished
 from shmserve.ipc.messages.supervision import CheckMemory
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, pack_range
 from shmserve.ipc.tensors.schemas import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.hosting.local_clients import LocalClientListener
@@ -72,7 +72,7 @@ class SupervisorContext:
         self.listener = LocalClientListener(
             endpoints.local_clients(folder, 1), SEALS, Signature(ModelSpec.of(CONFIG), "1")
         )
-        self.link = self.listener.link
+        self.link = self.listener.router
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -349,7 +349,9 @@ def test_pinned_host_memory(
             client.allocate(TENSORS, pin=True)
         forged_memory = dataclasses.replace(region.memory_range("x").memory, pinned=False)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            context.listener._rules._check_owner(FIRST_LOCAL_CLIENT, Range(forged_memory, 0, 16))
+            context.listener._rules._check_range(
+                FIRST_LOCAL_CLIENT, pack_range(Range(forged_memory, 0, 16))
+            )
     until("workers are told", lambda: bool(context.processes.workers))
     context.unmap_dropped()
     assert not cuda.pinned
@@ -436,7 +438,7 @@ def test_a_local_client_uses_no_handle_that_it_did_not_share(
     ):
         assert not SEALS.owns(number, forged_memory)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            context.listener._rules._check_owner(number, Range(forged_memory, 0, 16))
+            context.listener._rules._check_range(number, pack_range(Range(forged_memory, 0, 16)))
 
 
 def test_the_same_handle_shared_again_is_another_memory() -> None:

@@ -218,7 +218,7 @@ def test_a_memory_of_many_bytes_is_malformed_and_not_kept() -> None:
 
     def cache_sizes() -> tuple[int, int]:
         memory_count = descriptors._unpack_memory_cached.cache_info().currsize
-        return len(descriptors._RANGE_CACHE), memory_count
+        return descriptors._unpack_range_cached.cache_info().currsize, memory_count
 
     sizes_before = cache_sizes()
     for handle in (b"h" * 256, b"h" * 1_000_000):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.load import perf
-from bench.peers.load import LoadFailed, latencies
+from bench.load.client import RequestFailed
+from bench.load.closed_loop import Connections, latencies
 from bench.peers.measure import PEERS, post
 from bench.report import rendering
 from bench.report.results import MACHINE, Figure, NotRun, Results, Row, Target, load, spread
@@ -218,7 +219,10 @@ def test_the_load_for_peers_measures_requests_of_any_size() -> None:
             request = post("/", bytes(size))
             latencies_us = latencies(server.server_port, request, in_flight=3, seconds=0.05)
             assert len(latencies_us) >= 3 and min(latencies_us) > 0
-        with pytest.raises(LoadFailed, match="400"):
+        with Connections(server.server_port, [request] * 3) as connections:
+            for count in (1, 7):
+                assert len(connections.run(lambda sent, count=count: sent < count)) == count  # type: ignore[misc]
+        with pytest.raises(RequestFailed, match="400"):
             latencies(server.server_port, post("/", b""), in_flight=1, seconds=0.05)
         server.shutdown()
 

@@ -22,7 +22,7 @@ _CALL_CEILINGS = {
     ("placed", "grpc gateway"): 98.5,
     ("placed", "scheduler"): 94.9,
     ("placed", "worker"): 110.0,
-    ("text", "gateway"): 396.5,
+    ("text", "gateway"): 393.5,
 }
 _MAX_SLACK = 2.0  # calls below the ceiling from which the ceiling must be lowered
 _COUNTED_WITH = (3, 11)  # from 3.12 on, comprehensions are not functions

@@ -126,7 +126,7 @@ def test_ordered_responses_have_different_times_in_traces() -> None:
     rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
     rig.start(0, 100)
     rig.start(1, 101)
-    rig.submit(2, trace=TraceContext.new().message)
+    rig.submit(2, trace=TraceContext.new().encoded)
     for peer, batch in reversed(rig.take_batches()):
         rig.finish(peer, batch)
     first, second = (unpack_spans(finished.spans)[0] for finished in rig.answers())
@@ -384,7 +384,7 @@ def test_frames_of_a_client_that_exited_are_dropped_after_many_other_exits() -> 
     rig.supervisor(ProcessExited(7000, "signal 9"))
     rig.supervisor(*(ProcessExited(20_000 + pid, "") for pid in range(REMEMBERED_EXITS - 1)))
     rig.submit()
-    assert rig.core.live_requests == 0
+    assert rig.core.live_count == 0
 
 
 def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
@@ -748,7 +748,7 @@ def test_stopping_responds_to_every_request() -> None:
     assert rig.scheduler.has_stopped
     answer_types = {answer.id: type(answer) for answer in rig.answers()}
     assert answer_types[expiring_id] is m.Settled and answer_types[queued_id] is m.Failed
-    assert rig.core._responses.live_requests == 0
+    assert rig.core._responses.live_count == 0
 
 
 # --- models' own metrics -------------------------------------------------------------------------

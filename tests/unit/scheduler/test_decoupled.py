@@ -114,7 +114,7 @@ def test_a_reply_ends_a_request_too() -> None:
     rig, peer, number, key = start_stream()
     rig.report_returned(peer, m.Execute(1, []), m.Reply(key, "INVALID_ARG", "cannot be read"))
     assert rig.answers() == [m.Responded(number, "INVALID_ARG", "cannot be read", b"", [], True)]
-    assert rig.core.live_requests == 0
+    assert rig.core.live_count == 0
 
 
 def test_a_batch_of_requests_ends_one_by_one() -> None:
@@ -211,9 +211,9 @@ def test_an_exited_client_ends_only_its_own_requests() -> None:
     rig.supervisor(ProcessExited(7000, ""))
     assert rig.take_worker_messages() == [m.ReaderExited(7000), m.CancelExecution(key)]
     rig.respond(peer, key)
-    assert rig.core.live_requests == 1
+    assert rig.core.live_count == 1
     rig.respond(peer, key, b"", final=True)
-    assert rig.answers() == [] and rig.core.live_requests == 0
+    assert rig.answers() == [] and rig.core.live_count == 0
 
 
 @pytest.mark.parametrize("has_returned", [True, False])
@@ -316,7 +316,7 @@ def test_stopping_fails_open_requests() -> None:
     rig.supervisor(Stop())
     _, failed_message = rig.answers()
     assert (failed_message.id, failed_message.code) == (number, "UNAVAILABLE")
-    assert rig.core.live_requests == 0
+    assert rig.core.live_count == 0
 
 
 # --- counts ---------------------------------------------------------------------------------------

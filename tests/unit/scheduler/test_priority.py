@@ -83,9 +83,9 @@ class ComparedQueue(RuleBasedStateMachine):
         assert list(self.queue) == expected and len(self.queue) == len(expected)
         for level in (1, 2, 3, 4):
             assert self.queue.size(level) == sum(request.level == level for request in expected)
-        used_levels = {request.level for request in expected}
-        kept_lines = set(self.queue._levels) - used_levels
-        assert used_levels <= set(self.queue._levels) and len(kept_lines) <= 1, (
+        used_queues = {(request.level, request.is_delayed) for request in expected}
+        kept_queues = self.queue._queues.keys() - used_queues
+        assert used_queues <= self.queue._queues.keys() and len(kept_queues) <= 1, (
             "memory is for what is there"
         )
 

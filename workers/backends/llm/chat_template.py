@@ -281,9 +281,7 @@ def parse_conversation(text: str) -> dict[str, Any]:
         # The variables for the end of the prompt also determine how the generated text is parsed.
         chat |= {name: kwargs[name] for name in _PROMPT_END_OPTIONS if kwargs.get(name) is not None}
     for name in _VARIABLE_TYPES.keys() & chat.keys():
-        kind, type_text = _VARIABLE_TYPES[name]
-        if not isinstance(chat[name], kind | None):
-            raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {type_text}")
+        check_type(f"{name}:", chat[name], *_VARIABLE_TYPES[name])
     if (effort := chat.get("reasoning_effort")) not in (None, *_EFFORTS):
         text = f"reasoning_effort: {clip(repr(effort))} is not one of {', '.join(_EFFORTS)}"
         raise InvalidArgument(text)
@@ -295,6 +293,12 @@ def parse_conversation(text: str) -> dict[str, Any]:
         if "tool_choice" in chat:
             chat["tool_choice"] = _as_function(chat["tool_choice"], "tool_choice")
     return chat
+
+
+def check_type(subject: str, value: Any, kind: Any, allowed_text: str) -> None:
+    """Raise InvalidArgument if a value is neither of a type (or union of types) nor null."""
+    if not isinstance(value, kind | None):
+        raise InvalidArgument(f"{subject} {clip(repr(value))} is not {allowed_text}")
 
 
 def check_surrogates(text: str, members: Mapping[str, Any]) -> None:
@@ -368,20 +372,16 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
     """
     message = {name: value for name, value in received.items() if value is not None}
     for name in ("role", "name", "tool_call_id", *_REASONING_MEMBERS):
-        if not isinstance(message.get(name), str | None):
-            raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
-    if not isinstance(message.get("content"), str | list | None):
-        content_text = clip(repr(message["content"]))
-        text = f"messages: content {content_text} is not a string or a list of parts"
-        raise InvalidArgument(text)
+        check_type(f"messages: {name}", message.get(name), str, "a string")
+    content_types = "a string or a list of parts"
+    check_type("messages: content", message.get("content"), str | list, content_types)
     if message["role"] == "developer" and not template.has_developer_role:
         message["role"] = "system"
     reasoning = next((message[name] for name in _REASONING_MEMBERS if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     calls = message.pop("tool_calls", None)
-    if not isinstance(calls, list | None):
-        raise InvalidArgument(f"messages: tool_calls {clip(repr(calls))} is not a list")
+    check_type("messages: tool_calls", calls, list, "a list")
     if calls:
         is_text = template.takes_argument_text
         message["tool_calls"] = [_prepare_call(call, is_text) for call in calls]
@@ -448,8 +448,7 @@ def _prepare_call(call: Any, is_text: bool) -> Any:
             f"messages: the tool call {clip(repr(call))} is not an object with a function and its "
             "name"
         )
-    if not isinstance(call.get("id"), str | None):
-        raise InvalidArgument(f"messages: the call id {clip(repr(call['id']))} is not a string")
+    check_type("messages: the call id", call.get("id"), str, "a string")
     if call.get("type") not in (None, "function"):
         text = f"the type {clip(repr(call['type']))} of a tool call is not 'function' or 'custom'"
         raise InvalidArgument(f"messages: {text}")

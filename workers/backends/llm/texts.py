@@ -564,10 +564,8 @@ class TextThread:
             request = self._requests.get(key)
             if request is None or request.prompt is not sequence.prompt:
                 continue
-            try:
+            with _fail_on_error(request.output_stream):
                 request.append(output)
-            except BaseException as error:
-                request.output_stream.fail_raised(error)
             if output.tokens or request.output_stream.is_closed:
                 updated_keys[key] = None
         for key in updated_keys:
@@ -596,10 +594,8 @@ class TextThread:
         request = self._requests.get(key)
         if request is None:
             return
-        try:
+        with _fail_on_error(request.output_stream):
             request.respond()
-        except BaseException as error:
-            request.output_stream.fail_raised(error)
         if request.output_stream.is_closed:
             self._remove(request)
         elif request.output_stream.may_send:

@@ -285,10 +285,7 @@ class Detokenizer:
         self, texts: TokenTexts, skip_special_tokens: bool, prompt: Sequence[int] = ()
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
-        self._ends_word, self._begins_inside_character = (
-            texts.ends_word,
-            texts.begins_inside_character,
-        )
+        self._token_texts = texts
         self._skipped = texts.special if skip_special_tokens else frozenset()
         context = [token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped]
         context = context[-_MAX_HELD_TOKENS:]
@@ -307,8 +304,9 @@ class Detokenizer:
         A space that the decoder writes only before another token is counted. An incomplete
         character that the token does not continue is also counted, since U+FFFD replaces it.
         """
-        delayed_space_count = bool(self._tokens) and self._ends_word(self._tokens[-1])
-        replaced_length = 0 if self._begins_inside_character(token) else self._replaced_length
+        delayed_space_count = bool(self._tokens) and self._token_texts.ends_word(self._tokens[-1])
+        continues_character = self._token_texts.begins_inside_character(token)
+        replaced_length = 0 if continues_character else self._replaced_length
         length = self._emitted_length + self._held_length + delayed_space_count + replaced_length
         # A token may continue the last of several incomplete characters.
         self._position = max(self._position, length)

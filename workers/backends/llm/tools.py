@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.workers.backends.llm.chat_template import is_tool_name
+from shmserve.workers.backends.llm.chat_template import check_type, is_tool_name
 from shmserve.workers.backends.llm.grammars import NO_FORCING, SCHEMA_MAPS, resolve_reference
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.token_texts import with_pauses
@@ -64,8 +64,8 @@ def take_tools(conversation: dict[str, Any]) -> ToolRequest | None:
     """
     choice = conversation.pop("tool_choice", None)
     parallel = conversation.pop("parallel_tool_calls", None)
-    _check_type("parallel_tool_calls", parallel, bool, "true or false")
-    _check_type("tools", conversation.get("tools"), list, "a list")
+    check_type("parallel_tool_calls:", parallel, bool, "true or false")
+    check_type("tools:", conversation.get("tools"), list, "a list")
     definitions = conversation.get("tools") or []
     tools = [_parse_tool(*pair) for pair in with_pauses(enumerate(definitions))]
     if choice == "none" or not tools:
@@ -84,12 +84,6 @@ def take_tools(conversation: dict[str, Any]) -> ToolRequest | None:
     return ToolRequest(selected_tools, mode == "required", parallel is not False and not is_named)
 
 
-def _check_type(field: str, value: Any, kind: type[Any], allowed_text: str) -> None:
-    """Raise InvalidArgument if a value is neither of a type nor null."""
-    if not isinstance(value, kind | None):
-        raise InvalidArgument(f"{field}: {clip(repr(value))} is not {allowed_text}")
-
-
 def _parse_tool(index: int, tool: Any) -> Tool:
     field = f"tools[{index}]"
     function = tool.get("function") if isinstance(tool, dict) else None
@@ -100,10 +94,10 @@ def _parse_tool(index: int, tool: Any) -> Tool:
     if not is_tool_name(name):
         text = f"{clip(repr(name))} is not 1 to 256 letters, digits or characters of _.:/-"
         raise InvalidArgument(f"{field}.name: {text}")
-    _check_type(f"{field}.description", function.get("description"), str, "a string")
+    check_type(f"{field}.description:", function.get("description"), str, "a string")
     is_strict = tool.get("strict") if function.get("strict") is None else function["strict"]
-    _check_type(f"{field}.strict", is_strict, bool, "true or false")
-    _check_type(f"{field}.parameters", schema, dict, "a JSON schema")
+    check_type(f"{field}.strict:", is_strict, bool, "true or false")
+    check_type(f"{field}.parameters:", schema, dict, "a JSON schema")
     keywords = {key: value for key, value in (schema or {}).items() if value is not None}
     parameters = {**_OBJECT_SCHEMA, **keywords}
     error = _schema_error(parameters)

@@ -234,15 +234,17 @@ class DraftModel:
         Returns:
             The rows for whose sequences the model can propose tokens.
         """
-        stale = [(s, row) for s, row in rows if len(s.tokens) - s.draft_computed > _MAX_DRAFT_INPUT]
-        if stale:
+        late_rows = [
+            (s, row) for s, row in rows if len(s.tokens) - s.draft_computed > _MAX_DRAFT_INPUT
+        ]
+        if late_rows:
             batch = self._passes.empty()
-            for sequence, _ in stale:
+            for sequence, _ in late_rows:
                 begin, end = sequence.draft_computed, sequence.draft_computed + _MAX_DRAFT_INPUT
                 batch.add(sequence.tokens[begin:end], begin, sequence.block_table)
                 sequence.draft_computed = end
             self._passes.logits(batch, [])
-        return [pair for pair in rows if pair not in stale]
+        return [pair for pair in rows if pair not in late_rows]
 
     def _next_logits(self, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]) -> Tensor:
         """Return the logits after each sequence and its draft tokens, [rows, vocabulary]."""
@@ -406,8 +408,9 @@ class WorkerEngine:
             is_prompt = row.start < len(sequence.prompt.tokens)
             pass_row = batch.add(tokens, row.start, sequence.block_table, is_prompt)
             plan.logit_row = len(logit_rows)
-            skipped = 0 if self._scores_prompt(plan) else row.count - row.samples_next
-            logit_rows += range(pass_row + skipped, pass_row + len(tokens))
+            rows_without_logits = row.count - row.samples_next
+            first_logit_row = pass_row + (0 if self._scores_prompt(plan) else rows_without_logits)
+            logit_rows += range(first_logit_row, pass_row + len(tokens))
         if not plans:
             return torch.empty(0)
         return self.passes.logits(batch, logit_rows)
@@ -446,7 +449,9 @@ class WorkerEngine:
                 mask = plan.masks[count] if plan.masks else None
                 sampled.append(plan.sequence.sampled_row(tokens[:count], mask))
         row_logits = logits if len(logit_rows) == len(logits) else logits[logit_rows]
-        raw_logits = _copy_raw_logits(row_logits, sampled)
+        # The log probabilities are those of the unprocessed logits.
+        needs_logprobs = any(row.parameters.logprobs >= 0 for row in sampled)
+        raw_logits = row_logits.clone() if needs_logprobs else None
         process(row_logits, sampled)
         accepted_tokens = verify(row_logits, sampled, checks)
         checked_rows = [
@@ -514,8 +519,3 @@ def _beam_candidates(plan: RowPlan, logits: Tensor) -> RowResult:
     count = max(2, 1 + len(prompt.end_tokens)) * prompt.parameters.beams
     tokens, scores = candidates(logits, count)
     return RowResult(plan.sequence.number, [], candidates=tokens, scores=scores)
-
-
-def _copy_raw_logits(logits: Tensor, rows: list[SampledRow]) -> Tensor | None:
-    """Return a copy of the unprocessed logits if log probabilities are requested, or None."""
-    return logits.clone() if any(row.parameters.logprobs >= 0 for row in rows) else None

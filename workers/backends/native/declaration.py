@@ -355,19 +355,13 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
         "instance_group": partial(instance_groups, model),
         **{name: partial(_check_arguments, model, name) for name in _METHOD_ARGUMENTS},
     }
-    problems = []
+    collector = Collector()
     for name, check_attribute in checks.items():
-        try:
-            if getattr(model, name, None) is not None:
-                check_attribute()
-        except InvalidArgument as error:
-            problems.append(f"{prefix_of(name)}{error.message}")
-    try:
-        predict = read_signature(model, prefix_of)
-    except InvalidArgument as error:
-        problems.append(error.message)
-    if problems:
-        raise InvalidArgument("\n".join(problems))
+        if getattr(model, name, None) is not None:
+            collector(_with_position, prefix_of, name, check_attribute)
+    predict = collector(read_signature, model, prefix_of)
+    if collector.problems:
+        raise InvalidArgument("\n".join(collector.problems))
     return predict
 
 

@@ -108,34 +108,6 @@ class ServerApi:
             raise unsubmitted_error(call.request.model, error) from None
         return call
 
-    def load_model(self, name: str, config: str, files: dict[str, bytes]) -> None:
-        """Load or reload a model.
-
-        Raises:
-            ShmserveError: The server has rejected the request.
-        """
-        self.context.control.ask(LoadModel, name, config, files)
-        self.calls.invalidate(name)
-
-    def unload_model(self, name: str, unload_dependents: bool) -> None:
-        """Unload a model.
-
-        Raises:
-            ShmserveError: The server has rejected the request.
-        """
-        self.context.control.ask(UnloadModel, name, unload_dependents)
-        self.calls.invalidate(name)
-
-    def is_model_ready(self, name: str, version: str) -> bool:
-        """Check whether a model (version "": its latest) can run inferences now."""
-        try:
-            found_model = self.context.control.ask(FindModel, name, version)
-        except (NotFound, Unavailable):
-            return False
-        if not (found_model["ready"] and found_model.get("checks_ready")):
-            return bool(found_model["ready"])
-        return bool(self.context.control.ask(AskReady, name, found_model["version"])["ready"])
-
 
 _server: ServerApi | None = None
 _ORIGINS: ContextVar[Sequence[Request]] = ContextVar("origins", default=())
@@ -166,6 +138,16 @@ def refusal_text(reason: str) -> str:
     return f"Failed to process the request for model '{name}', message: {reason}"
 
 
+@contextlib.contextmanager
+def _converted_refusals(operation: str) -> Iterator[None]:
+    """Raise TritonModelException if the server rejects an operation of the block."""
+    try:
+        yield
+    except ShmserveError as error:
+        text = f"Failed to {operation}: {refusal_text(error.message)}"
+        raise TritonModelException(text) from None
+
+
 def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
     """Load or reload a model, as POST /v2/repository/models/NAME/load does.
 
@@ -192,10 +174,10 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
             text = f"Failed to load model: the name of a file must begin with 'file:', got '{path}'"
             raise TritonModelException(text)
         contents[path.removeprefix("file:")] = content
-    try:
-        current_server().load_model(model_name, config, contents)
-    except ShmserveError as error:
-        raise TritonModelException(f"Failed to load model: {refusal_text(error.message)}") from None
+    api = current_server()
+    with _converted_refusals("load model"):
+        api.context.control.ask(LoadModel, model_name, config, contents)
+        api.calls.invalidate(model_name)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
@@ -204,12 +186,10 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     Raises:
         TritonModelException: The server has rejected the request.
     """
-    model_name = as_text(model_name, "model_name")
-    try:
-        current_server().unload_model(model_name, bool(unload_dependents))
-    except ShmserveError as error:
-        text = f"Failed to unload model: {refusal_text(error.message)}"
-        raise TritonModelException(text) from None
+    model_name, api = as_text(model_name, "model_name"), current_server()
+    with _converted_refusals("unload model"):
+        api.context.control.ask(UnloadModel, model_name, bool(unload_dependents))
+        api.calls.invalidate(model_name)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
@@ -226,11 +206,15 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
             "(details: stol), version should be an integral value > 0"
         )
         raise TritonModelException("Failed to check model readiness: " + refusal_text(reason))
-    try:
-        return current_server().is_model_ready(model_name, model_version)
-    except ShmserveError as error:
-        text = f"Failed to check model readiness: {refusal_text(error.message)}"
-        raise TritonModelException(text) from None
+    control = current_server().context.control
+    with _converted_refusals("check model readiness"):
+        try:
+            found_model = control.ask(FindModel, model_name, model_version)
+        except (NotFound, Unavailable):
+            return False
+        if not (found_model["ready"] and found_model.get("checks_ready")):
+            return bool(found_model["ready"])
+        return bool(control.ask(AskReady, model_name, found_model["version"])["ready"])
 
 
 def get_model_dir() -> str:

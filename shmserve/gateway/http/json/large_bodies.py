@@ -29,7 +29,7 @@ from shmserve.errors import Internal, InvalidArgument, ShmserveError, clip
 from shmserve.gateway.http.json.parser import LARGE_BYTES, JsonFault, loads, loads_checked
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.inference.infer_request import check_member_count
-from shmserve.ipc.engine_settings import prompt_too_long
+from shmserve.ipc.engine_settings import prompt_too_long_text
 from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,9 @@ def prompt_size_error(body: Any, token_limits: Mapping[str, int], model: str) ->
             size = len(measured_value) if isinstance(measured_value, bytes | list | dict) else 0
             if size > limit:
                 unit = "bytes" if is_text else "tokens"
-                problem = prompt_too_long(token_limit, f"{size} {unit} exceed the limit of {limit}")
+                problem = prompt_too_long_text(
+                    token_limit, f"{size} {unit} exceed the limit of {limit}"
+                )
                 return f"{name}: {problem}"
     return ""
 

@@ -26,13 +26,14 @@ messages between processes:
     3. scheduler/batching.py                queues the request, which hosting/host.py has received
                                             and front.py has passed on
 
-    4. scheduler/generative/dispatch.py     assigns the request to a worker (Prepare)
+    4. scheduler/generative/generation_dispatch.py
+                                            assigns the request to a worker (Prepare)
 
     5. workers/backends/llm/texts.py        tokenizes the prompt by prompts.py and chat_template.py
                                             of the same folder (Prepared)
 
     6. scheduler/generative/engine.py       plans the steps that compute the prompt and then one
-                                            token after another; dispatch.py sends them (Step)
+                                            token after another; the dispatcher sends them (Step)
 
 The way of a token from the worker's step to the client:
 

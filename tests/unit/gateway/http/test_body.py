@@ -75,11 +75,12 @@ class Client:
         """Allocate a block of the arena, and wait for the bytes that fill it."""
         resources = make_resources(arena)
         try:
-            with self.body.arrival.registered_block(resources.release):
-                (memory_range,) = resources.allocate([size])
-                arriving = arriving_tensors([arena.view(memory_range)])
-                await self.body.read_tensors(arriving, memoryview(b""))
+            self.body.arrival.register_block(resources.release)
+            (memory_range,) = resources.allocate([size])
+            arriving = arriving_tensors([arena.view(memory_range)])
+            await self.body.read_tensors(arriving, memoryview(b""))
         finally:
+            self.body.arrival.release_budget()
             resources.release()
 
 
@@ -146,14 +147,15 @@ def test_server_time_does_not_count_against_a_body(make_clock: Callable[[], Cloc
         resources = make_resources(arena)
         (block,) = resources.allocate([MIB])
         client.content.feed_data(bytes(100))
-        with client.body.arrival.registered_block(resources.release):
-            await client.body.next()
-            await clock.advance(0.1)  # decompression takes this long
-            with pytest.raises(Unavailable):
-                make_resources(arena).allocate([MIB])
-            client.content.feed_data(bytes(100))
-            arriving = arriving_tensors([arena.view(block)[:100]])
-            assert await client.body.read_tensors(arriving, memoryview(b""))
+        client.body.arrival.register_block(resources.release)
+        await client.body.next()
+        await clock.advance(0.1)  # decompression takes this long
+        with pytest.raises(Unavailable):
+            make_resources(arena).allocate([MIB])
+        client.content.feed_data(bytes(100))
+        arriving = arriving_tensors([arena.view(block)[:100]])
+        assert await client.body.read_tensors(arriving, memoryview(b""))
+        client.body.arrival.release_budget()
         resources.release()
 
     with open_arena(MIB) as arena:
@@ -199,7 +201,8 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
                 resources.allocate([16 << 10])
                 # Some bodies may stay if the remaining memory suffices.
                 stack.callback(resources.release)
-                stack.enter_context(client.body.arrival.registered_block(resources.release))
+                stack.callback(client.body.arrival.release_budget)
+                client.body.arrival.register_block(resources.release)
                 client.body.arrival._earlier_waits_s = 1.0
             start = time.monotonic()
             resources = make_resources(arena)

@@ -55,7 +55,7 @@ def test_steps_run_one_after_the_other() -> None:
     rig.finish("b", second_step.id, b"efgh")
     (output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
     assert (output.name, output.data) == ("OUT", b"efgh")
-    assert rig.core.live_requests == 0
+    assert rig.core.live_count == 0
 
 
 def test_every_step_has_the_priority_of_the_request() -> None:
@@ -119,7 +119,7 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
     assert rig.take_sent(m.Cancel) == [("a", m.Cancel(steps["a"].id))]
     rig.from_step("a", m.Failed(steps["a"].id, "CANCELLED", "request cancelled", 0, False))
     only_message(rig.take_client_messages(), m.Settled)
-    assert rig.core.live_requests == 0
+    assert rig.core.live_count == 0
 
 
 def test_a_missing_output_is_a_deadlock() -> None:
@@ -163,7 +163,7 @@ def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None
     for endpoint, submit in rig.take_sent():
         rig.finish(endpoint, submit.id)
     failure = only_message(rig.take_client_messages(), m.Failed)
-    assert (failure.code, rig.core.live_requests, rig.used_bytes) == ("UNSUPPORTED", 0, 0)
+    assert (failure.code, rig.core.live_count, rig.used_bytes) == ("UNSUPPORTED", 0, 0)
     assert "has become decoupled" in failure.message
 
 
@@ -184,7 +184,7 @@ def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_respon
         rig.respond("a", number, b"" if final else b"\0" * 4, final)
     rig.finish("b", rig.take_submits()["b"])
     only_message(rig.take_client_messages(), m.Finished)
-    assert rig.core.live_requests == 0
+    assert rig.core.live_count == 0
 
 
 def test_requests_of_a_step_are_limited() -> None:
@@ -207,7 +207,7 @@ def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() ->
     assert only_message(rig.take_client_messages(), m.Failed).early
     rig.from_control(ProcessExited(7000, ""))
     rig.from_step("a", m.Failed(steps["a"].id, "CANCELLED", "request cancelled", 0, False))
-    assert (rig.take_client_messages(), rig.core.live_requests) == ([], 0)
+    assert (rig.take_client_messages(), rig.core.live_count) == ([], 0)
 
 
 def test_requests_waiting_for_capacity_are_bounded() -> None:
@@ -228,7 +228,7 @@ def test_requests_of_an_exited_client_do_not_run() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.from_control(ProcessExited(7000, ""))  # the pid of the gateway
     rig.submit()
-    assert (rig.take_submits(), rig.take_client_messages(), rig.core.live_requests) == ({}, [], 0)
+    assert (rig.take_submits(), rig.take_client_messages(), rig.core.live_count) == ({}, [], 0)
 
 
 def test_endpoints_of_withdrawn_models_are_removed() -> None:

@@ -292,4 +292,4 @@ def test_as_many_beams_continue_beside_several_end_tokens() -> None:
     result = RowResult(1, [], candidates=[3, 7, 8, 9, 4, 5], scores=scores)
     beams.add(Sequence(1, generation, 0, generation.prompt), result)
     assert [candidate.token for candidate in beams.step()] == [3, 4]
-    assert [hypothesis.tokens for hypothesis in beams.hypotheses] == [[7]]
+    assert [array("i", hypothesis.tokens).tolist() for hypothesis in beams.hypotheses] == [[7]]

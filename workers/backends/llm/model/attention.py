@@ -209,9 +209,9 @@ class DecodeRow(NamedTuple):
     block_table: list[int]
 
 
-def decode_rows(rows: Pass, cache: KvCache) -> list[DecodeRow]:
+def find_decode_rows(rows: Pass, cache: KvCache) -> list[DecodeRow]:
     """Return the rows of a pass that are not from prompts, in spans of at most `_MAX_ROWS` rows."""
-    decode: list[DecodeRow] = []
+    decode_rows: list[DecodeRow] = []
     for span in rows.spans:
         if span.is_prompt or span.size > _MAX_ROWS:
             continue
@@ -219,8 +219,8 @@ def decode_rows(rows: Pass, cache: KvCache) -> list[DecodeRow]:
             length = span.start + index + 1
             width_step = max(_MIN_WIDTH_STEP, 1 << length.bit_length() >> 3)
             width = min(length + -length % width_step, cache.slot_count)
-            decode.append(DecodeRow(span.first_row + index, length, width, span.block_table))
-    return decode
+            decode_rows.append(DecodeRow(span.first_row + index, length, width, span.block_table))
+    return decode_rows
 
 
 class VisibleKeys(NamedTuple):
@@ -243,19 +243,19 @@ class VisibleKeys(NamedTuple):
     width_groups: tuple[list[int], list[int]]  # (element counts, widths)
 
     @classmethod
-    def of(cls, decode: list[DecodeRow], row_count: int, cache: KvCache) -> Self:
+    def of(cls, decode_rows: list[DecodeRow], row_count: int, cache: KvCache) -> Self:
         """Return the keys that decode rows see, in a pass of `row_count` rows."""
         heads, kv_heads = cache.query_heads, cache.kv_heads
         head_slots = np.arange(heads, dtype=np.int32) // (heads // kv_heads) * cache.slot_count
         columns, values, widths = [], [], []
-        for width, group in groupby(decode, key=attrgetter("width")):
+        for width, group in groupby(decode_rows, key=attrgetter("width")):
             slots, bias = _visible_slots(list(group), width, cache.block_size)
             columns.append((slots[:, None] + head_slots[:, None]).ravel())
             values.append(np.repeat(bias, heads, 0).ravel())
             widths.append(width)
-        row_indices = np.array([row.row_index for row in decode])
+        row_indices = np.array([row.row_index for row in decode_rows])
         counts = np.zeros((row_count, heads + 2 * kv_heads), np.int32)
-        counts[row_indices, :heads] = np.array([row.width for row in decode])[:, None]
+        counts[row_indices, :heads] = np.array([row.width for row in decode_rows])[:, None]
         indices = torch.from_numpy(np.concatenate(columns))
         data = torch.from_numpy(np.concatenate(values))
         shape = (counts.size, kv_heads * cache.slot_count)
@@ -415,11 +415,11 @@ class SparseAttention(Attention):
 
     def for_rows(self, rows: Pass) -> Attend:
         cache = self._cache
-        decode = decode_rows(rows, cache)
-        if not decode:
+        decode_rows = find_decode_rows(rows, cache)
+        if not decode_rows:
             return super().for_rows(rows)
-        visible = VisibleKeys.of(decode, len(rows.tokens), cache)
-        indices = {row.row_index for row in decode}
+        visible = VisibleKeys.of(decode_rows, len(rows.tokens), cache)
+        indices = {row.row_index for row in decode_rows}
         row_count = rows.spans[-1].first_row + rows.spans[-1].size
         runs = self._runs(rows, (span for span in rows.spans if span.first_row not in indices))
 

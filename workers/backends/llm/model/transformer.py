@@ -243,10 +243,10 @@ class Transformer:
             padding = logit_rows[-1:] * (len(selected_rows.tokens) - len(logit_rows))
             selected_attend = attention.for_rows(selected_rows) if logit_rows else attend
             selection = SelectedRows(logit_rows + padding, selected_attend)
-        extended = self.states(*rows.tensors(), cache, attend, selection)
+        extended_states = self.states(*rows.tensors(), cache, attend, selection)
         if not logit_rows:
-            return extended.new_empty(0, self.architecture.vocab_size)
-        return self.logits(extended)[: len(logit_rows)]
+            return extended_states.new_empty(0, self.architecture.vocab_size)
+        return self.logits(extended_states)[: len(logit_rows)]
 
     def states(
         self,
@@ -263,38 +263,43 @@ class Transformer:
         embedding's, see `_normalise`.
         """
         model = self.architecture
-        extended = functional.embedding(tokens, self._embedding)
-        states = extended[:, : model.hidden]
+        extended_states = functional.embedding(tokens, self._embedding)
+        states = extended_states[:, : model.hidden]
         rotations = self._rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(_normalise(states, extended, layer.input_norm))
+            qkv = layer.qkv(_normalise(states, extended_states, layer.input_norm))
             heads = self._rotate(layer, qkv, rotations)
             cache.write(index, heads[:, model.heads :], slots)
             if selection is not None and index == model.layers - 1:
                 # After the keys of the last layer are stored, only the selected rows are computed.
                 if not selection.indices:
                     break
-                extended, heads = extended[selection.indices], heads[selection.indices]
-                states, attend = extended[:, : model.hidden], selection.attend
+                extended_states, heads = (
+                    extended_states[selection.indices],
+                    heads[selection.indices],
+                )
+                states, attend = extended_states[:, : model.hidden], selection.attend
             states += layer.output(attend(heads, index))
-            self._feed_forward(layer, extended)
-        return extended
+            self._feed_forward(layer, extended_states)
+        return extended_states
 
-    def _feed_forward(self, layer: Layer, extended: Tensor) -> None:
+    def _feed_forward(self, layer: Layer, extended_states: Tensor) -> None:
         """Add the feed-forward part of a layer to the states, in parts of at most MAX_ROWS rows."""
-        count = extended.shape[0]
+        count = extended_states.shape[0]
         if count > MAX_ROWS:
-            for row_part in extended.tensor_split(-(-count // MAX_ROWS)):
+            for row_part in extended_states.tensor_split(-(-count // MAX_ROWS)):
                 self._feed_forward(layer, row_part)
             return
-        states = extended[:, : self.architecture.hidden]
-        normalised = _normalise(states, extended, layer.post_attention_norm)
+        states = extended_states[:, : self.architecture.hidden]
+        normalised = _normalise(states, extended_states, layer.post_attention_norm)
         gate, up = layer.gate_up(normalised).chunk(2, -1)
         states += layer.down(functional.silu(gate).mul_(up))
 
-    def logits(self, extended: Tensor) -> Tensor:
+    def logits(self, extended_states: Tensor) -> Tensor:
         """Return the logits of rows of `states`, float32 [rows, vocabulary]."""
-        return self.head(_normalise(extended[:, : self.architecture.hidden], extended, self._norm))
+        return self.head(
+            _normalise(extended_states[:, : self.architecture.hidden], extended_states, self._norm)
+        )
 
     def _rotate(self, layer: Layer, qkv: Tensor, rotations: Tensor) -> Tensor:
         """Apply the head norms and the rotary embedding (Su et al., 2021) to queries and keys.
@@ -360,18 +365,18 @@ class Transformer:
         )
 
 
-def _normalise(states: Tensor, extended: Tensor, gain: Tensor | None) -> Tensor:
+def _normalise(states: Tensor, extended_states: Tensor, gain: Tensor | None) -> Tensor:
     """Return the RMS norm of states (Zhang and Sennrich, 2019), with one operator for the norm.
 
-    The extra column sqrt(epsilon * hidden) of `extended` adds epsilon to the mean square. The gain
-    contains the factor sqrt(hidden) between the root mean square and the Euclidean norm.
+    The extra column sqrt(epsilon * hidden) of `extended_states` adds epsilon to the mean square.
+    The gain contains the factor sqrt(hidden) between the root mean square and the Euclidean norm.
 
     Args:
         states: The hidden states, [rows, hidden].
-        extended: The hidden states with their extra columns.
+        extended_states: The hidden states with their extra columns.
         gain: The gain, [hidden]; None: it is folded into the following linear layer.
     """
-    normed: Tensor = states / torch.linalg.vector_norm(extended, 2.0, -1, True)
+    normed: Tensor = states / torch.linalg.vector_norm(extended_states, 2.0, -1, True)
     return normed if gain is None else normed.mul_(gain)
 
 

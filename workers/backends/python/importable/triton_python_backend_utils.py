@@ -238,13 +238,11 @@ class ModelConfig:
 
         Raise ValueError if the configured input differs.
         """
-        allowed_text = "'name', 'data_type', 'dims' and 'optional'"
-        self._add_tensor("input", input, {"name", "data_type", "dims", "optional"}, allowed_text)
+        self._add_tensor("input", input, "name", "data_type", "dims", "optional")
 
     def add_output(self, output: dict[str, Any]) -> None:
         """Add {"name", "data_type", "dims"}; raise ValueError if the configured output differs."""
-        allowed_text = "'name', 'data_type' and 'dims'"
-        self._add_tensor("output", output, {"name", "data_type", "dims"}, allowed_text)
+        self._add_tensor("output", output, "name", "data_type", "dims")
 
     @property
     def _name(self) -> str:
@@ -252,21 +250,21 @@ class ModelConfig:
         return name
 
     def _check_properties(
-        self, kind: str, tensor: dict[str, Any], allowed_keys: set[str], allowed_text: str
+        self, kind: str, tensor: dict[str, Any], allowed_keys: tuple[str, ...]
     ) -> None:
         if "name" not in tensor:
             raise ValueError(f"{kind} {_LOCATION_TEXT} '{self._name}' is missing 'name' property.")
         subject = f"{kind} '{tensor['name']}' {_LOCATION_TEXT} '{self._name}'"
-        if tensor.keys() - allowed_keys:
+        if tensor.keys() - {*allowed_keys}:
+            *first_keys, last_key = map(repr, allowed_keys)
+            allowed_text = f"{', '.join(first_keys)} and {last_key}"
             raise ValueError(f"{subject} contains property other than {allowed_text}.")
         for key in ("data_type", "dims"):
             if key not in tensor:
                 raise ValueError(f"{subject} is missing '{key}' property.")
 
-    def _add_tensor(
-        self, kind: str, tensor: dict[str, Any], allowed_keys: set[str], allowed_text: str
-    ) -> None:
-        self._check_properties(kind, tensor, allowed_keys, allowed_text)
+    def _add_tensor(self, kind: str, tensor: dict[str, Any], *allowed_keys: str) -> None:
+        self._check_properties(kind, tensor, allowed_keys)
         tensors: list[dict[str, Any]] = self._model_config[kind]
         for configured in tensors:
             if configured["name"] == tensor["name"]:

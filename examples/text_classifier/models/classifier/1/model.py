@@ -1,4 +1,4 @@
-"""Embeddings -> the subject whose own embedding is nearest, and how near each of them is."""
+"""A classifier of embeddings, which returns the nearest subject and the scores of all subjects."""
 
 import numpy as np
 import torch

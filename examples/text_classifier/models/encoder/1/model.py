@@ -1,4 +1,4 @@
-"""Token ids -> embeddings of length 1: MiniLM, and the mean over the tokens that are no padding."""
+"""An encoder of token ids: the mean of MiniLM's states without padding, normalised to length 1."""
 
 import torch
 import triton_python_backend_utils as pb_utils

@@ -1,4 +1,4 @@
-"""Texts -> token ids, padded to the longest, and which of them are no padding."""
+"""A tokenizer of texts, which returns token ids, padded to the longest text, and their mask."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

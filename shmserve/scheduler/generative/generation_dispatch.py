@@ -21,7 +21,6 @@ from shmserve.errors import QueueFull
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import (
     Choose,
-    Hypothesis,
     Prepare,
     Prepared,
     ResponseSent,
@@ -138,7 +137,7 @@ class GenerativeDispatcher(Dispatcher):
         engines = [self._engine(slot) for slot in self._pool.ready()]
         row_capacity = self._engine_settings.max_batch_size * len(engines)
         unprepared_count = sum(item.generation is None for item in self._assigned_requests.values())
-        live_sequence_count = sum(engine.live_sequences for engine in engines)
+        live_sequence_count = sum(engine.live_sequence_count for engine in engines)
         return max(len(self._queue) + unprepared_count + live_sequence_count - row_capacity, 0)
 
     def flush(self) -> None:
@@ -151,7 +150,7 @@ class GenerativeDispatcher(Dispatcher):
         self._assign(now_ns)
         for slot in self._pool.ready():
             engine = self._engine(slot)
-            if engine.running_step is None and slot.idle:
+            if engine.running_step is None and slot.is_idle:
                 began_ns = self._clock()
                 step = engine.plan(now_ns)
                 if step is not None:
@@ -318,14 +317,10 @@ class GenerativeDispatcher(Dispatcher):
     def _on_search_end(
         self, generation: Generation[AssignedRequest], beams: Beams[AssignedRequest]
     ) -> None:
-        self._counts.generated += sum(len(beam.tokens) for beam in beams.hypotheses)
+        self._counts.generated += sum(len(array("i", h.tokens)) for h in beams.hypotheses)
         slot = generation.owner.slot
         if slot is not None:
-            hypotheses = [
-                Hypothesis(array("i", beam.tokens).tobytes(), beam.finish_reason, beam.score)
-                for beam in beams.hypotheses
-            ]
-            self._executions.post(slot.peer, Choose(generation.key, hypotheses))
+            self._executions.post(slot.peer, Choose(generation.key, beams.hypotheses))
 
     # --- counts
 
