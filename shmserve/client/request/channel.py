@@ -321,7 +321,7 @@ class RequestChannel:
     @property
     def unsent(self) -> int:
         """Return the number of messages that wait for the next `flush`."""
-        return self._links.unsent
+        return self._links.queued_count
 
     def flush(self) -> None:
         """Send the queued messages."""
@@ -355,7 +355,7 @@ class RequestChannel:
                     self.schedulers.handle(link.endpoint, message)
                 if not link.connected:
                     self._replace_link(link)
-        if self._links.unsent:
+        if self._links.queued_count:
             self.flush()
 
     def _find(self, pending: ClientRequest, _: Failed | None) -> str:
