@@ -72,7 +72,7 @@ def summing_client(server: Server) -> Iterator[Sums]:
     def sum_up() -> None:
         sequence = next(numbers)
         try:
-            results = [add(client, sequence, i + 1, i == 0, i == 3) for i in range(4)]
+            results = [add(summing, sequence, i + 1, i == 0, i == 3) for i in range(4)]
         except ShmserveError as error:
             sums.lost_count += 1
             if "is lost with it" not in str(error) and "was lost when" not in str(error):
@@ -82,7 +82,7 @@ def summing_client(server: Server) -> Iterator[Sums]:
             if results != [1, 3, 6, 10]:
                 sums.wrong_responses.append(results)
 
-    with shmserve.client.connect(server.run_dir) as client, repeating(sum_up):
+    with shmserve.client.connect(server.run_dir) as summing, repeating(sum_up):
         until("the others are served", lambda: sums.done_count > 3)
         yield sums
         done_before = sums.done_count

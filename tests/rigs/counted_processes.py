@@ -331,7 +331,7 @@ class _Transport(Transport):
         super().__init__()
         self._sock = sock
         self.pieces: list[bytes] = []
-        self.write = self.pieces.append  # type: ignore[method-assign]
+        self.write = self.pieces.append  # type: ignore[assignment, method-assign]
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._sock if name == "socket" else default

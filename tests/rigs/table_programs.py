@@ -11,7 +11,8 @@ from pathlib import Path
 from shmserve.ipc import processes
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.processes import children as table
-from shmserve.supervisor.processes.children import ProcessTable, Zygote
+from shmserve.supervisor.processes.children import ProcessTable
+from shmserve.supervisor.processes.zygote import Zygote
 
 async def main():
 {body}

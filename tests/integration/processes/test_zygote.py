@@ -16,16 +16,11 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.processes import zygote
-<<<<<<< HEAD
-from shmserve.supervisor.processes.children import Zygote
-from tests.rigs.table_programs import run_table_program
-=======
 from shmserve.supervisor.processes.zygote import Zygote
->>>>>>> main
+from tests.rigs.table_programs import run_table_program
 from tests.support.servers import ROOT, run_python
 
 _CROWD_PROGRAM = """
-<<<<<<< HEAD
 logging.basicConfig(level=logging.ERROR)  # that it is stopped may be seen, and said
 folder = RunDirectory(Path(sys.argv[1]))
 children = ProcessTable()
@@ -55,47 +50,6 @@ while zygote._pending_forks or set(processes.children(os.getpid())) != lasting()
     await asyncio.sleep(0.01)
 zygote.stop()
 await process.exited
-=======
-import asyncio, logging, os, signal, sys
-from pathlib import Path
-from shmserve.supervisor.processes.children import ProcessTable
-from shmserve.supervisor.processes.zygote import Zygote
-from shmserve.ipc import processes
-from shmserve.supervisor.host.run_directory import RunDirectory
-
-async def main():
-    logging.basicConfig(level=logging.ERROR)  # that it is stopped may be seen, and said
-    folder = RunDirectory(Path(sys.argv[1]))
-    children = ProcessTable()
-    zygote = Zygote(children, folder, "zygote", (), os.environ)
-    zygote.start()
-    for process in children.all():  # Ctrl-C is for the supervisor, also this early
-        os.kill(process.pid, signal.SIGINT)
-    first = await zygote.spawn("one", "builtins:len", b"")
-    count = "tests.integration.processes.test_zygote:exit_with_count"
-    assert (await (await zygote.spawn("one", count, b"", [0] * 100)).exited) == "exit status 100"
-    process, = [child for child in children.all() if child.title == "zygote"]
-    os.kill(process.pid, signal.SIGSTOP)
-    spawned = [asyncio.ensure_future(zygote.spawn("one", "builtins:len", b"")) for _ in range(500)]
-    await asyncio.sleep(0)  # every request that is sent at once is sent
-    os.kill(process.pid, signal.SIGCONT)
-    ends = [await child.exited for child in await asyncio.gather(*spawned)]
-    print(len(ends), set(ends))
-    os.kill(process.pid, signal.SIGSTOP)
-    stay = "tests.integration.processes.test_zygote:wait_for_signal"
-    unwanted = asyncio.ensure_future(zygote.spawn("it", stay, b""))
-    while not zygote._pending_forks:
-        await asyncio.sleep(0)
-    unwanted.cancel()
-    os.kill(process.pid, signal.SIGCONT)
-    lasting = lambda: {child.pid for child in children.all() if child.title.endswith("zygote")}
-    while zygote._pending_forks or set(processes.children(os.getpid())) != lasting():
-        await asyncio.sleep(0.01)
-    zygote.stop()
-    await process.exited
-
-asyncio.run(main())
->>>>>>> main
 """
 
 # The parent is notified of the child's exit before its start, as when both messages arrive
@@ -115,7 +69,6 @@ await child.exited
 
 # The kernel assigns pids in increasing order and may reuse them: here it reuses the next ones.
 _RECYCLED_PROGRAM = """
-<<<<<<< HEAD
 children = ProcessTable()
 zygote = Zygote(children, RunDirectory(Path(sys.argv[1])), "zygote", (), os.environ)
 zygote.start()
@@ -135,55 +88,16 @@ zygotes = [child for child in children.all() if child.title.endswith("zygote")]
 zygote.stop()
 for child in zygotes:  # a zygote that outlives its parent reports that the parent was killed
     await child.until_exit()
-=======
-import asyncio, os, sys
-from pathlib import Path
-from shmserve.ipc import processes
-from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.processes.children import ProcessTable
-from shmserve.supervisor.processes.zygote import Zygote
-
-async def main():
-    children = ProcessTable()
-    zygote = Zygote(children, RunDirectory(Path(sys.argv[1])), "zygote", (), os.environ)
-    zygote.start()
-    stay = "tests.integration.processes.test_zygote:wait_for_signal"
-    last = (await zygote.spawn("one", stay, b"")).pid
-    children._reserved_pids.extend(range(last + 1, last + 20))
-    another = await zygote.spawn("another", stay, b"")
-    known = lambda: {child.pid for child in children.all()}
-    while set(processes.children(os.getpid())) != known():
-        await asyncio.sleep(0.01)
-    known = known()
-    print(another.pid in known, another.pid not in range(last + 1, last + 20))
-    another.kill()
-    await another.exited
-    print(children.is_reserved(another.pid), children.is_reserved(last))
-    zygotes = [child for child in children.all() if child.title.endswith("zygote")]
-    zygote.stop()
-    for child in zygotes:  # a zygote that outlives its parent reports that the parent was killed
-        await child.until_exit()
-
-asyncio.run(main())
->>>>>>> main
 """
 
 # The active zygote is killed repeatedly, then the spare, then both. The last line of output is the
 # number of imports of the preloaded module.
 _KILLED_PROGRAM = """
-<<<<<<< HEAD
 children = ProcessTable()
 folder = RunDirectory(Path(sys.argv[1]))
 environment = {**os.environ, "PYTHONPATH": sys.argv[2]}
 zygote = Zygote(children, folder, "zygote", ("preloaded",), environment)
 imported = Path(sys.argv[2], "imported")
-=======
-import asyncio, os, sys
-from pathlib import Path
-from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.processes.children import ProcessTable
-from shmserve.supervisor.processes.zygote import Zygote
->>>>>>> main
 
 async def child(title):
     while True:
