@@ -141,8 +141,6 @@ class Inferences(ActiveCount):
             InvalidArgument: A name is reserved.
         """
         pattern = self.gateway.settings.grpc_header_forward_pattern
-        if not pattern:
-            return _NO_HEADERS
         metadata = sorted((key, value) for key, value in head.metadata if type(value) is str)
         return select_forwarded_headers(pattern, metadata)
 

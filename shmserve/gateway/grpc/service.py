@@ -15,7 +15,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from shmserve.common.auth_tokens import MODEL_METADATA
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
 from shmserve.gateway.grpc.call import (
@@ -32,6 +32,7 @@ from shmserve.gateway.grpc.framing import (
     CallHead,
     CreateSink,
     Status,
+    StatusCode,
     status_from_error,
 )
 from shmserve.gateway.grpc.infer import Inferences
@@ -151,12 +152,11 @@ class Service:
 
         async def respond(encoded_request: bytes, call: UnaryCall) -> None:
             try:
-                try:
-                    request = parse(encoded_request)
-                except DecodeError:
-                    raise InvalidArgument(f"malformed request of {path}") from None
+                request = parse(encoded_request)
                 response = await handle(AdminCall(self._gateway, call.client), request)
                 call.finish(b"" if response is None else response.SerializeToString())
+            except DecodeError:
+                call.fail(Status(StatusCode.INVALID_ARGUMENT, f"malformed request of {path}"))
             except ShmserveError as error:
                 call.fail(status_from_error(error))
             except Exception:
