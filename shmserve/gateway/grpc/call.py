@@ -193,9 +193,9 @@ class GrpcCall(ABC):
 
     # --- for the handler of the call
 
-    def time_remaining(self) -> float | None:
-        """Return the time until the call's deadline in seconds; None without a deadline."""
-        return self._deadline - time.monotonic() if self._deadline else None
+    def remaining_us(self) -> int:
+        """Return the microseconds until the call's deadline, at least 1; 0 without a deadline."""
+        return max(1, int((self._deadline - time.monotonic()) * 1e6)) if self._deadline else 0
 
     def is_out_of_time(self) -> bool:
         """Return whether the deadline has expired, or is too soon for a response."""
