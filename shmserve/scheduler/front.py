@@ -102,15 +102,11 @@ class Reports:
     _metrics: ModelMetrics = field(default_factory=ModelMetrics)
     unexpected_messages: int = 0
 
-    def report(self, now_ns: int) -> dict[str, Any]:
-        """Return the report for metrics and for GET /v2/models/NAME/stats."""
+    def answer(self, client: Client[Any], request_number: int, now_ns: int) -> None:
+        """Send a client the report for metrics and for GET /v2/models/NAME/stats."""
         gauges = self._take_gauges()
         gauges["families"] = model_metrics.to_lists(self._metrics.total())
-        return self._statistics.report(now_ns, self._wall_clock(), gauges)
-
-    def answer(self, client: Client[Any], request_number: int, now_ns: int) -> None:
-        """Send the report to a client, as the answer to its request with this number."""
-        report = self.report(now_ns)
+        report = self._statistics.report(now_ns, self._wall_clock(), gauges)
         self.send_snapshot()
         client.post(StatisticsReported(request_number, report))
 

@@ -47,7 +47,7 @@ class ControlApi:
         serve(typing.get_args(_Notifications), self._on_notification)
         serve(typing.get_args(m.WorkspaceRequest), self._context.workspaces.handle)
         serve([RequestTraced], self._context.tracing.on_traced)
-        self._context.serve_requests(typing.get_args(_Requests), self._handle)
+        self._context.control.serve_requests(typing.get_args(_Requests), self._handle)
 
     def _on_notification(self, pid: int, message: Any) -> None:
         match message:

@@ -309,7 +309,7 @@ class Supervisor:
         announce(context, self.health)
         if status == 0:
             await self._finish()
-        await cancel_all(*context.tasks)
+        await cancel_all(*context.tasks, *context.control.request_tasks)
         await self.models.kill()
         await self._kill_remaining()
         context.local_clients.connections.close()

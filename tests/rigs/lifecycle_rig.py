@@ -13,7 +13,7 @@ from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import VersionSpec
-from shmserve.supervisor.models.manager import ModelPublisher, Publication
+from shmserve.supervisor.models.manager import Audience, ModelPublisher, Publication
 from shmserve.supervisor.models.orders import LoadPlan, Order
 from shmserve.supervisor.models.registry import ModelRegistry, statuses
 from shmserve.supervisor.models.scheduler_process import Group
@@ -52,7 +52,7 @@ class FakeVersion:
         self._rig.lifecycle.version_changed(cast("Any", self))
 
 
-class LifecycleRig:
+class LifecycleRig(Audience):
     """The actions of a lifecycle, and a gateway.
 
     Attributes:
@@ -160,7 +160,7 @@ class LifecycleRig:
         self.discarded_spec_count += len(list(specs))
 
     def publish(self, model: Any) -> None:
-        self.publisher.update(self, model.name, *self.registry.publications(model))
+        self.publisher.update(self, model.name, model.publications, model.unpublished_versions)
 
     def remove(self, model: Any) -> None:
         self.publisher.remove(model.name)

@@ -24,7 +24,6 @@ from shmserve.ipc.model_spec import (
     LARGEST_INSTANCE_BOUND,
 )
 from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
-from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.parameters import parameter_problems
 from shmserve.model_config.rules.scheduling import (
@@ -34,6 +33,7 @@ from shmserve.model_config.rules.scheduling import (
     sequence_problems,
 )
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems, warmup_problems
+from shmserve.model_config.source import UNWRITTEN, Key, Problem, Source
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOptimizationPolicy
 
 _GROUPS: Key = ("instance_group",)  # the key of the instance groups

@@ -153,7 +153,7 @@ class SequenceDispatcher(Dispatcher):
         for expired_sequence in sequences.expire_idle(now_ns):
             text = "sequence %s of model '%s' is closed: it was idle for too long"
             logger.info(text, expired_sequence.id, self._name)
-        for slots, ended_slots in sequences.take_unended().items():
+        for slots, ended_slots in sequences.take_early_ended().items():
             if self._slots_by_peer.get(slots.peer) is slots:
                 self._executions.post(slots.peer, EndSequences(ended_slots))
         wake_ns = NEVER

@@ -102,7 +102,7 @@ class RequestProperties(NamedTuple):
         omitted_inputs: The inputs that the request omits.
         outputs: The outputs that the request asks for.
         parameters: The parameters that the request passes to its steps.
-        own_schema: The schema if the ranges or parameters affect the steps' requests; else empty.
+        schema_for_steps: The schema if its ranges or parameters affect the steps' requests.
         rows: The batch size.
     """
 
@@ -112,7 +112,7 @@ class RequestProperties(NamedTuple):
     outputs: tuple[str, ...]  # the requested outputs
     placed_outputs: tuple[str, ...]  # outputs with ranges of the client's memory
     parameters: dict[str, Any]  # parameters that are passed to the steps
-    own_schema: bytes  # the schema if it affects the steps' requests; else empty
+    schema_for_steps: bytes  # the schema if it affects the steps' requests; else empty
     rows: int
 
 

@@ -397,8 +397,6 @@ class Engine(Generic[T]):
         sequence.registered_blocks = len(cached_blocks)
         self.counts.prefix_queries += len(sequence.tokens)
         self.counts.prefix_hits += sequence.computed_tokens
-        if not sequence.generated_tokens:
-            sequence.generation.cached_tokens = sequence.computed_tokens
         return True
 
     def _swap_in(self, plan: StepPlan, sequence: Sequence[T], free_blocks: int) -> bool:

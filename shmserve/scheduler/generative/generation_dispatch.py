@@ -87,19 +87,13 @@ class AssignedRequest:
         samples = {s: (tokens, "") for s, tokens in open_tokens.items()} | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # the other samples of the request had not begun
-        return [
-            Resumed(
-                sample,
-                tokens.tobytes(),
-                report.sent_characters,
-                finish_reason,
-                report.is_end_sent,
-                report.sent_tokens,
-            )
-            for sample, (tokens, finish_reason) in samples.items()
-            for tokens in [max(tokens, self.replayed_tokens.get(sample, tokens), key=len)]
-            for report in [self.last_reports.get(sample, ResponseSent(0, sample, 0))]
-        ]
+        resumed_samples: list[Resumed] = []
+        for sample, (tokens, finish_reason) in samples.items():
+            all_tokens = max(tokens, self.replayed_tokens.get(sample, tokens), key=len).tobytes()
+            report = self.last_reports.get(sample, ResponseSent(0, sample, 0))
+            sent = (report.sent_characters, finish_reason, report.is_end_sent, report.sent_tokens)
+            resumed_samples.append(Resumed(sample, all_tokens, *sent))
+        return resumed_samples
 
 
 @dataclass(eq=False)

@@ -270,7 +270,7 @@ class Instances:
             elif instance.child is child and not instance.inbox.full():
                 instance.inbox.put_nowait(message)
 
-        self._context.register_peer(child.pid, "worker", receive)
+        self._context.control.register_peer(child.pid, "worker", receive)
         self._check_needed(instance)
         instance.stacks_fd = (await self._receive_response(instance, m.WorkerStarted)).stacks_fd
         instance.transition("started")

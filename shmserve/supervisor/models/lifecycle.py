@@ -189,7 +189,9 @@ class Lifecycle:
         return order
 
     def _group(self, name: str) -> Group:
-        return self._registry.group(name, self._shares_hosts)
+        models = self._registry.models.items()
+        step_models = {entry: steps for entry, model in models if (steps := model.needed_steps)}
+        return Group.of(name, step_models, self._shares_hosts)
 
     def _regroup(self, group: Group) -> None:
         """Order the schedulers of a group to move to one process, which they share from now on."""

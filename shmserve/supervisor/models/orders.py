@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.messages.publications import ModelOnDemand, ModelPublication
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import GraphProblem
 from shmserve.supervisor.models.instance import InstanceUpdate
 from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
-from shmserve.supervisor.models.repository import DUPLICATE_MODEL
+from shmserve.supervisor.models.repository import DUPLICATE_MODEL, lacks_version
 from shmserve.supervisor.models.scheduler_process import Group
 
 logger = logging.getLogger(__name__)
@@ -438,6 +439,27 @@ class ModelEntry:
     def latest(self) -> str:
         """Return the version for requests that name none; "" if no version serves."""
         return max(self.incoming if self.is_offered else self.serving, key=int, default="")
+
+    @property
+    def publications(self) -> dict[str, ModelPublication]:
+        """Return the publications by version; "" has one if the model is loaded on demand."""
+        latest, publications = self.latest, dict[str, ModelPublication]()
+        for number, version in self.published.items():
+            publications[number] = version.publication(number == latest)
+        if self.on_demand:
+            publications[""] = ModelOnDemand(self.name, 0)
+        return publications
+
+    @property
+    def unpublished_versions(self) -> set[str]:
+        """Return the versions that are loading, retiring or ended, also if they were published.
+
+        Version "" is included if a load has found no version.
+        """
+        retiring_versions = (version.spec.version for version in self.retiring)
+        versions = {*self.outcomes, *self.incoming, *retiring_versions} - self.published.keys()
+        has_no_version = "" in versions and lacks_version(self.outcomes[""].reason)
+        return versions if has_no_version else versions - {""}
 
     @property
     def configurations(self) -> dict[str, dict[str, Any]]:

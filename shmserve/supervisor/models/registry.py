@@ -13,12 +13,10 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
 from shmserve.errors import NotFound
-from shmserve.ipc.messages.publications import ModelOnDemand, ModelPublication
 from shmserve.ipc.messages.supervision import CheckReady, LoadsFailed, ReadyChecked
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry, Order, OrderPhase
-from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder, lacks_version
-from shmserve.supervisor.models.scheduler_process import Group
+from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder
 
 PATIENCE_S = 5.0  # maximum seconds of a readiness check
 MAX_UNLOADED = 4096  # maximum number of unloaded models that the index and errors mention
@@ -115,18 +113,6 @@ class ModelRegistry:
             "checks_ready": model_version.instances.checks_ready,
         }
 
-    def publications(self, model: ModelEntry) -> tuple[dict[str, ModelPublication], list[str]]:
-        """Return the publications of a model by version, and the versions that do not serve.
-
-        Version "" has a publication if the model is loaded on demand.
-        """
-        items, latest = model.published.items(), model.latest
-        published: dict[str, ModelPublication] = {n: v.publication(n == latest) for n, v in items}
-        if model.on_demand:
-            published[""] = ModelOnDemand(model.name, 0)
-        by_version = statuses(model).items()
-        return published, [number for number, s in by_version if number or lacks_version(s.reason)]
-
     def pids_with_readiness_check(self, name: str, version: str) -> list[int]:
         """Return the workers that check the readiness of a version; empty if it is not ready."""
         model_version = self.find_published(name, version)
@@ -212,22 +198,6 @@ class ModelRegistry:
 
         return visit(name, [])
 
-    def group(self, name: str, shares_hosts: bool) -> Group:
-        """Return the models whose schedulers share a process with a model's scheduler.
-
-        Args:
-            name: The model.
-            shares_hosts: Whether connected ensembles and steps share a process; otherwise the
-                model has a process of its own.
-        """
-        models = self.models.items()
-        step_models = {entry: steps for entry, model in models if (steps := model.needed_steps)}
-        names = _connected_models(step_models, name) if shares_hosts else {name}
-        ensembles = names & step_models.keys()
-        outermost = sorted(ensembles.difference(*(step_models[ensemble] for ensemble in ensembles)))
-        host_title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
-        return Group(host_title, frozenset(names))
-
     # --- the repository index and the statuses
 
     def index(self, folders: Mapping[str, ModelFolder], ready_only: bool) -> list[dict[str, Any]]:
@@ -257,18 +227,6 @@ class ModelRegistry:
     def all_ready(self) -> bool:
         """Check whether every model that should serve is ready."""
         return all(summary.is_ready for summary in self._summaries.values())
-
-
-def _connected_models(step_models: Mapping[str, list[str]], name: str) -> set[str]:
-    """Return the models that are connected to a model by ensembles."""
-    names, unvisited = {name}, [name]
-    while unvisited:
-        current_name = unvisited.pop()
-        ensembles = (ensemble for ensemble, steps in step_models.items() if current_name in steps)
-        neighbours = {*step_models.get(current_name, ()), *ensembles}
-        unvisited += neighbours - names
-        names |= neighbours
-    return names
 
 
 # --- statuses

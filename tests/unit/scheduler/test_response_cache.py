@@ -21,12 +21,11 @@ from shmserve.ipc.tensors.schemas import (
     Inferred,
     Packed,
     RequestedOutput,
-    RequestSchema,
     pack_inference,
     pack_inferred,
     unpack_inferred,
 )
-from shmserve.scheduler.response_cache import LruCache, ResponseCache, cache_key, schema_key
+from shmserve.scheduler.response_cache import LruCache, ResponseCache, cache_key, derive_schema_key
 from tests.rigs.scheduler_rig import Rig, ok_reply, ready_rig
 from tests.support.messages import inferred_of
 
@@ -314,7 +313,7 @@ def request_key(
     sequence: tuple[int, str, int] = NO_SEQUENCE,
 ) -> bytes:
     schema, _ = pack_inference(request)
-    head = schema_key(model, version, RequestSchema(schema))
+    head = derive_schema_key(model, version, schema)
     datas = [request.inputs[index].data for index in head.input_order]
     inline_data = [b"12345678" if isinstance(data, Range) else data for data in datas]
     return cache_key(head.prefix, sequence, inline_data)
