@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.messages.publications import ModelOnDemand, ModelPublication
-from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import GraphProblem
 from shmserve.supervisor.models.instance import InstanceUpdate
 from shmserve.supervisor.models.load_planner import VersionSpec
@@ -125,10 +124,7 @@ class LifecycleActions(Protocol):
         """Create a version without processes; its changes call `Lifecycle.version_changed`."""
 
     def start(self, version: ModelVersion) -> None:
-        """Start a version; `Lifecycle.finalise_config` and `Lifecycle.version_started` follow."""
-
-    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
-        """Return the final configuration of a version; raise InvalidArgument if it is invalid."""
+        """Start a version; `Lifecycle.version_started` follows."""
 
     def update(self, order: Order) -> None:
         """Start the instances that an order adds; `Lifecycle.updates_finished` follows."""
@@ -219,8 +215,8 @@ class Order:
             if order.kind is OrderKind.UNLOAD or order._starts_slowly:
                 return True
             model_orders = list(order.model.orders)
-            earlier = model_orders[: model_orders.index(order)] if order in model_orders else []
-            unvisited += {*order.prerequisites, *earlier} - awaited_orders
+            index = model_orders.index(order) if order in model_orders else 0
+            unvisited += {*order.prerequisites, *model_orders[:index]} - awaited_orders
             awaited_orders.update(unvisited)
         return False
 
@@ -309,8 +305,9 @@ class Order:
         model.incoming, model.is_outdated = {}, self.is_outdated
         model.on_demand &= Cause.PIN not in self.causes
         # Failures of versions that are no longer configured are removed.
-        kept = {n: o for n, o in model.outcomes.items() if n not in incoming and not o.is_failure}
-        model.outcomes = kept | dict.fromkeys(old_versions.keys() - incoming.keys(), UNLOADED)
+        outcomes = {n: o for n, o in model.outcomes.items() if not o.is_failure}
+        outcomes |= dict.fromkeys(old_versions, UNLOADED)
+        model.outcomes = {n: o for n, o in outcomes.items() if n not in incoming}
         model.retiring += [v for number, v in old_versions.items() if incoming.get(number) is not v]
         self.keep_source()
         model.last_load = self.fingerprint, self.source.config
@@ -422,8 +419,9 @@ class ModelEntry:
     @property
     def versions(self) -> Iterable[ModelVersion]:
         """Return the versions that may have a process, serving or not."""
-        live = (*self.serving.values(), *self.incoming.values(), *self.dropping, *self.retiring)
-        return dict.fromkeys(live)  # a kept version is both serving and incoming
+        current_versions = (*self.serving.values(), *self.incoming.values())
+        # A version that an order updates is both serving and incoming.
+        return dict.fromkeys((*current_versions, *self.dropping, *self.retiring))
 
     @property
     def is_offered(self) -> bool:
@@ -496,8 +494,8 @@ class ModelEntry:
     @property
     def possible_steps(self) -> list[str]:
         """Return `needed_steps` and the current steps, which remain if the current load fails."""
-        current = [step.name for version in self.serving.values() for step in version.spec.steps]
-        return [*self.needed_steps, *current]
+        serving_steps = [step for version in self.serving.values() for step in version.spec.steps]
+        return [*self.needed_steps, *(step.name for step in serving_steps)]
 
 
 def compare_versions(
