@@ -72,7 +72,7 @@ class ModelVersion:
     spec: VersionSpec
     group: InitVar[Group]
     hosts: InitVar[SchedulerHosts]
-    find: InitVar[Callable[[str, str], ModelVersion | None]]  # returns a published version
+    find: InitVar[Callable[[str, str], ModelVersion | None]]
     _on_change: Callable[[ModelVersion], None]
     _finalise_config: ConfigFinaliser
     has_loaded: bool = field(init=False, default=False)

@@ -85,10 +85,10 @@ class LoadPlan(NamedTuple):
 
     fingerprint: str
     specs: list[VersionSpec]
-    steps: dict[str, list[str]]  # the steps of each model that a step runs
+    steps: dict[str, list[str]]
     error: ShmserveError | None = None
-    is_known: bool = True  # whether a repository has the model
-    is_ambiguous: bool = False  # whether several repositories have it
+    is_known: bool = True
+    is_ambiguous: bool = False
 
 
 class LoadOutcome(NamedTuple):
@@ -173,7 +173,7 @@ class Order:
     Attributes:
         prerequisites: Orders that must be completed before this order continues.
         follow_ups: Orders whose results are part of the response to this order.
-        updates: The changes of the instances of versions that continue to serve.
+        updates: The changes of the instances of versions that continue to serve, by number.
         starting_versions: The versions that have not started yet, and `UPDATES` while instances of
             `updates` are starting.
         is_outdated: Whether the immutable configuration of a step's model has changed since the
@@ -193,7 +193,7 @@ class Order:
     fingerprint: str = field(init=False, default="")
     specs: list[VersionSpec] = field(init=False, default_factory=list)
     step_models: list[str] = field(init=False, default_factory=list)
-    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)  # by version
+    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)
     starting_versions: set[str] = field(init=False, default_factory=set)
     failures: dict[str, BaseException] = field(init=False, default_factory=dict)
     error: ShmserveError | None = field(init=False, default=None)
@@ -399,20 +399,20 @@ class ModelEntry:
 
     name: str
     orders: deque[Order] = field(default_factory=deque)
-    serving: dict[str, ModelVersion] = field(default_factory=dict)  # by number
-    incoming: dict[str, ModelVersion] = field(default_factory=dict)  # being loaded
-    dropping: list[ModelVersion] = field(default_factory=list)  # of failed loads
-    retiring: list[ModelVersion] = field(default_factory=list)  # replaced or unloaded
-    draining: set[ModelVersion] = field(default_factory=set)  # a part of `retiring`
-    outcomes: dict[str, LoadOutcome] = field(default_factory=dict)  # of versions that do not serve
+    serving: dict[str, ModelVersion] = field(default_factory=dict)
+    incoming: dict[str, ModelVersion] = field(default_factory=dict)
+    dropping: list[ModelVersion] = field(default_factory=list)
+    retiring: list[ModelVersion] = field(default_factory=list)
+    draining: set[ModelVersion] = field(default_factory=set)
+    outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
     fingerprint: str = ""
     last_load: tuple[str, str] | None = None  # the fingerprint and the sent configuration
     source: LoadSource = FOLDER
     step_models: list[str] = field(default_factory=list)
-    has_steps: bool = False  # whether a version is or was an ensemble
+    has_steps: bool = False
     is_step_only: bool = False  # whether the model was loaded only as a step of ensembles
-    is_expected: bool = False  # whether the server loads the model at its start
-    on_demand: bool = False  # whether the first request loads the model
+    is_expected: bool = False
+    on_demand: bool = False
     is_outdated: bool = False
     failure_is_temporary: bool = False
 

@@ -259,7 +259,7 @@ class ModelSummary(NamedTuple):
 
     states: dict[str, Status]
     is_ready: bool
-    problems: dict[str, str]  # why versions do not serve, by number
+    problems: dict[str, str]
     progress: str
 
     @classmethod
