@@ -212,13 +212,11 @@ class GrpcCall(ABC):
         sender = self._connection.http2.sender
         block = encode_trailers(status)
         self._stream.on_sent = self._on_all_sent
-        if self._is_head_sent:
-            if status.code is not StatusCode.OK:
-                sender.discard_queued(self._stream)
-            sender.send_trailers(self._stream, block)
-        else:
-            head = encode_response_start(self.head.http_status)
-            sender.send_head(self._stream, head + block, ends_stream=True)
+        if not self._is_head_sent:  # the response consists of its trailers only
+            block = encode_response_start(self.head.http_status) + block
+        elif status.code is not StatusCode.OK:
+            sender.discard_queued(self._stream)
+        sender.send_trailers(self._stream, block)
         self._connection.flush()
 
     # --- for the connection of the call
