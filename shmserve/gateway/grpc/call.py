@@ -233,7 +233,7 @@ class GrpcCall(ABC):
         except BrokenMessage as error:
             self._abort(error.status)
         except ShmserveError as error:  # the memory for messages is exhausted
-            self._abort(Status(StatusCode.UNAVAILABLE, error.message))
+            self._abort(status_from_error(error))
         except Exception:
             text = "a message of gRPC call %s could not be handled; the call fails with INTERNAL"
             logger.exception(text, self.head.path)
@@ -534,6 +534,7 @@ class StreamingCall(GrpcCall):
 
         Raises:
             BrokenMessage: The data is not a message.
+            Unavailable: The memory for messages is exhausted.
         """
         while True:
             while not self._queue:
@@ -576,10 +577,7 @@ class StreamingCall(GrpcCall):
     def _take_more_messages(self) -> None:
         self._has_unparsed_data = False
         if self._assembly is not None:
-            try:
-                self._take_messages(self._assembly, 0)
-            except ShmserveError as error:  # the memory for messages is exhausted
-                raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
+            self._take_messages(self._assembly, 0)
 
     def _handle_message(self, message: ReceivedMessage) -> None:
         self._queue.append(message)
