@@ -1,7 +1,7 @@
 """The cost of a server without load: start, memory, instances, idling, the queue delay.
 
 Each measurement returns one list of samples for every figure of its case in tables.py, in that
-order. It appends warnings for the reader to `notes`.
+order, and appends warnings for the reader to `notes`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum input bytes of an execution; a larger batch runs in parts. Many requests may name the same
 # memory of a client, so its size does not limit the size of their copies.
-MAX_PART_BYTES = 1 << 30  # of the inputs of requests that are executed together
+MAX_PART_BYTES = 1 << 30
 
 _RETRIES_BEFORE_SKIPS = 16
 _SKIPPED_RETRIES = 16  # number of failures without a retry after each further failed retry

@@ -297,7 +297,7 @@ class PromptReader:
     def convert(self, request: Request, inputs: Mapping[str, Any]) -> Response | None:
         """Return the response to a request that generates nothing, or None for other requests.
 
-        Such requests have the parameter `task`:
+        Requests that generate nothing have the parameter `task`:
 
         - "tokenize": `token_ids` of the prompt, and the JSON array of their strings as
           `text_output`.
@@ -496,8 +496,8 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     """Merge the parameters of a request, of its `sampling_parameters`, and of its inputs.
 
     Returns:
-        The parameters, and whether log probabilities include the prompt's. They do if the request
-        sets `echo`. If `echo` follows from `exclude_input_in_output` or the default, only the text
+        The parameters, and whether log probabilities include the prompt's: only if the request sets
+        `echo`. If `echo` follows from `exclude_input_in_output` or the default, only the text
         includes the prompt.
     """
     merged_values = {**request.schema.parameters}

@@ -175,8 +175,8 @@ def _restrict(logits: Tensor, row: SampledRow) -> None:
 def _penalise(logits: Tensor, row: SampledRow) -> None:
     parameters = row.parameters
     if parameters.repetition_penalty != 1.0:
-        # Duplicate tokens are not removed, because sorting a long context would take longer. They
-        # receive the same value again.
+        # Duplicate tokens are not removed, because sorting a long context would take longer. Each
+        # duplicate assigns the same value again.
         tokens = torch.from_numpy(np.fromiter(row.tokens, np.int64)).to(logits.device)
         old_logits, penalty = logits[tokens], parameters.repetition_penalty
         logits[tokens] = torch.where(old_logits < 0, old_logits * penalty, old_logits / penalty)

@@ -363,8 +363,8 @@ class StopStrings:
     def add(self, text: str) -> tuple[str, str]:
         """Append text; return the text that is not held back, and the stop string found, or "".
 
-        If several stop strings occur, the one that ends first is found. Of those that end at the
-        same position, the first of the request is found, as in vLLM.
+        If several stop strings occur, the one that ends first is found. If several end at the same
+        position, the first of them in the request is found, as in vLLM.
         """
         if not self._stops:
             return text, ""

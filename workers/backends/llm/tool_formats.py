@@ -324,8 +324,8 @@ def _read_xml_value(parser: MessageParser, schema: Mapping[str, Any], name: str)
 def _typed_json(text: str, types: set[str], is_text: bool) -> str:
     """Return the text of a parameter as JSON.
 
-    It becomes a string if it is not a literal, or if the schema allows strings but not the type of
-    the literal. With `is_text`, all literals but null become strings.
+    A text that is not a literal becomes a string. A literal becomes a string if the schema allows
+    strings but not the literal's type. With `is_text`, all literals but null become strings.
     """
     value, json_text = _parse_literal(text)
     is_of_type = type_name(value) in types and (not is_text or value is None)

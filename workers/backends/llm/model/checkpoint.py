@@ -407,7 +407,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -> dict[str, str]:
     """Return the chat templates by name.
 
-    They are in .jinja files, else in tokenizer_config.json, else in chat_template.json.
+    The templates are in .jinja files, else in tokenizer_config.json, else in chat_template.json.
     """
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
