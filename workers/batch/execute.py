@@ -110,9 +110,11 @@ class Executor:
         has_run = False
         remaining_requests = requests
         while remaining_requests:
-            open_requests, unpacked, remaining_requests = self._unpack(remaining_requests, replies)
-            if unpacked:
-                replies += self._run(open_requests, unpacked)
+            open_requests, unpacked_requests, remaining_requests = self._unpack(
+                remaining_requests, replies
+            )
+            if unpacked_requests:
+                replies += self._run(open_requests, unpacked_requests)
                 has_run = True
         if not self._is_decoupled:  # in a decoupled model, the streams close the requests
             self._link.close_requests(*requests)
