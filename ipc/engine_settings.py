@@ -258,7 +258,7 @@ def _invalid_value(name: str, value: Any, allowed_text: str) -> _Problem:
     return _Problem(name, f"{value!r} is not {allowed_text}")
 
 
-def prompt_too_long(limit: int, explanation: str) -> str:
+def prompt_too_long_text(limit: int, explanation: str) -> str:
     """Return the error text about a prompt that is longer than `limit` tokens.
 
     Clients recognise the error by the words and the number with which OpenAI's message begins, or

@@ -158,7 +158,7 @@ class InflightRequest(ABC):
         finally:
             self.free()
 
-    def fail_stranded(self) -> None:
+    def fail_without_scheduler(self) -> None:
         """Fail the request because its scheduler is lost and no successor serves its model."""
         self.fail(NO_SCHEDULER)
 
@@ -239,7 +239,7 @@ class SchedulerClient(Generic[R]):
         if endpoint and endpoint not in self.successors:
             self._submit_again(request, endpoint)
         elif endpoint is not None:
-            request.fail_stranded()
+            request.fail_without_scheduler()
 
     def _submit_again(self, request: R, endpoint: str) -> None:
         self.submit(request, endpoint, message_size(request.submit))
@@ -298,7 +298,7 @@ class SchedulerClient(Generic[R]):
             if not message.final:  # type: ignore[union-attr]
                 request.handle(message)  # type: ignore[arg-type]
                 return
-        elif message_type is Failed and self._handle_kept_failure(request, message):  # type: ignore[arg-type]
+        elif message_type is Failed and self._handle_nonfinal_failure(request, message):  # type: ignore[arg-type]
             return
         if number in self.pending:
             del self.pending[number]
@@ -322,7 +322,7 @@ class SchedulerClient(Generic[R]):
         del self.pending[message.id]
         return request
 
-    def _handle_kept_failure(self, request: R, failure: Failed) -> bool:
+    def _handle_nonfinal_failure(self, request: R, failure: Failed) -> bool:
         """Handle a failure after which the request keeps its memory.
 
         Either a worker still uses the memory (`early`), or the refused request is resubmitted.

@@ -73,7 +73,7 @@ class TraceContext(NamedTuple):
         return f"00-{self.trace_id}-{self.span_id}-{self.is_sampled:02d}"
 
     @property
-    def message(self) -> str:
+    def encoded(self) -> str:
         """Return the `trace` field of messages.
 
         The field is the `traceparent` with the flag `with_tensors` added, followed by `parent_id`.

@@ -100,7 +100,7 @@ class BusyQueue:
         self._now_ns += _STEP_NS
         self._submit(timeout_us=20)
         arrived = 1
-        while self.core.live_requests < self._live_count:
+        while self.core.live_count < self._live_count:
             self._submit()
             arrived += 1
         self.scheduler.handle_client_message(_GATEWAY, m.Cancel(self._draw_queued()), self._now_ns)

@@ -54,7 +54,9 @@ def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:
     return samples
 
 
-def _sample_input(name: str, warmup: WarmupInput, batch: tuple[int, ...], root: Path) -> TensorRef:
+def _sample_input(
+    name: str, warmup: WarmupInput, batch_dims: tuple[int, ...], folder: Path
+) -> TensorRef:
     datatype, dims = warmup.datatype, warmup.dims
     if any(dim < 0 for dim in dims):
         raise InvalidArgument(
@@ -69,7 +71,7 @@ def _sample_input(name: str, warmup: WarmupInput, batch: tuple[int, ...], root: 
     if warmup.input_data_file:
         setting_name, file = f"warmup setting of input '{name}'", warmup.input_data_file
         data = read_data(
-            root,
+            folder,
             file,
             byte_size if ITEM_SIZE[datatype] else None,
             setting="warmup",
@@ -82,7 +84,7 @@ def _sample_input(name: str, warmup: WarmupInput, batch: tuple[int, ...], root: 
         data = bytes(byte_size)  # zero bytes are empty strings for BYTES
     else:
         raise InvalidArgument(f"warmup setting expects input '{name}' to have input_data_type set")
-    return TensorRef(name, datatype, (*batch, *dims), data)
+    return TensorRef(name, datatype, (*batch_dims, *dims), data)
 
 
 def _random_data(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:

@@ -80,13 +80,6 @@ class Inference(Record):
     outputs: tuple[RequestedOutput, ...] = ()
     parameters: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def is_aliased(self) -> bool:
-        """Return whether an output is written over an input; see `has_overlap`."""
-        inputs = [tensor.data for tensor in self.inputs if isinstance(tensor.data, Range)]
-        outputs = [o.memory_range for o in self.outputs if o.memory_range is not None]
-        return has_overlap(inputs, outputs)
-
 
 def has_overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
     """Return whether an output is written over an input.
@@ -335,9 +328,11 @@ def runs_once(schema: bytes, data: Sequence[Any]) -> bool:
     if sum([type(item) is not bytes for item in data]) < 2:
         return False
     try:
-        return unpack_inference(schema, data).is_aliased
+        request = unpack_inference(schema, data)
     except MalformedMessage:
         return False
+    inputs = [tensor.data for tensor in request.inputs if isinstance(tensor.data, Range)]
+    return has_overlap(inputs, [o.memory_range for o in request.outputs if o.memory_range])
 
 
 class BoundedCache(Generic[K, V]):

@@ -195,16 +195,13 @@ class Signature:
         received_text = f"Got input(s) [{_quoted_names(sorted(names))}]"
         suffix = f", but missing required input(s) [{_quoted_names(missing)}]" if missing else ""
         hint = " Please provide all required input(s)." if missing else ""
+        expected_text = f"{len(self.inputs)} inputs"
         if self.has_optional_inputs:
-            raise InvalidArgument(
-                "expected number of inputs between "
-                f"{len(self.required_inputs)} and {len(self.inputs)} "
-                f"but got {len(names)} inputs for model '{self.name}'. "
-                f"{received_text}{suffix}.{hint}"
-            )
+            counts = f"{len(self.required_inputs)} and {len(self.inputs)}"
+            expected_text = f"number of inputs between {counts}"
         raise InvalidArgument(
-            f"expected {len(self.inputs)} inputs but got {len(names)} inputs for model "
-            f"'{self.name}'. {received_text}{suffix}.{hint}"
+            f"expected {expected_text} but got {len(names)} inputs for model '{self.name}'. "
+            f"{received_text}{suffix}.{hint}"
         )
 
     def _check_dims(self, tensor: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:

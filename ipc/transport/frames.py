@@ -19,7 +19,7 @@ from functools import cache, partial
 from itertools import starmap
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 import msgpack
 
@@ -182,30 +182,7 @@ class VersionMismatch(MalformedMessage):
 # Pairs of the index of a message's field, and a check or the codec of its value.
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
 _NestedFields = tuple[tuple[int, "_Records | _Document"], ...]
-# The class, the types of its fields, the number of required fields, the checks of list elements,
-# and the fields that contain records or documents.
-_MessageType = tuple[type[Any], list[type[Any]], int, _Checks, _NestedFields]
-_CLASSES_BY_TAG: dict[str, type[Any]] = {}  # message classes by tag
-
-
-class _MessageTypes(dict[str, _MessageType]):
-    """The properties of message classes by tag, read from a class at the first use of its tag."""
-
-    def __missing__(self, tag: str) -> _MessageType:
-        _read_fields(tag, _CLASSES_BY_TAG[tag])
-        return self[tag]
-
-
-class _Getters(dict[type[Any], Callable[[Any], Any]]):
-    """For each message class, the function that returns the tag and field values of a message."""
-
-    def __missing__(self, cls: type[Any]) -> Callable[[Any], Any]:
-        _read_fields(cls.TAG, cls)
-        return self[cls]
-
-
-_TYPES_BY_TAG = _MessageTypes()
-_GETTERS_BY_TYPE = _Getters()
+_CLASSES_BY_TAG: dict[str, Any] = {}  # message classes by tag
 
 
 def _wire_type(annotation: Any) -> type[Any]:
@@ -296,10 +273,28 @@ class Message(Record):
         _CLASSES_BY_TAG[cls.TAG] = cls
 
 
-def _read_fields(tag: str, record_class: type[Any]) -> None:
-    """Store the properties of a message class's fields, for encoding and decoding."""
-    hints = typing.get_type_hints(record_class)
-    names = [field.name for field in fields(record_class)]
+class _MessageCodec(NamedTuple):
+    """The properties of a message class for encoding and decoding.
+
+    Attributes:
+        get_values: Returns the tag and the encoded field values of a message.
+        required_count: The number of fields without a default.
+        element_checks: The checks of the elements of lists.
+        nested_fields: The fields that contain records or a document.
+    """
+
+    get_values: Callable[[Any], Any]
+    field_types: list[type[Any]]
+    required_count: int
+    element_checks: _Checks
+    nested_fields: _NestedFields
+
+
+@cache
+def _codec_of(cls: Any) -> _MessageCodec:
+    """Return the codec of a message class, which is created at the first use of the class."""
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in fields(cls)]
     annotations = [hints[name] for name in names]
     codecs = ((i, _nested_codec(annotation)) for i, annotation in enumerate(annotations))
     nested_fields = tuple((i, codec) for i, codec in codecs if codec)
@@ -311,13 +306,12 @@ def _read_fields(tag: str, record_class: type[Any]) -> None:
         and index not in nested_indices
         and typing.get_args(annotation) != (Any,)
     )
-    required_count = sum(field.default is MISSING for field in fields(record_class))
+    required_count = sum(field.default is MISSING for field in fields(cls))
+    get_values: Callable[[Any], Any] = attrgetter("TAG", *names) if names else lambda _: (cls.TAG,)
+    if nested_fields:
+        get_values = _with_nested_packed(get_values, nested_fields)
     wire_types = list(map(_wire_type, annotations))
-    _TYPES_BY_TAG[tag] = (record_class, wire_types, required_count, element_checks, nested_fields)
-    get_fields: Callable[[Any], Any] = attrgetter("TAG", *names) if names else lambda _: (tag,)
-    _GETTERS_BY_TYPE[record_class] = (
-        _with_nested_packed(get_fields, nested_fields) if nested_fields else get_fields
-    )
+    return _MessageCodec(get_values, wire_types, required_count, element_checks, nested_fields)
 
 
 def _with_nested_packed(
@@ -335,7 +329,7 @@ def _with_nested_packed(
 
 def pack(messages: Iterable[Any]) -> bytes:
     """Return a frame of `messages`, in order; unencodable text is escaped."""
-    items = [VERSION, *[_GETTERS_BY_TYPE[type(message)](message) for message in messages]]
+    items = [VERSION, *[_codec_of(message.__class__).get_values(message) for message in messages]]
     frame: bytes
     try:
         frame = _PACKER.pack(items)
@@ -383,7 +377,8 @@ def _decode_messages(items: list[Any]) -> list[Any]:
             raise MalformedMessage("a message must be a list that begins with its tag")
         if tag not in _CLASSES_BY_TAG:
             raise MalformedMessage(f"unknown message {tag[:40]!r}")
-        cls, field_types, required_count, element_checks, nested_fields = _TYPES_BY_TAG[tag]
+        cls = _CLASSES_BY_TAG[tag]
+        _, field_types, required_count, element_checks, nested_fields = _codec_of(cls)
         del item[0]
         item_types = list(map(type, item))
         is_complete = item_types == field_types

@@ -279,8 +279,8 @@ def linger(connections: Iterable[Connection], linger_s: float) -> None:
 
 _CONNECT_TIMEOUT_S = 1.0
 # Above these limits, queued messages are sent at once, because the size of a frame is limited.
-_MAX_UNSENT_BYTES = 1 << 19  # bytes of queued requests
-_MAX_UNSENT_MESSAGES = 1 << 14  # number of queued messages
+_MAX_QUEUED_BYTES = 1 << 19  # bytes of queued requests
+_MAX_QUEUED_MESSAGES = 1 << 14  # number of queued messages
 
 
 class Dealer:
@@ -403,7 +403,7 @@ class LinkTable:
         _on_queued: Called when the first message after a flush was queued.
         _on_deferred: Called when a message was queued that may be delayed.
         pending: The links with queued messages.
-        unsent: The number of queued messages, without those that may be delayed.
+        queued_count: The number of queued messages, without those that may be delayed.
     """
 
     _identity: str
@@ -414,8 +414,8 @@ class LinkTable:
     _links_by_endpoint: dict[str, Dealer] = field(default_factory=dict)
     _links_by_fd: dict[int, Dealer] = field(default_factory=dict)
     pending: list[Dealer] = field(default_factory=list)  # links with queued messages
-    unsent: int = 0  # number of queued messages
-    _unsent_bytes: int = 0
+    queued_count: int = 0  # number of queued messages
+    _queued_bytes: int = 0
 
     def __iter__(self) -> Iterator[Dealer]:
         return iter(self._links_by_endpoint.values())
@@ -468,11 +468,11 @@ class LinkTable:
         link.post(message)
         if link not in self.pending:
             self.pending.append(link)
-        self.unsent += 1
-        self._unsent_bytes += byte_size
-        if self.unsent == 1:
+        self.queued_count += 1
+        self._queued_bytes += byte_size
+        if self.queued_count == 1:
             self._on_queued()
-        if self.unsent >= _MAX_UNSENT_MESSAGES or self._unsent_bytes > _MAX_UNSENT_BYTES:
+        if self.queued_count >= _MAX_QUEUED_MESSAGES or self._queued_bytes > _MAX_QUEUED_BYTES:
             self.flush()
 
     def post(self, endpoint: str, message: Any) -> None:
@@ -492,7 +492,7 @@ class LinkTable:
     def flush(self) -> None:
         """Send the queued messages."""
         pending, self.pending = self.pending, []
-        self.unsent = self._unsent_bytes = 0
+        self.queued_count = self._queued_bytes = 0
         for link in pending:
             link.flush()
 

@@ -91,9 +91,7 @@ class Inflater:
                 )
             yield piece
             member_ended = self._decompressor.eof
-            chunk = self._decompressor.unconsumed_tail
-            if member_ended:
-                chunk = self._decompressor.unused_data
+            chunk = self._decompressor.unused_data or self._decompressor.unconsumed_tail
             # If the piece is full, the decompressor may have more output.
             has_input = bool(chunk) or (not member_ended and len(piece) == _PIECE_BYTES)
 

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import InitVar, dataclass
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, cast
 
 from multidict import istr
@@ -293,6 +293,14 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     def force_close(self) -> None:
         """Close the connection; written bytes may still be flushed."""
 
+    def _close_transport(self, flush_timeout_s: float) -> None:
+        """Close the transport, and abort it if the client does not read the rest in time."""
+        transport = self.transport
+        if transport is not None and not transport.is_closing():
+            transport.close()
+            if transport.get_write_buffer_size():
+                asyncio.get_running_loop().call_later(flush_timeout_s, transport.abort)
+
 
 class ActiveCount:
     """The number (`active_count`) of requests or connections that a drain waits for."""
@@ -431,12 +439,8 @@ class Acceptor:
 
 def _oldest(
     connections: list[LimitedConnection],
-    start_time: Callable[[LimitedConnection], float | None],
+    start_time: Callable[[LimitedConnection], Any],
     count: int,
 ) -> list[LimitedConnection]:
-    waiting_connections = [
-        (waiting_since, connection)
-        for connection in connections
-        if (waiting_since := start_time(connection))
-    ]
-    return [connection for _, connection in sorted(waiting_connections, key=itemgetter(0))[:count]]
+    """Return at most `count` connections, those with the earliest `start_time` that is not None."""
+    return sorted(filter(start_time, connections), key=start_time)[:count]

@@ -14,9 +14,11 @@ import os
 import socket
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
+
+import uvloop
 
 from shmserve import logs
 from shmserve.gateway.context import Gateway, ModelTable
@@ -44,6 +46,7 @@ from shmserve.ipc.messages.publications import (
     RegionWithdrawn,
     SchedulerLost,
 )
+from shmserve.ipc.messages.supervision import decode_start
 from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
@@ -105,12 +108,14 @@ class ProtocolServer(ABC):
         # Deferred, because asyncio may still create connections in this iteration of the loop.
         asyncio.get_running_loop().call_soon(self._drain_acceptors, on_notified, refuses_requests)
 
-    def _drain_acceptors(self, on_drained: Callable[[], None], refuses: bool = False) -> None:
+    def _drain_acceptors(
+        self, on_drained: Callable[[], None], refuses_requests: bool = False
+    ) -> None:
         """Drain all acceptors, and call `on_drained` once; see `Acceptor.drain`."""
         draining_listeners = ActiveCount()
         draining_listeners.active_count = len(self.acceptors)
         for acceptor in self.acceptors:
-            acceptor.drain(draining_listeners.decrement, refuses_requests=refuses)
+            acceptor.drain(draining_listeners.decrement, refuses_requests=refuses_requests)
         draining_listeners.call_when_idle(on_drained)
 
     @abstractmethod
@@ -130,17 +135,38 @@ class ProtocolServer(ABC):
                 connection.force_close()
 
 
-async def serve(start: GatewayStart, create_server: Callable[[Gateway], ProtocolServer]) -> None:
-    """Run a gateway until the supervisor sends `Stop`."""
+# Returns the protocol server of a gateway for its listening sockets.
+CreateServer = Callable[[Gateway, GatewayStart, Sequence[socket.socket]], ProtocolServer]
+
+
+def run(start_record: bytes, fds: Sequence[int], title: str, create_server: CreateServer) -> None:
+    """Run a gateway process until the supervisor sends `Stop`.
+
+    Args:
+        start_record: An encoded `GatewayStart`.
+        fds: The descriptors of the listening sockets.
+        title: The title of the process, to which the name of the gateway is appended.
+        create_server: Creates the protocol server.
+    """
+    start = decode_start(GatewayStart, start_record)
+    name = start.gateway_name
+    processes.set_up(f"gateway {name}", f"{title} {name}", start.log)
     processes.keep_freed_blocks()
-    await _Process(start, create_server).run()
+    sockets = [socket.socket(fileno=fd) for fd in fds]
+    uvloop.run(_serve(start, sockets, create_server))
+
+
+async def _serve(
+    start: GatewayStart, sockets: Sequence[socket.socket], create_server: CreateServer
+) -> None:
+    await _Process(start, sockets, create_server).run()
 
 
 class _Process:
     """A gateway process: a state machine driven by the supervisor's messages."""
 
     def __init__(
-        self, start: GatewayStart, create_server: Callable[[Gateway], ProtocolServer]
+        self, start: GatewayStart, sockets: Sequence[socket.socket], create_server: CreateServer
     ) -> None:
         settings = start.settings
         self._state_received = asyncio.Event()  # models, regions and health
@@ -168,7 +194,7 @@ class _Process:
             health=HealthChanged(live=True, ready=False, exiting=False),
             tracer=Tracer(settings.slow_request_ms, "HTTP" if start.grpc is None else "GRPC"),
         )
-        self._server = create_server(self._gateway)
+        self._server = create_server(self._gateway, start, sockets)
 
     async def run(self) -> None:
         """Serve until `Stop`."""

@@ -145,15 +145,15 @@ class RegionReferences:
             region.request_count += 1
             if region.is_retired:
                 self._table.report_first_use(region)
-        span = (memory_range.offset, memory_range.offset + memory_range.byte_size)
+        bounds = (memory_range.offset, memory_range.offset + memory_range.byte_size)
         if is_output and memory_range.byte_size and self._table.overlap_policy != "ignore":
-            self._output_ranges.append((region, span))
-            self._reserve((region, span))
+            self._output_ranges.append((region, bounds))
+            self._reserve((region, bounds))
         return memory_range
 
     def _reserve(self, output_range: WrittenRange) -> None:
-        region, span = output_range
-        if region.written_ranges.add(span):
+        region, bounds = output_range
+        if region.written_ranges.add(bounds):
             self._reserved_ranges.append(output_range)
             return
         # Both requests would succeed, but a client would read the result of another request.
@@ -201,8 +201,8 @@ class RegionReferences:
 
     def release(self) -> None:
         """Release the references at the end of the request."""
-        for region, span in self._reserved_ranges:
-            region.written_ranges.remove(span)
+        for region, bounds in self._reserved_ranges:
+            region.written_ranges.remove(bounds)
         self._reserved_ranges = []
         regions, self.regions = self.regions, []
         for region in regions:

@@ -9,6 +9,9 @@ A model's folder becomes a configuration in these steps:
     normalise, validate        + the server's defaults; is_complete=True  (all rules)
     ignored_fields, warnings_of, to_dict
 
+source.py has the parser of text format and the lines of problems, json_source.py the parser of
+JSON, message_builder.py the messages, completion.py the additions, and rules/ the rules.
+
 The `Source` stores the position of every key and the values that could not be read. `validate` and
 `merge_autocomplete` report all problems together, each with its line.
 """
@@ -22,7 +25,6 @@ from shmserve.model_config.completion import (
     plugin_backends,
     unknown_backend_error,
 )
-from shmserve.model_config.diagnostics import UNWRITTEN, Source, class_source
 from shmserve.model_config.message_builder import (
     from_json,
     parse_pbtxt,
@@ -38,6 +40,7 @@ from shmserve.model_config.rules import (
     warnings_of,
 )
 from shmserve.model_config.rules.ensembles import GraphProblem, compose
+from shmserve.model_config.source import UNWRITTEN, Source
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 __all__ = [
@@ -47,7 +50,6 @@ __all__ = [
     "ModelConfig",
     "ModelDefaults",
     "Source",
-    "class_source",
     "compose",
     "detect_backend",
     "from_json",

@@ -12,8 +12,8 @@ from shmserve.errors import suggestion
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER as ENGINE
 from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.model_spec import BACKEND_GROUP, BUILT_IN_BACKENDS, MODEL_SETTINGS
-from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.message_builder import from_json
+from shmserve.model_config.source import UNWRITTEN, Key, Problem, Source
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
@@ -71,8 +71,8 @@ class ModelDefaults:
     """
 
     dynamic_batching: bool = False
-    max_batch_size: int | None = None  # None: the default is 0
-    max_queue_delay_us: int | None = None  # None: the default is 0
+    max_batch_size: int | None = None
+    max_queue_delay_us: int | None = None
 
 
 def detect_backend(config: ModelConfig, model_name: str, files: Collection[str]) -> ModelConfig:

@@ -1,6 +1,6 @@
 """Conversion of texts to configurations, which are protobuf messages, and of messages to JSON.
 
-syntax.py parses a text to a tree, from which `Builder` fills a message. `Builder` reports all
+source.py parses a text to a tree, from which `Builder` fills a message. `Builder` reports all
 violations of the schema. `to_dict` returns exactly the JSON of GET /v2/models/NAME/config.
 """
 
@@ -19,15 +19,18 @@ from google.protobuf.message import Message
 
 from shmserve.common.names import reject_duplicate_keys
 from shmserve.errors import InvalidArgument, clip, nearest
-from shmserve.model_config.diagnostics import Key, Problem, Source, map_key, position_text
-from shmserve.model_config.syntax import (
+from shmserve.model_config.json_source import decode_json, tree_from_json
+from shmserve.model_config.source import (
     Entry,
+    Key,
     Malformed,
     MessageValue,
+    Problem,
     Scalar,
-    decode_json,
-    parse,
-    tree_from_json,
+    Source,
+    map_key,
+    parse_text,
+    position_text,
 )
 from shmserve.proto.model_config_pb2 import ModelConfig
 
@@ -78,7 +81,7 @@ def read_pbtxt(text: str, file_name: str = "config.pbtxt") -> tuple[ModelConfig,
         InvalidArgument: The text is malformed. The message has one line, for the position where the
             parser stopped.
     """
-    return _build(Builder(), partial(parse, text), file_name)
+    return _build(Builder(), partial(parse_text, text), file_name)
 
 
 def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[ModelConfig, Source]:
@@ -149,8 +152,8 @@ class Builder:
         problems: The problems, as in `Source`.
     """
 
-    is_json: bool = False  # whether the text is JSON
-    positions: dict[Key, str] = field(default_factory=dict)  # in the text
+    is_json: bool = False
+    positions: dict[Key, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def fill(self, message: Message, block: MessageValue, path: Key = ()) -> None:

@@ -92,7 +92,7 @@ class BatchingCore(Core[ScheduledRequest]):
         self._responses = Responses(workers, self.statistics, self._preserves_order, cache)
         self._queue = RequestQueue(settings)
         self._tickets = InstanceTickets(control) if settings.rate_limited else None
-        self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.max_open)
+        self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.max_open_requests)
         self.executions = Executions(
             settings, self._pool, workers, control, self._responses, self.statistics
         )
@@ -335,13 +335,13 @@ class BatchingCore(Core[ScheduledRequest]):
         self._dispatcher.flush()
 
     @property
-    def unfinished(self) -> int:
+    def unfinished_count(self) -> int:
         sequences = self._dispatcher.open_sequence_count if self._drain_awaits_sequences else 0
-        return self._responses.live_requests or sequences
+        return self._responses.live_count or sequences
 
     @property
-    def live_requests(self) -> int:
-        return self._responses.live_requests
+    def live_count(self) -> int:
+        return self._responses.live_count
 
     # --- time -------------------------------------------------------------------------------------
 

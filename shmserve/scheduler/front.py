@@ -102,15 +102,11 @@ class Reports:
     _metrics: ModelMetrics = field(default_factory=ModelMetrics)
     unexpected_messages: int = 0
 
-    def report(self, now_ns: int) -> dict[str, Any]:
-        """Return the report for metrics and for GET /v2/models/NAME/stats."""
+    def answer(self, client: Client[Any], request_number: int, now_ns: int) -> None:
+        """Send a client the report for metrics and for GET /v2/models/NAME/stats."""
         gauges = self._take_gauges()
         gauges["families"] = model_metrics.to_lists(self._metrics.total())
-        return self._statistics.report(now_ns, self._wall_clock(), gauges)
-
-    def answer(self, client: Client[Any], request_number: int, now_ns: int) -> None:
-        """Send the report to a client, as the answer to its request with this number."""
-        report = self.report(now_ns)
+        report = self._statistics.report(now_ns, self._wall_clock(), gauges)
         self.send_snapshot()
         client.post(StatisticsReported(request_number, report))
 
@@ -215,13 +211,13 @@ class Core(Protocol[R]):
     statistics: Statistics
 
     @property
-    def live_requests(self) -> int:
+    def live_count(self) -> int:
         """Return the number of requests that have not ended."""
 
     @property
-    def unfinished(self) -> int:
+    def unfinished_count(self) -> int:
         """Return the number of requests and sequences that a drain waits for."""
-        return self.live_requests
+        return self.live_count
 
     def check(self, submit: Submit, now_ns: int) -> None:
         """Raise ShmserveError if the request would not be admitted; `admit` has the same checks."""
@@ -330,7 +326,7 @@ class Front(Generic[R]):
                     self._core.credit(request, message.responses, now_ns)
             case Release():
                 read_blocks = (client.pid, message.memory, message.offsets)
-                if self._cache is None or not self._cache.lent.release(*read_blocks):
+                if self._cache is None or not self._cache.lent_memory.release(*read_blocks):
                     self._core.release(client, message)
             case ReportStatistics():
                 self._reports.answer(client, message.id, now_ns)
@@ -442,7 +438,7 @@ class Front(Generic[R]):
             if now_ns >= overload_log.due_ns:
                 overload_log.tick(now_ns)
             wake_ns = min(wake_ns, overload_log.due_ns)
-        if self._is_draining and not self._is_drained and not self._core.unfinished:
+        if self._is_draining and not self._is_drained and not self._core.unfinished_count:
             self._is_drained = True
             self._reports.send_snapshot()
             self._control.post(Drained())
@@ -463,7 +459,7 @@ class Front(Generic[R]):
 
     def _collect_gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()
-        gauges["live"] = self._core.live_requests
+        gauges["live"] = self._core.live_count
         gauges["cache"] = {} if self._cache is None else self._cache.gauges()
         gauges["malformed"] += self._links.malformed_messages + self._control.malformed_messages
         return gauges

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack
@@ -72,13 +73,13 @@ class ResponseCache:
     """The cached responses of one model version.
 
     `_start` contains the cache's capacity and the pid of the process that holds clients' memory.
-    Copies of large responses are `lent` to clients.
+    Large responses are copied to `lent_memory` for each reader.
     """
 
     _model: str
     _version: str
     _start: CacheStart
-    lent: LentMemory
+    lent_memory: LentMemory
     _clock: Callable[[], int] = time.monotonic_ns
     _mappings: Mappings = field(default_factory=Mappings)
     _lent_bytes: int = 0
@@ -86,7 +87,8 @@ class ResponseCache:
 
     def __post_init__(self) -> None:
         self._entries: LruCache[_Entry] = LruCache(self._start.byte_size)
-        self._schema_keys: Schemas[_SchemaKey] = Schemas(self._schema_key)
+        derive = partial(derive_schema_key, self._model, self._version)
+        self._schema_keys: Schemas[_SchemaKey] = Schemas(derive)
 
     def look_up(self, submit: Submit) -> Lookup | None:
         """Return the result of a lookup, or None if the request bypasses the cache.
@@ -110,21 +112,21 @@ class ResponseCache:
             return None
         return Lookup(b"", (entry.schema, data), self._clock() - began_ns, copies)
 
-    def _schema_key(self, schema: bytes) -> _SchemaKey:
-        """Return the schema's part of the cache key; empty if its requests bypass the cache."""
-        request_schema = RequestSchema(schema)
-        if request_schema.data_count > len(request_schema.inputs):
-            return _SchemaKey(b"", [])
-        return schema_key(self._model, self._version, request_schema)
-
     def _tensor_bytes(self, tensor: Any) -> Any:
         """Return the bytes of a tensor that is inline or in a memory range.
 
         Raises:
             MalformedMessage: The memory range cannot be decoded.
-            Unavailable: The memory cannot be read; see `_map_range`.
+            Unavailable: A client may change the bytes, or the memory is gone.
         """
-        return tensor if type(tensor) is bytes else self._map_range(unpack_range(tensor))
+        if type(tensor) is bytes:
+            return tensor
+        memory_range = unpack_range(tensor)
+        memory = memory_range.memory
+        is_client_memory = memory.pid == self._start.supervisor_pid
+        if memory.cuda is not None or memory.copied or not memory.sealed or is_client_memory:
+            raise Unavailable("the response cache stores no tensors in device or client memory")
+        return self._mappings.view(memory_range)
 
     def insert(self, key: bytes, response: Packed) -> int:
         """Store the response to a request that missed; return the duration in ns.
@@ -164,19 +166,6 @@ class ResponseCache:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def _map_range(self, memory_range: Range) -> memoryview:
-        """Return the bytes of a memory range.
-
-        Raises:
-            Unavailable: A client may change the bytes, or the memory is gone.
-        """
-        memory = memory_range.memory
-        is_client_memory = memory.pid == self._start.supervisor_pid
-        if memory.cuda is not None or memory.copied or not memory.sealed or is_client_memory:
-            raise Unavailable("the response cache stores no tensors in device or client memory")
-        view: memoryview = self._mappings.view(memory_range)
-        return view
-
     def _copy_to_lent(self, contents: list[bytes], copies: list[Block]) -> list[Any]:
         """Copy a large response into memory that can be lent, and return its data.
 
@@ -195,7 +184,7 @@ class ResponseCache:
                     free_inline_bytes -= len(content)
                     response_data.append(content)
                     continue
-                copy = self.lent.write(content, self.free)
+                copy = self.lent_memory.write(content, self.free)
                 copies.append(copy)
                 self._lent_bytes += len(content)
                 response_data.append(pack_range(copy.memory_range))
@@ -208,17 +197,17 @@ class ResponseCache:
     def lend(self, reader_pid: int, lookup: Lookup) -> None:
         """Lend the copies of a response to a process until it releases them."""
         for copy in lookup.copies:
-            self.lent.lend(reader_pid, copy.memory_range, copy)
+            self.lent_memory.lend(reader_pid, copy.memory_range, copy)
 
     def free(self, memory_range: Range) -> None:
         """Free a copy that every reader has released."""
         self._lent_bytes -= memory_range.byte_size
-        self.lent.free(memory_range)
+        self.lent_memory.free(memory_range)
 
     def process_exited(self, pid: int) -> None:
         """Release the memory of a process that has exited, and the copies that it was reading."""
         self._mappings.unmap_process(pid)
-        self.lent.release_all(pid)
+        self.lent_memory.release_all(pid)
 
     def clear(self) -> None:
         """Remove all responses, because they may no longer be valid."""
@@ -296,14 +285,19 @@ class LruCache(Generic[T]):
             self.evicted_count += 1
 
 
-def schema_key(model: str, version: str, schema: RequestSchema) -> _SchemaKey:
+def derive_schema_key(model: str, version: str, packed_schema: bytes) -> _SchemaKey:
     """Return the part of the cache key that all requests of one schema have in common.
+
+    The prefix is empty if the requests have output ranges, because they then bypass the cache.
 
     Triton's key has 64 bits and covers names and bytes only, so that other shapes with the same
     bytes, or other outputs, collide. This key covers the model and its version; the name, datatype,
     shape and bytes of each input, in any order; the parameters; the correlation id; and the
     requested outputs in order. It does not cover the request's id, priority, timeout and deadline.
     """
+    schema = RequestSchema(packed_schema)
+    if schema.data_count > len(schema.inputs):
+        return _SchemaKey(b"", [])
     input_order = sorted(range(len(schema.inputs)), key=lambda index: schema.inputs[index].name)
     inputs = [schema.inputs[index][:3] for index in input_order]
     outputs = [output.name for output in schema.outputs]
@@ -315,7 +309,7 @@ def cache_key(prefix: bytes, sequence: tuple[int, str, int], contents: list[Any]
     """Return the cache key of a request: BLAKE2b (RFC 7693) with 256 bits.
 
     Args:
-        prefix: The part determined by its schema; see `schema_key`.
+        prefix: The part determined by its schema; see `derive_schema_key`.
         sequence: The correlation id, as a number and as a text, and the flags.
         contents: The inputs' bytes, sorted by name. Their sizes make the encoding unambiguous.
     """

@@ -34,21 +34,20 @@ _MAX_SEQUENCES = 16384  # limit per client of sequences that wait for a slot
 class Batching:
     """The rules of the dynamic batcher.
 
-    Sizes are sums of request batch sizes, at least 1. `preferred` are the preferred sizes, and
-    `target_ns` is the latency target of the adaptive batcher (0: none). `padding` decides which
-    shapes may share a batch (None: only equal shapes).
+    Sizes are sums of request batch sizes, at least 1. A batch of one of the `preferred_sizes` does
+    not wait. `padding` decides which shapes may share a batch (None: only equal shapes).
     """
 
     max_batch_size: int
-    preferred: frozenset[int]  # batch sizes
+    preferred_sizes: frozenset[int]
     delay_ns: int  # the longest wait for a larger batch
     target_ns: int = 0  # the latency target of the adaptive batcher; 0: none
     padding: Padding | None = None
 
-    largest_preferred: int = field(init=False)  # the size at which a batch stops waiting
+    largest_preferred_size: int = field(init=False)  # the size at which a batch stops waiting
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "largest_preferred", max(self.preferred))
+        object.__setattr__(self, "largest_preferred_size", max(self.preferred_sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class Settings:
     sequences: Sequencing | None = None
     timeout_is_deadline: bool = False  # whether a request's `timeout` ends it
     decoupled: bool = False  # a request may have any number of responses
-    max_open: int = 0  # maximum open requests per instance of a decoupled model; 0: unlimited
+    max_open_requests: int = 0  # per instance of a decoupled model; 0: unlimited
     quantiles: tuple[float, ...] = ()  # quantiles of the last minute's times to report
     first_response_buckets_ms: tuple[float, ...] = model_spec.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
@@ -164,7 +163,7 @@ class Settings:
             timeout_is_deadline=limits.request_timeout_is_deadline,
             sequences=_sequencing(config, limits),
             decoupled=config.decoupled,
-            max_open=max_streams if config.decoupled else 0,
+            max_open_requests=max_streams if config.decoupled else 0,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_first_response_buckets(config),
             padding=padding,

@@ -1,45 +1,32 @@
-"""The objects that all parts of the supervisor share, and their common ways to send messages."""
+"""The objects that all parts of the supervisor share."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
-from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.endpoints import Capabilities
-from shmserve.ipc.messages.control_requests import Answered, Refused
-from shmserve.ipc.messages.publications import (
-    ModelPublication,
-    ModelPublished,
-    ModelWithdrawn,
-    ReadinessChanged,
-)
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.children import Child, Zygote
+from shmserve.supervisor.processes.children import Child
 from shmserve.supervisor.processes.control_socket import (
-    Address,
     ControlSocket,
     LogControl,
     TraceControl,
 )
+from shmserve.supervisor.processes.zygote import Zygote
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
-logger = logging.getLogger(__name__)
-
 LOCAL_CLIENT = "local client"
-# Handles a request of the process `pid`, and returns the payload of the response.
-RequestHandler = Callable[[int, Any], Awaitable[dict[str, Any] | None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -71,70 +58,11 @@ class SupervisorContext:
         """Return the log settings for a new process."""
         return self.logging.settings
 
-    def register_peer(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages from `address` to `handler`; send it settings after its first message."""
-
-        def handle(message: Any) -> None:
-            self.logging.on_message(address, message)
-            if role == "gateway":
-                self.tracing.on_message(address, message)
-            handler(message)
-
-        self.control.register_peer(address, role, handle)
-
-    def serve_requests(self, types: Iterable[type[Any]], handle: RequestHandler) -> None:
-        """Handle requests of these types; respond `Answered`, or `Refused` if `handle` fails."""
-
-        def start(pid: int, request: Any) -> None:
-            self.background(self._respond(handle, pid, request))
-
-        self.control.serve(types, start)
-
-    async def _respond(self, handle: RequestHandler, pid: int, request: Any) -> None:
-        response: Answered | Refused
-        try:
-            response = Answered(request.id, await handle(pid, request) or {})
-        except ShmserveError as error:
-            response = Refused.of(request.id, error)
-        except Exception:
-            logger.exception("the request %s of process %d failed", type(request).__name__, pid)
-            response = Refused.of(request.id, Internal())
-        self.control.send(pid, response)
-
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to all processes with one of these roles; LOCAL_CLIENT is a role, too."""
         if LOCAL_CLIENT in roles:
             self.local_clients.broadcast(message)
         self.control.broadcast(message, *roles)
-
-    def announce(self, message: ModelPublication | ModelWithdrawn) -> int:
-        """Announce a change of a model to every gateway and local client.
-
-        Ensembles receive published models, too, but no withdrawals, since they finish their
-        requests first. Workers that call models receive withdrawals without acknowledgement.
-
-        Returns:
-            The number that the receivers acknowledge, see `is_acknowledged`.
-        """
-
-        def numbered(number: int) -> ModelPublication | ModelWithdrawn:
-            return replace(message, ack_number=number)
-
-        is_published = isinstance(message, ModelPublished)
-        roles = ("gateway", "ensemble") if is_published else ("gateway",)
-        number = self.control.announce(numbered, *roles, extra_peers=self.local_clients.numbers())
-        self.local_clients.announce(numbered(number))
-        if isinstance(message, ModelWithdrawn):
-            self.control.broadcast(message, "caller")
-        return number
-
-    def is_acknowledged(self, number: int) -> bool:
-        """Return whether all receivers have acknowledged the change with this number."""
-        return self.control.acknowledgements.is_acknowledged(number)
-
-    def publish_readiness(self, message: ReadinessChanged) -> None:
-        """Send the readiness of a model to every gateway."""
-        self.control.broadcast(message, "gateway")
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in a task that is cancelled when the server ends."""

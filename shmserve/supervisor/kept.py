@@ -88,7 +88,7 @@ class PermanentProcesses(ABC):
         process.started_at = time.monotonic()
         child = process.child = await self._spawn(process.name, f"{self.role} {process.name}")
         handle = partial(self._handle_message, process, child)
-        self._context.register_peer(child.pid, self.role, handle)
+        self._context.control.register_peer(child.pid, self.role, handle)
         child.exited.add_done_callback(partial(self._handle_exit, process, child))
 
     def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:

@@ -34,7 +34,7 @@ from shmserve.ipc.processes import set_process_title, with_mark, with_uncached_c
 from shmserve.supervisor.checks import table
 from shmserve.supervisor.checks.access import configured_run_directory, tcp_listeners
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.control_api import ControlApi
+from shmserve.supervisor.control_api import ControlApi, ReadinessCheck
 from shmserve.supervisor.events import EventFeed, EventPublisher
 from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.health import Health, Snapshot, Watchdog, announce
@@ -48,14 +48,16 @@ from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMem
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, ModelPublisher
-from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
-from shmserve.supervisor.processes.children import ProcessTable, Zygote, worker_preloads
+from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.processes.children import ProcessTable
 from shmserve.supervisor.processes.control_socket import (
     Address,
     ControlSocket,
     LogControl,
     TraceControl,
 )
+from shmserve.supervisor.processes.preloads import worker_preloads
+from shmserve.supervisor.processes.zygote import Zygote
 from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
@@ -280,6 +282,9 @@ def _compose_context(
 ) -> SupervisorContext:
     # numpy's BLAS starts threads on import, which these processes do not need.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    log_control = LogControl(control, config.log)
+    trace_control = TraceControl(control, config.trace, config.gateway.slow_request_ms)
+    control.on_started += [log_control.on_started, trace_control.on_started]
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
@@ -287,8 +292,8 @@ def _compose_context(
         front_zygote=Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment),
         worker_zygote=_create_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
-        logging=LogControl(control, config.log),
-        tracing=TraceControl(control, config.trace, config.gateway.slow_request_ms),
+        logging=log_control,
+        tracing=trace_control,
         local_clients=LocalClientServer(
             *(run_dir.path, config.shm.group, capabilities, memory, snapshot.for_local_client),
             control.acknowledgements,

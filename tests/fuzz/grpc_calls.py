@@ -11,7 +11,7 @@ import struct
 from typing import Any
 
 from shmserve.gateway.grpc.call import StreamingCall
-from shmserve.gateway.grpc.framing import StatusCode
+from shmserve.gateway.grpc.framing import Status, StatusCode
 from tests.rigs.grpc_scene import STREAM, UNARY, Scene
 from tests.support.wire.http2 import (
     DATA,
@@ -142,7 +142,7 @@ class _Client:
             if kind == 22:
                 (call.on_timeout, call._on_deadline)[self.number() % 2]()
             elif isinstance(call, StreamingCall) and self.number() > 0xC0:
-                call.fail(StatusCode.UNAVAILABLE, "no")
+                call.fail(Status(StatusCode.UNAVAILABLE, "no"))
             else:
                 self._answer()
 

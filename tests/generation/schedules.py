@@ -188,7 +188,7 @@ class Schedule:
         submitted: dict[int, PlannedRequest] = {}
         cancelled: set[int] = set()
         unsubmitted = self._seats
-        while unsubmitted or rig.engine.live_sequences:
+        while unsubmitted or rig.engine.live_sequence_count:
             while unsubmitted and draw.random() < 0.7:
                 unsubmitted -= 1
                 request = draw.choice(requests())

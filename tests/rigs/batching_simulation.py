@@ -147,7 +147,7 @@ class Simulation:
                         self._finish,
                         (self._now, batch),
                     )
-                case WaitUntil(ns=ns):
+                case WaitUntil(end_ns=ns):
                     assert ns > self._now
                     self._at(ns, self._wake)
                     return

@@ -317,7 +317,7 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
 
 
 def _run_turn(host: Host) -> None:
-    live = max([scheduler.live_requests for scheduler in host._schedulers], default=0)
+    live = max([scheduler.live_count for scheduler in host._schedulers], default=0)
     for fd, _ in host._waiter.wait(NEVER, live):
         host._waiter.handlers[fd]()
     host._run_turns(NEVER)

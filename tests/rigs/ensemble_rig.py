@@ -128,7 +128,7 @@ class EnsembleRig:
 
     @property
     def used_bytes(self) -> int:
-        return self.memory.lent.used_bytes + used_device_bytes(self.memory._device_blocks)
+        return self.memory.lent_memory.used_bytes + used_device_bytes(self.memory._device_blocks)
 
     def publish(self, config: dict[str, Any], endpoint: str = "") -> None:
         name = config["name"]

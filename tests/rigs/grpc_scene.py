@@ -9,7 +9,7 @@ from typing import Any
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.grpc.call import GrpcCall, GrpcContext, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.connection import GrpcConnection
-from shmserve.gateway.grpc.framing import CallHead, Ending, MakeSink
+from shmserve.gateway.grpc.framing import CallHead, CreateSink, Status
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.listener import ListenerKind, ListenerRules
 from shmserve.gateway.settings import GrpcSettings
@@ -93,7 +93,7 @@ class Scene:
         self.calls: list[tuple[bytes, UnaryCall]] = []
         self.begun_calls: list[GrpcCall] = []
         self.clock = Clock()
-        self.serve: Callable[[StreamingCall], Coroutine[Any, Any, Ending | None]] = self._echo
+        self.serve: Callable[[StreamingCall], Coroutine[Any, Any, Status | None]] = self._echo
         context = GrpcContext(
             settings=GrpcSettings(**settings),
             begin_call=self._begin,
@@ -104,7 +104,7 @@ class Scene:
             tls=None,
         )
         self.disconnects = 0
-        self.make_sink: MakeSink | None = None
+        self.create_sink: CreateSink | None = None
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
         client = SimpleNamespace(call_disconnect_actions=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(
@@ -125,7 +125,11 @@ class Scene:
         call: UnaryCall | StreamingCall
         if head.path == UNARY:
             call = UnaryCall(
-                connection, stream, head, lambda raw, c: self.calls.append((raw, c)), self.make_sink
+                connection,
+                stream,
+                head,
+                lambda raw, c: self.calls.append((raw, c)),
+                self.create_sink,
             )
         else:
             call = StreamingCall(connection, stream, head)
@@ -134,7 +138,7 @@ class Scene:
         return call
 
     @staticmethod
-    async def _echo(call: StreamingCall) -> Ending | None:
+    async def _echo(call: StreamingCall) -> Status | None:
         async for request in call.read_messages():
             await call.write_all([request])
         return None

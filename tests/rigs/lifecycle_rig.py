@@ -13,10 +13,12 @@ from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import VersionSpec
-from shmserve.supervisor.models.manager import ModelPublisher, Publication
-from shmserve.supervisor.models.orders import LoadPlan, Order
+from shmserve.supervisor.models.manager import Audience, ModelPublisher, Publication
+from shmserve.supervisor.models.orders import FOLDER, LoadPlan, LoadSource, Order
 from shmserve.supervisor.models.registry import ModelRegistry, statuses
 from shmserve.supervisor.models.scheduler_process import Group
+
+EVENTS = ("read", "start", "known", "end", "move")
 
 
 class FakeVersion:
@@ -52,7 +54,7 @@ class FakeVersion:
         self._rig.lifecycle.version_changed(cast("Any", self))
 
 
-class LifecycleRig:
+class LifecycleRig(Audience):
     """The actions of a lifecycle, and a gateway.
 
     Attributes:
@@ -88,6 +90,26 @@ class LifecycleRig:
             for a in due:
                 self.pending_actions.remove(a)
                 a[1]()
+
+    def execute_all(self) -> None:
+        self.execute_pending(*EVENTS)
+
+    # --- orders that are executed to the end
+
+    def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> Order:
+        order = self.lifecycle.load(name, source, pins)
+        self.execute_all()
+        return order
+
+    def load_on_demand(self, name: str) -> Order | None:
+        order = self.lifecycle.load_on_demand(name)
+        self.execute_all()
+        return order
+
+    def unload(self, name: str, **options: Any) -> Order:
+        order = self.lifecycle.unload(name, **options)
+        self.execute_all()
+        return order
 
     # --- the executor
 
@@ -130,9 +152,6 @@ class LifecycleRig:
 
         self.pending_actions.append((f"start {version.spec.name}", finish_start))
 
-    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
-        return spec.config
-
     def update(self, order: Order) -> None:
         pass
 
@@ -160,7 +179,7 @@ class LifecycleRig:
         self.discarded_spec_count += len(list(specs))
 
     def publish(self, model: Any) -> None:
-        self.publisher.update(self, model.name, *self.registry.publications(model))
+        self.publisher.update(self, model.name, model.publications, model.unpublished_versions)
 
     def remove(self, model: Any) -> None:
         self.publisher.remove(model.name)

@@ -116,7 +116,7 @@ class Processes:
         )
         self._hosts = SchedulerHosts(self.context)
         self._handlers: dict[Address, Callable[[Any], None]] = {}
-        self.serve = MagicMock()
+        self.serve_requests = MagicMock()
 
     def version(self, spec: VersionSpec, group: Group = SINGLE_MODEL_GROUP) -> ModelVersion:
         """Return a version without processes whose model completes no configuration."""

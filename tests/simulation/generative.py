@@ -138,8 +138,8 @@ class EngineRig:
         before = {generation: generation.status for generation in self.engine._sequences.values()}
         step = self._step = self.engine.plan(self.now_ns)
         if step is None:
-            assert not self.engine.live_sequences, (
-                f"{self.engine.live_sequences} sequences get no further"
+            assert not self.engine.live_sequence_count, (
+                f"{self.engine.live_sequence_count} sequences get no further"
             )
             return False
         s = self.settings
@@ -212,8 +212,8 @@ class EngineRig:
             if not self.run_turn():
                 break
         else:
-            raise AssertionError(f"{self.engine.live_sequences} sequences get no further")
-        assert not self.engine.live_sequences
+            raise AssertionError(f"{self.engine.live_sequence_count} sequences get no further")
+        assert not self.engine.live_sequence_count
         assert not any(pool.used_count for pool in self.pools)
         assert not self.worker.sequences
 
@@ -315,7 +315,7 @@ class Schedule:
     def run(self, requests: int = 60) -> None:
         """Run a number of requests and check the result of each. Raises AssertionError."""
         rig, draw = self.rig, self._draw
-        while requests or rig.engine.live_sequences:
+        while requests or rig.engine.live_sequence_count:
             if requests and draw.random() < 0.6:
                 requests -= 1
                 self._add_generation()

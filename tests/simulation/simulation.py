@@ -282,9 +282,9 @@ class Simulation:
                 raise Violation(f"{version.former_scheduler} is not done, and its successor waits")
             if scheduler is None or not scheduler.alive:
                 raise Violation(f"no scheduler of {version.model.name} is left")
-            live_requests = scheduler.core_scheduler.front._core.live_requests
-            if live_requests:
-                raise Violation(f"{scheduler} has {live_requests} requests when all is quiet")
+            live_count = scheduler.core_scheduler.front._core.live_count
+            if live_count:
+                raise Violation(f"{scheduler} has {live_count} requests when all is quiet")
             for table_name, size, bound in cores.tables(scheduler.core_scheduler):
                 if size > bound:
                     raise Violation(f"{scheduler} has {size} entries left in {table_name}")

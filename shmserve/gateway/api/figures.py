@@ -15,8 +15,8 @@ from typing import Any
 
 WINDOW_S = 10.0  # the interval over which rates are computed
 HISTORY_S = 600.0
-HISTORY_EVERY_S = 5.0  # the time between two points of a chart
-EXITS_SHOWN_S = 3600.0  # the time for which exited workers are shown
+HISTORY_INTERVAL_S = 5.0  # the time between two points of a chart
+EXIT_RETENTION_S = 3600.0  # the time for which exited workers are shown
 _QUANTILES = (0.5, 0.9, 0.99)
 # The figures of a row that are copied from a scheduler's report, where they have the same names.
 _COPIED_FIGURES = (
@@ -79,7 +79,7 @@ class Figures:
 
     def _count_recent_exits(self, key: str, now_s: float) -> int:
         exits_by_time = self._exits.get(key, deque())
-        while exits_by_time and exits_by_time[0][0] <= now_s - EXITS_SHOWN_S:
+        while exits_by_time and exits_by_time[0][0] <= now_s - EXIT_RETENTION_S:
             exits_by_time.popleft()
         return sum(count for _, count in exits_by_time)
 
@@ -95,9 +95,9 @@ class History:
         self._snapshots: deque[tuple[float, dict[str, Point]]] = deque()
 
     def add(self, time_s: float, rows: Mapping[str, Row]) -> None:
-        """Record the rows of `time_s` (since the epoch) if `HISTORY_EVERY_S` have passed."""
+        """Record the rows of `time_s` (since the epoch) if `HISTORY_INTERVAL_S` have passed."""
         snapshots = self._snapshots
-        if snapshots and 0 <= time_s - snapshots[-1][0] < HISTORY_EVERY_S * 0.9:
+        if snapshots and 0 <= time_s - snapshots[-1][0] < HISTORY_INTERVAL_S * 0.9:
             return
         points = {key: _build_point(row) for key, row in rows.items() if "success" in row}
         snapshots.append((time_s, points))
@@ -129,13 +129,15 @@ def _build_point(row: Row) -> Point:
     return _IDLE_POINT if point == _IDLE_POINT else point
 
 
-def build_row(report: Report, earlier: Report | None, seconds: float, exit_count: int = 0) -> Row:
-    """Return a model's row, which has no `recent` if there is no `earlier` report.
+def build_row(
+    report: Report, earlier_report: Report | None, elapsed_s: float, exit_count: int = 0
+) -> Row:
+    """Return a model's row, which has no `recent` if there is no earlier report.
 
     Args:
         report: The current report.
-        earlier: The report of `seconds` ago.
-        seconds: The length of the interval.
+        earlier_report: The report of `elapsed_s` seconds ago, or None.
+        elapsed_s: The time between the reports.
         exit_count: The number of workers that died within an hour.
     """
     figures: Row = {name: report[name] for name in _COPIED_FIGURES}
@@ -146,13 +148,13 @@ def build_row(report: Report, earlier: Report | None, seconds: float, exit_count
     if "generated" in report:
         figures["generation"] = {**report["generation"], "generated": report["generated"]}
         figures["generation"]["preemptions"] = sum(report["preemptions"].values())
-    if earlier is not None and seconds > 0:
-        figures["recent"] = _recent_figures(report, earlier, seconds)
+    if earlier_report is not None and elapsed_s > 0:
+        figures["recent"] = _recent_figures(report, earlier_report, elapsed_s)
     figures["hurts"], figures["because"] = _find_problem(figures, report)
     if exit_count:
         exits_text = f"{exit_count} worker{'s' * (exit_count > 1)} died within an hour"
         figures["because"] = f"{figures['because']}; {exits_text}".removeprefix("; ")
-        has_new_exits = earlier is not None and report["workers_lost"] > earlier["workers_lost"]
+        has_new_exits = report["workers_lost"] > (earlier_report or report)["workers_lost"]
         rank = _NEW_EXIT_RANK if has_new_exits else _EARLIER_EXIT_RANK
         figures["hurts"] = max(figures["hurts"], rank + exit_count)
     return figures

@@ -163,8 +163,8 @@ def _example_input(spec: TensorSpec, max_batch_size: int, is_binary: bool) -> di
     return {"name": spec.name, "datatype": spec.datatype, "shape": shape, **data}
 
 
-async def model_config(gateway: Gateway, name: str, version: str) -> bytes:
-    """Return a model's configuration as JSON; errors are raised by `resolve_model`."""
+async def model_config(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
+    """Return a model's configuration; errors are raised by `resolve_model`."""
     return (await resolve_model(gateway, name, version)).config
 
 
@@ -215,22 +215,16 @@ async def load_model(
         PermissionDenied: The client may not send a configuration or files.
         ShmserveError: The load failed.
     """
-    if config or files:
-        check_may_send_files(client)
-    await gateway.supervisor.send_request(LoadModel, name, config, files)
-
-
-def check_may_send_files(client: ClientIdentity) -> None:
-    """Raise PermissionDenied unless this client may send files of models.
-
-    Models run with the rights of the server's user. Only this user, or a client with a token, may
-    therefore send them.
-    """
-    if not (client.listener.authorisation.requires_token or client.runs_the_server()):
+    # Models run with the rights of the server's user. Only this user, or a client with a token, may
+    # therefore send their configuration and files.
+    if (config or files) and not (
+        client.listener.authorisation.requires_token or client.runs_the_server()
+    ):
         raise PermissionDenied(
             "the configuration or files of a model are accepted only from the user who runs the "
             "server, or with a token (--auth-token-file)"
         )
+    await gateway.supervisor.send_request(LoadModel, name, config, files)
 
 
 async def unload_model(gateway: Gateway, name: str, *, with_dependents: bool) -> None:
@@ -275,11 +269,11 @@ async def model_statistics(gateway: Gateway, name: str, version: str) -> list[di
     if not versions:
         raise InvalidArgument(f"requested model '{name}' is not available")
     try:
-        models = [gateway.models.resolve(name, version or v) for v in versions]
+        models = [gateway.models.resolve(name, v) for v in ([version] if version else versions)]
     except ShmserveError:
         text = f"requested model version is not available for model '{name}'"
         raise InvalidArgument(text) from None
-    reports = await collect_reports(gateway, models[:1] if version else models)
+    reports = await collect_reports(gateway, models)
     if not reports:
         raise Unavailable(f"the statistics of model '{name}' are not available now; try again")
     return _triton_statistics(reports)

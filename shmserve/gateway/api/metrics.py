@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
@@ -28,7 +29,7 @@ from shmserve.ipc.model_spec import FIRST_RESPONSE_FAMILY
 
 logger = logging.getLogger(__name__)
 
-# The report of each model, with its labels.
+# Reports with the labels of their samples: a scheduler's report of a model, or a host's figures.
 Reports = list[tuple[dict[str, str], dict[str, Any]]]
 
 # Triton sorts all other labels, and appends these two.
@@ -50,8 +51,8 @@ class ExpositionFamily:
 
     def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
         """Add a sample of the metric whose name is the family's with this suffix."""
-        ordered = sorted(labels.items(), key=_label_sort_key)
-        self.samples.append(model_metrics.sample_line(self.name + suffix, ordered, value))
+        ordered_labels = sorted(labels.items(), key=_label_sort_key)
+        self.samples.append(model_metrics.sample_line(self.name + suffix, ordered_labels, value))
 
     def add_histogram(
         self, labels: dict[str, str], histogram: dict[str, Any], *, has_integer_bounds: bool = False
@@ -73,7 +74,7 @@ class ExpositionFamily:
 
 
 class ReportFamily(NamedTuple):
-    """A metric family with samples from schedulers' reports; metrics.txt explains the fields."""
+    """A metric family with samples from reports; metrics.txt explains the fields."""
 
     kind: str  # Prometheus's type
     name: str
@@ -130,7 +131,17 @@ _PADDING_COUNTERS = (
     ("shmserve_padding_elements", "Padding elements of padded inputs"),
 )
 _CACHE_COUNTERS = ("cache_hit", "cache_miss")
+_CACHE_FIGURES = ("bytes", "bound", "entries", "evicted")
 _FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+
+
+def _families(
+    group: str, reports: Reports, *, shows_latencies: bool = True
+) -> Iterator[ExpositionFamily]:
+    """Yield the families of a group of metrics.txt, with samples from the reports."""
+    for family in _FAMILIES[group]:
+        if shows_latencies or not family.is_latency:
+            yield family.to_exposition(reports)
 
 
 def triton_families(reports: Reports, *, shows_latencies: bool) -> Iterator[ExpositionFamily]:
@@ -138,9 +149,7 @@ def triton_families(reports: Reports, *, shows_latencies: bool) -> Iterator[Expo
 
     The families of the response cache are included if a model has one.
     """
-    for family in _FAMILIES["triton"]:
-        if shows_latencies or not family.is_latency:
-            yield family.to_exposition(reports)
+    yield from _families("triton", reports, shows_latencies=shows_latencies)
     help_text = "Number of failed inference requests, all batch sizes"
     failures = ExpositionFamily("nv_inference_request_failure", help_text, "counter")
     for labels, report in reports:
@@ -151,26 +160,23 @@ def triton_families(reports: Reports, *, shows_latencies: bool) -> Iterator[Expo
             failures.add({**labels, "reason": reason}, count)
     yield failures
     cached_reports = _select_cached(reports)
-    for family in _FAMILIES["cache"]:
-        if shows_latencies or not family.is_latency:
-            yield family.to_exposition(cached_reports)
+    yield from _families("cache", cached_reports, shows_latencies=shows_latencies)
     if cached_reports:
         yield from _total_cache_families([report for _, report in cached_reports])
 
 
 def _total_cache_families(reports: list[dict[str, Any]]) -> Iterator[ExpositionFamily]:
     """Yield Triton's gauges of the server's response cache."""
-    for family in _FAMILIES["cache totals"]:
-        yield _create_gauge(family.name, family.help_text, sum(map(family.value_in, reports)))
-    used_bytes, max_bytes = (sum(r["cache"][key] for r in reports) for key in ("bytes", "bound"))
-    utilization = used_bytes / max_bytes if max_bytes else 0.0
-    yield _create_gauge("nv_cache_util", "Cache utilization [0.0 - 1.0]", utilization)
+    totals: dict[str, Any] = {key: sum(r[key] for r in reports) for key in _CACHE_COUNTERS}
+    cache = {key: sum(report["cache"][key] for report in reports) for key in _CACHE_FIGURES}
+    utilization = cache["bytes"] / cache["bound"] if cache["bound"] else 0.0
+    report = {**totals, "cache": cache, "utilization": utilization}
+    yield from _families("cache totals", [({}, report)])
 
 
 def own_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield histograms, counters and gauges that Triton does not have."""
-    for family in _FAMILIES["own"]:
-        yield family.to_exposition(reports)
+    yield from _families("own", reports)
     yield from _padding_families(reports)
 
 
@@ -233,8 +239,7 @@ def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
     generative = (pair for pair in reports if "generated" in pair[1])
     generative_reports = [(labels, {**r, **_derive_values(r)}) for labels, r in generative]
-    for family in _FAMILIES["generative"]:
-        yield family.to_exposition(generative_reports)
+    yield from _families("generative", generative_reports)
 
 
 def _derive_values(report: dict[str, Any]) -> dict[str, Any]:
@@ -293,44 +298,38 @@ class MetricsExporter:
 
     def _load_families(self) -> Iterator[ExpositionFamily]:
         failures, models = self._gateway.failures, self._gateway.models.all_versions()
-        rows = (({"model": m.name, "version": m.version, **m.tags}, m.load_seconds) for m in models)
-        name_and_help = ("nv_model_load_duration_secs", "Model load time in seconds")
-        yield _create_family("gauge", *name_and_help, *rows)
-        text = "Model versions that do not serve: their load failed"
-        failed = (({"model": name, "version": version}, 1) for name, version in failures.models)
-        yield _create_family("gauge", "shmserve_model_failed", text, *failed)
-        yield _create_family(
-            *("gauge", "shmserve_models", "Model versions by state"),
-            ({"state": "failed"}, len(failures.models)),
-            ({"state": "ready"}, sum(model.is_ready for model in models)),
-        )
-        name = "shmserve_load_failures_total"
-        yield _create_family("counter", name, "Loads that failed", ({}, failures.count))
+        loads: Reports = [
+            ({"model": m.name, "version": m.version, **m.tags}, {"load_seconds": m.load_seconds})
+            for m in models
+        ]
+        failed: Reports = [
+            ({"model": name, "version": version}, {"failed": 1})
+            for name, version in failures.models
+        ]
+        counts = {"failed": len(failures.models), "ready": sum(model.is_ready for model in models)}
+        yield from _families("loads", loads)
+        yield from _families("failed loads", failed)
+        totals = {"models": counts, "load_failures": failures.count}
+        yield from _families("load totals", [({}, totals)])
 
     def _region_families(self) -> Iterator[ExpositionFamily]:
-        region_table = self._gateway.regions
-        for kind, regions, text in (
-            ("", region_table.named_regions(), "registered regions of shared memory"),
-            (
-                *("unnamed_", region_table.unnamed_regions()),
-                "regions that shmserve.client shares, or that are unregistered but still in use",
-            ),
+        table = self._gateway.regions
+        report: dict[str, int] = {}
+        for prefix, regions in (
+            ("shm_", table.named_regions()),
+            ("shm_unnamed_", table.unnamed_regions()),
         ):
             sizes = [region.byte_size for region in regions]
-            yield _create_gauge(f"shmserve_shm_{kind}regions", f"Number of {text}", len(sizes))
-            yield _create_gauge(f"shmserve_shm_{kind}region_bytes", f"Bytes of {text}", sum(sizes))
+            report |= {f"{prefix}regions": len(sizes), f"{prefix}region_bytes": sum(sizes)}
+        yield from _families("regions", [({}, report)])
 
     def _host_families(self) -> Iterator[ExpositionFamily]:
         if self._gateway.settings.allow_cpu_metrics:
-            usage = self._cpu.read()
-            yield _create_gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", usage)
-            for part, size in zip(("total", "used"), memory_bytes(), strict=True):
-                help_text = f"CPU {part} memory (RAM), in bytes"
-                yield _create_gauge(f"nv_cpu_memory_{part}_bytes", help_text, size)
+            total_bytes, used_bytes = memory_bytes()
+            report = {"cpu": self._cpu.read(), "total_bytes": total_bytes, "used_bytes": used_bytes}
+            yield from _families("host", [({}, report)])
         # shmserve pins memory in place. Triton's metrics of its pinned memory pool are therefore 0.
-        for part in ("total", "used"):
-            help_text = f"Pinned memory pool {part} memory size, in bytes"
-            yield _create_gauge(f"nv_pinned_memory_pool_{part}_bytes", help_text, 0)
+        yield from _families("pinned memory", [({}, {"pool_bytes": 0})])
 
 
 def _exposition_text(families: Iterable[ExpositionFamily]) -> str:
@@ -356,36 +355,12 @@ def _model_families(reports: list[dict[str, Any]], taken_names: set[str]) -> str
     return model_metrics.exposition(shown_families)
 
 
-_PROCESS_FAMILIES = (
-    # each row: the kind, name and help text of a family, and the attribute of its values
-    ("gauge", "shmserve_process_resident_bytes", "Resident memory of processes", "resident_bytes"),
-    ("gauge", "shmserve_process_open_fds", "Open file descriptors of processes", "open_fds"),
-    ("counter", "shmserve_process_cpu_seconds_total", "CPU time of processes", "cpu_seconds"),
-)
-
-
 def _process_families(server_processes: list[Process]) -> Iterator[ExpositionFamily]:
     # Prometheus rejects samples with equal labels. Processes of the same title, such as the workers
     # of two versions of a model, are therefore added up.
-    by_title: dict[str, list[Process]] = {}
-    for process in server_processes:
-        by_title.setdefault(process.title, []).append(process)
-    for kind, name, text, attribute in _PROCESS_FAMILIES:
-        samples = (
-            ({"process": title}, sum(getattr(process, attribute) for process in titled_processes))
-            for title, titled_processes in by_title.items()
-        )
-        yield _create_family(kind, name, text, *samples)
-
-
-def _create_gauge(name: str, help_text: str, value: float) -> ExpositionFamily:
-    return _create_family("gauge", name, help_text, ({}, value))
-
-
-def _create_family(
-    kind: str, name: str, help_text: str, *samples: tuple[dict[str, str], float]
-) -> ExpositionFamily:
-    family = ExpositionFamily(name, help_text, kind)
-    for labels, value in samples:
-        family.add(labels, value)
-    return family
+    report: dict[str, Counter[str]] = {}
+    for name in ("resident_bytes", "open_fds", "cpu_seconds"):
+        by_title = report[f"process_{name}"] = Counter()
+        for process in server_processes:
+            by_title[process.title] += getattr(process, name)
+    yield from _families("processes", [({}, report)])

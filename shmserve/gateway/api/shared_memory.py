@@ -11,7 +11,6 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
@@ -46,46 +45,32 @@ def _is_valid_name(name: str) -> bool:
     return 0 < len(name) <= _MAX_NAME_LENGTH and name.isprintable()
 
 
-def register_system(
+async def register_system(
     gateway: Gateway,
-    peer: Peer,
+    client: ClientIdentity,
     name: str,
     key: str,
     offset: int,
     byte_size: int,
     *,
-    is_leased: bool = False,  # unregistered when the client disconnects
+    is_leased: bool = False,
     pin_pages: bool = False,
-) -> Awaitable[dict[str, Any]]:
-    """Ask the supervisor to register a POSIX shared memory object of `peer`.
+) -> None:
+    """Register a POSIX shared memory object of the client's user.
 
     Args:
         gateway: The gateway.
-        peer: The client's user.
+        client: The client.
         name: The region's name.
         key: The object's name.
-        offset: The region's offset in the object.
+        offset: The region's offset in the object, in bytes.
         byte_size: The region's size.
-        is_leased: Whether the region ends with the client's connection (see
-            `await_leased_registration`).
+        is_leased: Whether the region is unregistered when the client disconnects. If the client
+            disconnects before the registration has completed, this happens right after it.
         pin_pages: Whether workers on CUDA devices pin the pages.
 
-    Returns:
-        An awaitable of {"memory_id": ...}, which raises ShmserveError if the object is rejected.
-    """
-    return gateway.supervisor.send_request(
-        *(RegisterRegion, name, key, offset, byte_size, peer.uid, list(peer.groups)),
-        *(is_leased, pin_pages),
-    )
-
-
-async def await_leased_registration(
-    gateway: Gateway, client: ClientIdentity, registration: Awaitable[dict[str, Any]]
-) -> None:
-    """Wait for the registration of a region that ends with the client's connection.
-
-    If the client disconnects before the registration has completed, the region is unregistered
-    immediately afterwards.
+    Raises:
+        ShmserveError: The object is rejected.
     """
 
     def on_registered(task: asyncio.Future[dict[str, Any]]) -> None:
@@ -93,6 +78,14 @@ async def await_leased_registration(
             abandonment = RegionAbandoned(task.result()["memory_id"])
             client.call_on_disconnect(partial(gateway.supervisor.post, abandonment))
 
+    peer = client.peer()
+    registration = gateway.supervisor.send_request(
+        *(RegisterRegion, name, key, offset, byte_size, peer.uid, list(peer.groups)),
+        *(is_leased, pin_pages),
+    )
+    if not is_leased:
+        await registration
+        return
     task = asyncio.ensure_future(registration)
     task.add_done_callback(on_registered)
     await asyncio.shield(task)

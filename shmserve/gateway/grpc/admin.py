@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
@@ -19,7 +18,7 @@ from shmserve.gateway.api import shared_memory as memory_api
 from shmserve.gateway.api.management import LOG_FILE, LOG_FORMAT, LOG_LEVEL, LOG_SWITCHES
 from shmserve.gateway.context import Gateway, checked_version
 from shmserve.gateway.grpc.call import StreamingCall
-from shmserve.gateway.grpc.framing import Ending, StatusCode
+from shmserve.gateway.grpc.framing import Status, StatusCode
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.ipc.tensors.descriptors import CudaHandle, require_integer
 from shmserve.logs import FORMATS
@@ -30,7 +29,7 @@ from shmserve.proto.reflection_pb2 import ServerReflectionRequest, ServerReflect
 
 _PROTO_FILES = (grpc_service_pb2, health_pb2, reflection_pb2)
 _DESCRIPTOR_POOL = grpc_service_pb2.DESCRIPTOR.pool
-_MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed ServerReflectionRequest", ())
+_MALFORMED = Status(StatusCode.INVALID_ARGUMENT, "malformed ServerReflectionRequest")
 
 
 def serving_status(gateway: Gateway) -> HealthCheckResponse:
@@ -89,7 +88,7 @@ class AdminCall:
         """Handle ModelConfig."""
         version = checked_version(request.version)
         config = await management.model_config(self.gateway, request.name, version)
-        return ParseDict({"config": orjson.loads(config)}, pb.ModelConfigResponse())
+        return ParseDict({"config": config}, pb.ModelConfigResponse())
 
     async def model_statistics(
         self, request: pb.ModelStatisticsRequest
@@ -164,12 +163,12 @@ class AdminCall:
 
     async def system_register(self, request: pb.SystemSharedMemoryRegisterRequest) -> None:
         """Handle SystemSharedMemoryRegister."""
-        peer = self.client.peer()
+        self.client.peer()  # raises an error if the client may not use shared memory
         memory_api.check_region_name(request.name)
         size = require_integer(request.byte_size, "byte_size")
         offset = require_integer(request.offset, "offset")
         await memory_api.register_system(
-            self.gateway, peer, request.name, request.key, offset, size
+            self.gateway, self.client, request.name, request.key, offset, size
         )
 
     async def system_unregister(self, request: pb.SystemSharedMemoryUnregisterRequest) -> None:
@@ -218,7 +217,7 @@ def _read_changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
     return changes
 
 
-async def reflect(call: StreamingCall) -> Ending | None:
+async def reflect(call: StreamingCall) -> Status | None:
     """Handle a call of ServerReflectionInfo: send a response to each message."""
     async for encoded_request in call.read_messages():
         try:

@@ -35,18 +35,17 @@ from shmserve.gateway.grpc.framing import (
     Assembly,
     BrokenMessage,
     CallHead,
-    Ending,
-    MakeSink,
+    CreateSink,
     ReceivedMessage,
+    Status,
     StatusCode,
     compress_in_pieces,
     compress_message,
-    ending_from_error,
     frame_message,
     inflate_message,
     percent_encode,
     release_message,
-    select_encoding,
+    status_from_error,
 )
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.header_blocks import STATUS_200, encode_block
@@ -58,7 +57,6 @@ from shmserve.gateway.settings import GrpcSettings
 
 logger = logging.getLogger(__name__)
 
-_Metadata = Sequence[tuple[str, str]]
 _READ_BYTES = 64 * 1024  # initial size of the read buffer in bytes
 # The header blocks of responses, which have the same bytes for every client.
 _RESPONSE_FIELDS = (
@@ -135,8 +133,9 @@ def encode_response_start(http_status: int) -> bytes:
     return encode_block(((b":status", str(http_status).encode()), *_RESPONSE_FIELDS))
 
 
-def encode_trailers(code: StatusCode, details: str, metadata: _Metadata) -> bytes:
+def encode_trailers(status: Status) -> bytes:
     """Return the trailers of a response."""
+    code, details, metadata = status
     if code is StatusCode.OK and not (details or metadata):
         return OK_TRAILERS
     fields = [(b"grpc-status", str(code.value).encode())]
@@ -161,18 +160,22 @@ class GrpcCall(ABC):
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
         *("_arriving_message", "_assembly", "_is_head_sent", "_response_encoding", "_connection"),
-        *("_deadline", "_make_sink", "_stream", "_deadline_timer", "client", "is_done", "head"),
+        *("_deadline", "_create_sink", "_stream", "_deadline_timer", "client", "is_done", "head"),
         *("on_disconnect", "on_ended"),
     )
 
     def __init__(
-        self, connection: Carrier, stream: Stream, head: CallHead, make_sink: MakeSink | None = None
+        self,
+        connection: Carrier,
+        stream: Stream,
+        head: CallHead,
+        create_sink: CreateSink | None = None,
     ) -> None:
         self._connection = connection
         self._stream = stream
         self.head = head
         self.client: ClientIdentity = connection.client
-        self._make_sink = make_sink  # creates the receiver of a large message
+        self._create_sink = create_sink  # creates the receiver of a large message
         self.is_done = False
         self.on_disconnect: Callable[[], object] | None = None
         self.on_ended: Callable[[], None] | None = None
@@ -183,39 +186,37 @@ class GrpcCall(ABC):
         self._deadline = 0.0  # on the monotonic clock; 0: none
         self._deadline_timer: asyncio.TimerHandle | None = None
         if connection.context.settings.compression_level:
-            self._response_encoding = select_encoding(head.accepted_encodings)
+            self._response_encoding = head.response_encoding
         if head.timeout_s is not None:
             self._deadline = time.monotonic() + head.timeout_s
             self._deadline_timer = connection.loop.call_later(head.timeout_s, self._on_deadline)
 
     # --- for the handler of the call
 
-    def time_remaining(self) -> float | None:
-        """Return the time until the call's deadline in seconds; None without a deadline."""
-        return self._deadline - time.monotonic() if self._deadline else None
+    def remaining_us(self) -> int:
+        """Return the microseconds until the call's deadline, at least 1; 0 without a deadline."""
+        return max(1, int((self._deadline - time.monotonic()) * 1e6)) if self._deadline else 0
 
     def is_out_of_time(self) -> bool:
         """Return whether the deadline has expired, or is too soon for a response."""
         return bool(self._deadline) and self._deadline - time.monotonic() < _MIN_TIME_LEFT_S
 
-    def fail(self, code: StatusCode, details: str, metadata: _Metadata = ()) -> None:
+    def fail(self, status: Status) -> None:
         """End the call with an error status; discard the responses that are not sent yet."""
         if self.is_done:
             return
         self._mark_done()
-        self._send_status(code, details, metadata)
+        self._send_status(status)
 
-    def _send_status(self, code: StatusCode, details: str, metadata: _Metadata) -> None:
+    def _send_status(self, status: Status) -> None:
         sender = self._connection.http2.sender
-        block = encode_trailers(code, details, metadata)
+        block = encode_trailers(status)
         self._stream.on_sent = self._on_all_sent
-        if self._is_head_sent:
-            if code is not StatusCode.OK:
-                sender.discard_queued(self._stream)
-            sender.send_trailers(self._stream, block)
-        else:
-            head = encode_response_start(self.head.http_status)
-            sender.send_head(self._stream, head + block, ends_stream=True)
+        if not self._is_head_sent:  # the response consists of its trailers only
+            block = encode_response_start(self.head.http_status) + block
+        elif status.code is not StatusCode.OK:
+            sender.discard_queued(self._stream)
+        sender.send_trailers(self._stream, block)
         self._connection.flush()
 
     # --- for the connection of the call
@@ -229,20 +230,20 @@ class GrpcCall(ABC):
                 self._assemble(piece)
             if is_last and not self.is_done:
                 self._handle_half_close()
-        except BrokenMessage as broken:
-            self._abort(*broken.ending)
+        except BrokenMessage as error:
+            self._abort(error.status)
         except ShmserveError as error:  # the memory for messages is exhausted
-            self._abort(StatusCode.UNAVAILABLE, error.message)
+            self._abort(status_from_error(error))
         except Exception:
             text = "a message of gRPC call %s could not be handled; the call fails with INTERNAL"
             logger.exception(text, self.head.path)
-            self._abort(*INTERNAL_FAILURE)
+            self._abort(INTERNAL_FAILURE)
 
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
         if assembly is None:
             window_share = self._connection.context.limits.window_bytes * self._window_share
-            assembly = self._assembly = Assembly(int(window_share), self.head, self._make_sink)
+            assembly = self._assembly = Assembly(int(window_share), self.head, self._create_sink)
         assembly.feed(piece)
         self._take_messages(assembly, len(piece))
 
@@ -297,7 +298,7 @@ class GrpcCall(ABC):
 
     def on_timeout(self) -> None:
         """End the call, since its message was not received in time."""
-        self._abort(*REQUEST_TIMEOUT)
+        self._abort(REQUEST_TIMEOUT)
 
     def handle_disconnect(self) -> None:
         """End the call, since the client has disconnected or violated the protocol."""
@@ -308,14 +309,14 @@ class GrpcCall(ABC):
 
     def _on_deadline(self) -> None:
         """End the call, since its deadline has expired."""
-        self._abort(*DEADLINE_EXPIRED)
+        self._abort(DEADLINE_EXPIRED)
 
-    def _abort(self, code: StatusCode, details: str, metadata: _Metadata = ()) -> None:
+    def _abort(self, status: Status) -> None:
         """End the call with an error status, and cancel its requests in flight."""
         if not self.is_done:
             self._mark_done()
             self._notify_disconnected()
-            self._send_status(code, details, metadata)
+            self._send_status(status)
 
     def _notify_disconnected(self) -> None:
         on_disconnect, self.on_disconnect = self.on_disconnect, None
@@ -378,9 +379,9 @@ class UnaryCall(GrpcCall):
         stream: Stream,
         head: CallHead,
         on_message: UnaryHandler,
-        make_sink: MakeSink | None = None,
+        create_sink: CreateSink | None = None,
     ) -> None:
-        super().__init__(connection, stream, head, make_sink)
+        super().__init__(connection, stream, head, create_sink)
         self.on_message = on_message
         self._has_message = False  # whether the message was received
         self._task: asyncio.Task[None] | None = None
@@ -435,7 +436,8 @@ class UnaryCall(GrpcCall):
     def _handle_message(self, message: ReceivedMessage) -> None:
         if self._has_message:
             release_message(message.data)
-            self._abort(StatusCode.INTERNAL, "more than one message in a unary call")
+            text = "more than one message in a unary call"
+            self._abort(Status(StatusCode.INTERNAL, text))
             return
         self._has_message = True
         if message.is_compressed:
@@ -446,18 +448,18 @@ class UnaryCall(GrpcCall):
     async def _inflate(self, message: ReceivedMessage) -> None:
         try:
             data = await self._inflate_message(message)
-        except BrokenMessage as broken:
-            self.fail(*broken.ending)
+        except BrokenMessage as error:
+            self.fail(error.status)
             return
         if not self.is_done:
             self.on_message(data, self)
 
     def _handle_half_close(self) -> None:
         if not self._has_message:
-            self.fail(*MISSING_REQUEST)
+            self.fail(MISSING_REQUEST)
 
 
-StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
+StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Status | None]]
 
 _MAX_JOINED_BYTES = 64 * 1024  # bytes of small messages that are joined in one frame
 # The limit of unread messages of a stream: small messages use more memory than their bytes.
@@ -478,9 +480,13 @@ class StreamingCall(GrpcCall):
     )
 
     def __init__(
-        self, connection: Carrier, stream: Stream, head: CallHead, make_sink: MakeSink | None = None
+        self,
+        connection: Carrier,
+        stream: Stream,
+        head: CallHead,
+        create_sink: CreateSink | None = None,
     ) -> None:
-        super().__init__(connection, stream, head, make_sink)
+        super().__init__(connection, stream, head, create_sink)
         self._queue: deque[ReceivedMessage] = deque()
         self._has_unparsed_data = False  # whether received data may contain more messages
         self._is_half_closed = False  # whether the client has half-closed the stream
@@ -497,19 +503,19 @@ class StreamingCall(GrpcCall):
     async def _run(self, handler: StreamHandler) -> None:
         try:
             final_status = await handler(self)
-        except BrokenMessage as broken:
-            final_status = broken.ending
+        except BrokenMessage as error:
+            final_status = error.status
         except ShmserveError as error:
-            final_status = ending_from_error(error)
+            final_status = status_from_error(error)
         except Exception:
             logger.exception("gRPC call %s failed", self.head.path)
             final_status = INTERNAL_FAILURE
         if not self.is_done:
-            code, details, metadata = final_status or SUCCEEDED
-            if not self._is_head_sent and code is StatusCode.OK:
+            status = final_status or SUCCEEDED
+            if not self._is_head_sent and status.code is StatusCode.OK:
                 self._send_head()
             self._mark_done()
-            self._send_status(code, details, metadata)
+            self._send_status(status)
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -528,6 +534,7 @@ class StreamingCall(GrpcCall):
 
         Raises:
             BrokenMessage: The data is not a message.
+            Unavailable: The memory for messages is exhausted.
         """
         while True:
             while not self._queue:
@@ -570,10 +577,7 @@ class StreamingCall(GrpcCall):
     def _take_more_messages(self) -> None:
         self._has_unparsed_data = False
         if self._assembly is not None:
-            try:
-                self._take_messages(self._assembly, 0)
-            except ShmserveError as error:  # the memory for messages is exhausted
-                raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
+            self._take_messages(self._assembly, 0)
 
     def _handle_message(self, message: ReceivedMessage) -> None:
         self._queue.append(message)

@@ -14,7 +14,6 @@ import base64
 import binascii
 import re
 import struct
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from shmserve.gateway.compression import WBITS_BY_ENCODING, Inflater
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.http2.header_blocks import Fields, parse_content_length
-from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
+from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
 
 
@@ -49,17 +48,20 @@ class StatusCode(IntEnum):
     UNAUTHENTICATED = 16
 
 
-# The status code, the details and the trailing metadata with which a call ends.
-Ending = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
+class Status(NamedTuple):
+    """The status with which a call ends: the code, the details and the trailing metadata."""
 
-SUCCEEDED: Ending = (StatusCode.OK, "", ())
-INTERNAL_FAILURE: Ending = (StatusCode.INTERNAL, Internal().message, ())
-# Calls whose request is missing, late or malformed end with these statuses.
-REQUEST_TIMEOUT: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
-# The error text is Triton's.
-MISSING_REQUEST: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())
-UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
-DEADLINE_EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
+    code: StatusCode
+    details: str
+    metadata: Sequence[tuple[str, str]] = ()
+
+
+SUCCEEDED = Status(StatusCode.OK, "")
+INTERNAL_FAILURE = Status(StatusCode.INTERNAL, Internal().message)
+REQUEST_TIMEOUT = Status(StatusCode.UNAVAILABLE, "the request did not arrive in time")
+MISSING_REQUEST = Status(StatusCode.INTERNAL, "Unable to parse request")  # Triton's text
+UNKNOWN_METHOD = Status(StatusCode.UNIMPLEMENTED, "Method not found!")
+DEADLINE_EXPIRED = Status(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 # The statuses by the server's error codes. Most of these codes have gRPC's names.
 _STATUS_BY_CODE = {
@@ -90,7 +92,7 @@ class CallHead:
     Attributes:
         timeout_s: The time until the deadline, or None.
         encoding: The encoding of the request's messages.
-        accepted_encodings: The encodings that the client accepts.
+        response_encoding: The encoding of compressed responses; None if the client accepts none.
         data_size: The content-length of the request, or -1.
         traceparent: The W3C trace context, or "".
         ends_on_error: Whether the first failed request of a ModelStreamInfer ends the call.
@@ -99,7 +101,7 @@ class CallHead:
     """
 
     __slots__ = (
-        *("_fields", "_metadata", "accepted_encodings", "data_size", "encoding", "path", "refusal"),
+        *("_fields", "_metadata", "data_size", "encoding", "path", "refusal", "response_encoding"),
         *("ends_on_error", "http_status", "timeout_s", "traceparent"),
     )
 
@@ -108,7 +110,7 @@ class CallHead:
         self._fields = fields
         self._metadata: Metadata | None = None
         self.http_status = 200
-        self.refusal: Ending | None = None  # the status with which the call is refused
+        self.refusal: Status | None = None  # the status with which the call is refused
         values = dict(fields)
         self.path = values[b":path"].decode("latin-1")
         content_type = values.get(b"content-type", b"")
@@ -126,11 +128,13 @@ class CallHead:
         self.traceparent = values.get(b"traceparent", b"").decode("latin-1")
         self.ends_on_error = _ENDS_ON_ERROR_FIELD in fields  # whether an error ends a stream
         accept_encoding = values.get(b"grpc-accept-encoding", b"").decode("latin-1")
-        self.accepted_encodings = frozenset(name.strip() for name in accept_encoding.split(","))
+        accepted_encodings = {name.strip() for name in accept_encoding.split(",")}
+        encodings = (name for name in WBITS_BY_ENCODING if name in accepted_encodings)
+        self.response_encoding = next(encodings, None)
 
     def _set_refusal(self, http_status: int, code: StatusCode, details: str) -> None:
         if self.refusal is None:
-            self.http_status, self.refusal = http_status, (code, details, ())
+            self.http_status, self.refusal = http_status, Status(code, details)
 
     def _parse_timeout(self, value: bytes | None) -> float | None:
         if value is None:
@@ -163,7 +167,7 @@ def _metadata_items(name: bytes, value: bytes) -> Metadata:
         return [(key, _decode_text(value))]
     # Some clients join several values by commas.
     parts = map(_decode_binary, value.split(b","))
-    return [(key, decoded) for decoded in parts if decoded is not None]
+    return [(key, decoded_part) for decoded_part in parts if decoded_part is not None]
 
 
 def _decode_text(value: bytes) -> str:
@@ -181,7 +185,7 @@ def _decode_binary(value: bytes) -> bytes | None:
         return None
 
 
-def ending_from_error(error: ShmserveError) -> Ending:
+def status_from_error(error: ShmserveError) -> Status:
     """Return the status of a call that failed with this error."""
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFull):
@@ -189,7 +193,7 @@ def ending_from_error(error: ShmserveError) -> Ending:
         metadata = (("grpc-retry-pushback-ms", str(error.retry_after_s * 1000)),)
     if error.traceparent:
         metadata += (("traceparent", error.traceparent),)
-    return _STATUS_BY_CODE[error.code], _shorten_details(error.message), metadata
+    return Status(_STATUS_BY_CODE[error.code], _shorten_details(error.message), metadata)
 
 
 def percent_encode(text: str) -> bytes:
@@ -220,11 +224,11 @@ _EMPTY_VIEW = memoryview(b"")
 
 
 class BrokenMessage(Exception):
-    """The error for data that is not a valid message; `ending` is the status of the call."""
+    """The error for data that is not a valid message; `status` is the status of the call."""
 
     def __init__(self, code: StatusCode, text: str) -> None:
         super().__init__(text)
-        self.ending: Ending = (code, text, ())
+        self.status = Status(code, text)
 
 
 # The bytes of a message, or an inference request whose tensors were received into the arena.
@@ -233,7 +237,7 @@ MessageContent = bytes | ArrivingRequest
 
 # Returns the receiver of a call's next message, given the call's head and the message's size, or
 # None if the message should be assembled as bytes.
-MakeSink = Callable[[CallHead, int], RequestSink | None]
+CreateSink = Callable[[CallHead, int], RequestSink | None]
 
 
 def release_message(message: MessageContent) -> None:
@@ -256,15 +260,15 @@ class ArrivingMessage(Arrival):
     `on_evicted` is called when other messages need its memory.
     """
 
-    def __init__(self, limit_s: float, budget: BodyBudget, on_evicted: Callable[[], None]) -> None:
-        super().__init__(limit_s, budget)
+    def __init__(
+        self, timeout_s: float, budget: BodyBudget, on_evicted: Callable[[], None]
+    ) -> None:
+        super().__init__(timeout_s, budget)
         self._on_evicted = on_evicted
-        self.time_limit_s = limit_s
-        self.started_at = time.monotonic()
 
     def is_overdue(self, now: float) -> bool:
         """Return whether the time limit of the message has expired."""
-        return now > self.started_at + self.time_limit_s + self.received_bytes / SLOWEST_RATE
+        return now > self.started_at + self._time_limit_s
 
     def _total_wait_s(self, now: float) -> float:
         return now - self.started_at
@@ -284,11 +288,10 @@ class Assembly:
 
     _permitted_bytes: int
     _head: CallHead
-    _create_sink: MakeSink | None
+    _create_sink: CreateSink | None
     sink: RequestSink | None = None
     _piece: memoryview = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
     _position: int = 0
-    _is_piece_copied: bool = True  # whether the piece was copied out of the read buffer
     # Data that was received after the piece.
     _buffered_data: bytearray = field(default_factory=bytearray)
     _prefix: bytes = b""  # the received part of the next message's prefix
@@ -328,15 +331,14 @@ class Assembly:
     def feed(self, piece: memoryview) -> None:
         """Receive the next bytes of the call's messages; `take_message` returns complete ones."""
         if self._position == len(self._piece) and not self._buffered_data:
-            self._piece, self._position, self._is_piece_copied = piece, 0, False
+            self._piece, self._position = piece, 0
         else:
             self._buffered_data += piece
 
     def keep_piece(self) -> None:
         """Copy the unconsumed data out of the read buffer, which is about to be reused."""
-        if not self._is_piece_copied:
+        if type(self._piece.obj) is not bytes:  # bytes are a copy already
             self._piece, self._position = memoryview(bytes(self._piece[self._position :])), 0
-            self._is_piece_copied = True
 
     def take_message(self) -> ReceivedMessage | None:
         """Return the next complete message, or None.
@@ -377,7 +379,6 @@ class Assembly:
     def _next_piece(self) -> bool:
         self._piece = memoryview(bytes(self._buffered_data))
         self._position = 0
-        self._is_piece_copied = True
         self._buffered_data.clear()
         return bool(self._piece)
 
@@ -446,11 +447,6 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
 def frame_message(data: bytes) -> tuple[bytes, bytes]:
     """Return gRPC's prefix of a message, and the message."""
     return PREFIX.pack(0, len(data)), data
-
-
-def select_encoding(accepted_encodings: frozenset[str]) -> str | None:
-    """Return the encoding for a client that accepts these encodings, or None."""
-    return next((name for name in WBITS_BY_ENCODING if name in accepted_encodings), None)
 
 
 def compress_message(data: bytes, encoding: str, level: int) -> tuple[bytes, bytes]:

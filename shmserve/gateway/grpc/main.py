@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import uvloop
-
 from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway import process
@@ -18,9 +16,7 @@ from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.listener import Acceptor, ListenerRules, listener_kind
-from shmserve.gateway.settings import GatewayStart, GrpcSettings
-from shmserve.ipc import processes
-from shmserve.ipc.messages.supervision import decode_start
+from shmserve.gateway.settings import GatewayStart
 
 
 def run(start_record: bytes, *fds: int) -> None:
@@ -30,12 +26,7 @@ def run(start_record: bytes, *fds: int) -> None:
         start_record: An encoded `GatewayStart`.
         *fds: The descriptors of the listening sockets.
     """
-    start = decode_start(GatewayStart, start_record)
-    processes.set_up(f"gateway {start.gateway_name}", f"gateway {start.gateway_name}", start.log)
-    settings = start.grpc
-    assert settings is not None
-    sockets = [socket.socket(fileno=fd) for fd in fds]
-    uvloop.run(process.serve(start, partial(GrpcServer, settings=settings, sockets=sockets)))
+    process.run(start_record, fds, "gateway", GrpcServer)
 
 
 class GrpcServer(process.ProtocolServer):
@@ -44,10 +35,11 @@ class GrpcServer(process.ProtocolServer):
     refuses_while_busy = True
 
     def __init__(
-        self, gateway: Gateway, settings: GrpcSettings, sockets: Sequence[socket.socket]
+        self, gateway: Gateway, start: GatewayStart, sockets: Sequence[socket.socket]
     ) -> None:
         super().__init__()
-        gateway_settings = gateway.settings
+        settings, gateway_settings = start.grpc, gateway.settings
+        assert settings is not None
         self._gateway = gateway
         self._sockets = sockets
         self._inferences = Inferences(gateway)

@@ -15,7 +15,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from shmserve.common.auth_tokens import MODEL_METADATA
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
 from shmserve.gateway.grpc.call import (
@@ -30,9 +30,10 @@ from shmserve.gateway.grpc.framing import (
     MISSING_REQUEST,
     UNKNOWN_METHOD,
     CallHead,
-    Ending,
-    MakeSink,
-    ending_from_error,
+    CreateSink,
+    Status,
+    StatusCode,
+    status_from_error,
 )
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.stream_infer import stream_infer
@@ -114,10 +115,10 @@ class Service:
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        infer, make_sink = inferences.infer, inferences.create_sink
-        self._factories[MODEL_INFER] = partial(UnaryCall, on_message=infer, make_sink=make_sink)
-        handle_stream = partial(stream_infer, inferences)
-        self._factories[MODEL_STREAM_INFER] = _stream_factory(handle_stream, make_sink=make_sink)
+        infer, create_sink = inferences.infer, inferences.create_sink
+        self._factories[MODEL_INFER] = partial(UnaryCall, on_message=infer, create_sink=create_sink)
+        handler = partial(stream_infer, inferences)
+        self._factories[MODEL_STREAM_INFER] = _stream_factory(handler, create_sink=create_sink)
         self._factories[HEALTH_WATCH] = _stream_factory(
             self._watch_health, has_message_timeout=True
         )
@@ -130,17 +131,17 @@ class Service:
         A refused call has ended already: its messages, which can be large, are not received.
         """
         create_call = self._factories.get(head.path)
-        final_status = head.refusal
-        if final_status is None and create_call is None:
-            final_status = UNKNOWN_METHOD
-        elif final_status is None and connection.requires_authorisation:
+        refusal = head.refusal
+        if refusal is None and create_call is not None:
+            if not connection.requires_authorisation:
+                return create_call(connection, stream, head)
             error = _find_access_error(connection.client, RPCS[head.path].scope, head)
-            final_status = None if error is None else ending_from_error(error)
-        if final_status is not None or create_call is None:
-            call = UnaryCall(connection, stream, head, _ignore_message)
-            call.fail(*(final_status or UNKNOWN_METHOD))
-            return call
-        return create_call(connection, stream, head)
+            if error is None:
+                return create_call(connection, stream, head)
+            refusal = status_from_error(error)
+        call = UnaryCall(connection, stream, head, _ignore_message)
+        call.fail(refusal or UNKNOWN_METHOD)
+        return call
 
     def _create_task_handler(self, path: str, rpc: Rpc) -> Callable[[bytes, UnaryCall], None]:
         """Return the handler of an RPC of `AdminCall`, which creates a task for each call."""
@@ -149,17 +150,16 @@ class Service:
 
         async def respond(encoded_request: bytes, call: UnaryCall) -> None:
             try:
-                try:
-                    request = parse(encoded_request)
-                except DecodeError:
-                    raise InvalidArgument(f"malformed request of {path}") from None
+                request = parse(encoded_request)
                 response = await handle(AdminCall(self._gateway, call.client), request)
                 call.finish(b"" if response is None else response.SerializeToString())
+            except DecodeError:
+                call.fail(Status(StatusCode.INVALID_ARGUMENT, f"malformed request of {path}"))
             except ShmserveError as error:
-                call.fail(*ending_from_error(error))
+                call.fail(status_from_error(error))
             except Exception:
                 logger.exception("gRPC call %s failed", path)
-                call.fail(*INTERNAL_FAILURE)
+                call.fail(INTERNAL_FAILURE)
 
         def start_task(encoded_request: bytes, call: UnaryCall) -> None:
             task = asyncio.ensure_future(respond(encoded_request, call))
@@ -169,7 +169,7 @@ class Service:
 
         return start_task
 
-    async def _watch_health(self, call: StreamingCall) -> Ending | None:
+    async def _watch_health(self, call: StreamingCall) -> Status | None:
         async for _ in call.read_messages():
             break
         else:
@@ -198,18 +198,21 @@ def _ignore_message(_: bytes, call: UnaryCall) -> None:
 
 
 def _stream_factory(
-    handler: StreamHandler, *, has_message_timeout: bool = False, make_sink: MakeSink | None = None
+    handler: StreamHandler,
+    *,
+    has_message_timeout: bool = False,
+    create_sink: CreateSink | None = None,
 ) -> CallFactory:
     """Return the factory of streaming calls.
 
     Args:
         handler: The handler of the call's messages.
         has_message_timeout: Whether the first message has a time limit.
-        make_sink: The factory of the sinks that receive large messages.
+        create_sink: The factory of the sinks that receive large messages.
     """
 
     def create_call(connection: Carrier, stream: Stream, head: CallHead) -> StreamingCall:
-        call = StreamingCall(connection, stream, head, make_sink)
+        call = StreamingCall(connection, stream, head, create_sink)
         if has_message_timeout:
             call.start_time_limit()
         call.run(handler)

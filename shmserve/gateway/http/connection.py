@@ -4,9 +4,9 @@ aiohttp's server creates a task, a request, a writer and a response for each req
 third of the cost of a small inference. This protocol uses aiohttp's parser and handles the requests
 of a connection in order, in the connection's task. A disconnect cancels the task.
 
-A request does not wake the task if its head equals that of an earlier request on the connection,
-and its body differs from an earlier body only in the values of tensors. Such a request is begun in
-`data_received`, and its response is written in a callback. The task waits meanwhile:
+A repeated request does not wake the task: its head equals that of an earlier request on the
+connection, and its body differs from an earlier body only in the values of tensors. The request is
+begun in `data_received`, and its response is written in a callback. The task waits meanwhile:
 
     data_received ──> in flight ──response──> written; the task continues if a request has arrived
                          ├──response that needs a task──> the task handles the begun request
@@ -23,7 +23,7 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
-from shmserve.gateway.http.incoming import MAX_HEADERS, MAX_LINE_BYTES, Incoming
+from shmserve.gateway.http.incoming import MAX_HEADERS, MAX_LINE_BYTES, RequestReceiver
 from shmserve.gateway.http.messages import (
     JSON_HEADER,
     STATUS_LINES,
@@ -41,7 +41,9 @@ from shmserve.gateway.settings import GatewaySettings
 logger = logging.getLogger(__name__)
 
 
-_OK_HEAD_FORMAT = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
+_OK_HEAD_FORMAT = (
+    b"%bContent-Length: %%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % STATUS_LINES[200]
+)
 _IDLE_TIMEOUT_S = 3600.0  # long, because idle keep-alive connections cost nothing
 # The limits of `_linger`: the pause between two pieces, the duration, and the number of bytes.
 _LINGER_IDLE_S = 2.0
@@ -50,7 +52,7 @@ _MAX_LINGER_BYTES = 4 << 30
 _DRAIN_IDLE_S = 0.5  # the idle time after which a draining connection is closed
 
 
-class HttpConnection(Incoming):
+class HttpConnection(RequestReceiver):
     """One client's connection. `app` handles its requests."""
 
     def __init__(self, acceptor: Acceptor, app: App, settings: GatewaySettings) -> None:
@@ -138,7 +140,7 @@ class HttpConnection(Incoming):
             waiter.cancel()  # the task ends, because the connection has ended
         else:
             transport.write(_OK_HEAD_FORMAT % (len(body), headers) + body)
-            if self._messages or self.writing_paused:
+            if self._messages or self.is_writing_paused:
                 waiter.set_result(None)
             else:
                 self._waiter = waiter
@@ -154,7 +156,7 @@ class HttpConnection(Incoming):
                 while not (messages or self._begun_request):
                     self._waiter = self._loop.create_future()
                     await self._waiter
-                    if self.writing_paused and self.transport is not None:
+                    if self.is_writing_paused and self.transport is not None:
                         await drain_or_abort(self, self.transport, self._settings.body_timeout_s)
                 request = self._next_request()
                 if request is None or not await self._serve_request(request):
@@ -179,7 +181,7 @@ class HttpConnection(Incoming):
         self._is_handling = False
         self._task = None
         messages.clear()
-        self._close()
+        self._close_transport(self._settings.body_timeout_s)
 
     def _next_request(self) -> HttpRequest | None:
         """Return the request in flight or the first in the queue, or None for invalid HTTP."""
@@ -212,7 +214,7 @@ class HttpConnection(Incoming):
         if self._is_queue_full:
             self._on_dequeued()
         request = HttpRequest(*message, self)
-        request.closes_connection |= self.closes_next
+        request.closes_connection |= self.closes_with_next
         if head.upgrade:
             # aiohttp's parser drops the bytes after a request with an Upgrade header. If
             # `_missing_bytes` does not give the size of the body, the next request cannot be found.
@@ -236,8 +238,8 @@ class HttpConnection(Incoming):
     async def _linger(self) -> None:
         """Send the end of the stream, and drop further bytes until the client disconnects.
 
-        Closing at once would reset the connection of a client that still sends, and the client
-        would lose the responses that it has not read (RFC 9112, 9.6).
+        Closing at once would reset the connection of a client that still sends. The client would
+        then lose the responses that it has not read (RFC 9112, 9.6).
         """
         transport = self.transport
         if transport is None or transport.is_closing():
@@ -254,7 +256,7 @@ class HttpConnection(Incoming):
         response = self._app.malformed_response(error, head)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
-            self.transport.write(response.head(None, len(body)) + body)
+            self.transport.write(response.head(None, b"Content-Length: %d\r\n" % len(body)) + body)
 
 
 def _describe_error(error: HttpProcessingError) -> str:

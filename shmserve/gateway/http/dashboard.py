@@ -36,7 +36,7 @@ from shmserve.common.host import CpuUtilization, memory_bytes, proportional_size
 from shmserve.common.tasks import collect
 from shmserve.errors import PermissionDenied, QueueFull, Unauthenticated
 from shmserve.gateway.api import management
-from shmserve.gateway.api.figures import HISTORY_EVERY_S, Figures, History, Row
+from shmserve.gateway.api.figures import HISTORY_INTERVAL_S, Figures, History, Row
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import (
     FETCH_SITE,
@@ -85,7 +85,7 @@ class LiveFigures:
 
     async def _record_history(self) -> None:
         while True:
-            await asyncio.sleep(HISTORY_EVERY_S)
+            await asyncio.sleep(HISTORY_INTERVAL_S)
             if self._task is None:
                 try:
                     models = self._gateway.models.all_versions()
@@ -94,7 +94,7 @@ class LiveFigures:
                     self._history.add(time.time(), rows)
                 except Exception:
                     text = "the dashboard's history cannot be recorded; the next attempt is in %g s"
-                    logger.exception(text, HISTORY_EVERY_S)
+                    logger.exception(text, HISTORY_INTERVAL_S)
 
     async def respond(self, gateway: Gateway, request: HttpRequest) -> HttpResponse:
         """Return the response to a viewer.
@@ -282,11 +282,9 @@ class EventWatch:
 
     async def wait_for_state(self, timeout_s: float) -> None:
         """Wait until the server's state has arrived, at most `timeout_s` seconds."""
-        try:
+        with contextlib.suppress(TimeoutError):  # without events, the page shows no states
             async with asyncio.timeout(timeout_s):
                 await self._state_received.wait()
-        except TimeoutError:
-            pass  # the supervisor publishes no events; the page then shows no states
 
     async def _read_events(self) -> None:
         while True:

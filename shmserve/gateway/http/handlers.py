@@ -19,10 +19,15 @@ from shmserve.gateway.api.management import LOG_FILE, LOG_FORMAT, LOG_LEVEL, LOG
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
-from shmserve.gateway.http.json.parser import JsonFault, loads_members, mistyped_value_error
-from shmserve.gateway.http.messages import JSON_HEADER, HttpRequest, HttpResponse, json_response
+from shmserve.gateway.http.json.parser import (
+    JsonFault,
+    is_unsigned,
+    loads_members,
+    mistyped_value_error,
+)
+from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai.models import find_embedder
-from shmserve.ipc.tensors.descriptors import MAX_UINT64, CudaHandle, require_integer
+from shmserve.ipc.tensors.descriptors import CudaHandle, require_integer
 from shmserve.logs import FORMATS, MAX_LOG_LEVEL
 
 _TEXT_HEADER = b"Content-Type: text/plain; charset=utf-8\r\n"
@@ -81,8 +86,7 @@ async def get_model_config(
     gateway: Gateway, request: HttpRequest, name: str, version: str
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME/config."""
-    config = await management.model_config(gateway, name, version)
-    return HttpResponse(200, (config,), JSON_HEADER)
+    return json_response(await management.model_config(gateway, name, version))
 
 
 async def get_examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -242,18 +246,14 @@ async def post_register(gateway: Gateway, request: HttpRequest, name: str) -> Ht
     if not name:
         raise InvalidArgument("'region name' is necessary to register system shared memory region")
     client = request.connection.client
-    peer = client.peer()
+    client.peer()  # raises an error if the client may not use shared memory
     memory_api.check_region_name(name)
     members = _object_members(await read_json(gateway, request))
     key, offset, size, is_leased, pin_pages = decode_registration(members)
     region_fields = (name, key, offset, size)
-    registration = memory_api.register_system(
-        gateway, peer, *region_fields, is_leased=is_leased, pin_pages=pin_pages
+    await memory_api.register_system(
+        gateway, client, *region_fields, is_leased=is_leased, pin_pages=pin_pages
     )
-    if is_leased:
-        await memory_api.await_leased_registration(gateway, client, registration)
-    else:
-        await registration
     return HttpResponse()
 
 
@@ -341,6 +341,6 @@ def _typed_member(members: dict[str, Any], field: str, expected_type: type[str] 
     value: Any = members[field]
     if expected_type is str and type(value) is not str:
         raise mistyped_value_error("string")
-    if expected_type is int and not (type(value) is int and 0 <= value <= MAX_UINT64):
+    if expected_type is int and not is_unsigned(value):
         raise mistyped_value_error("unsigned-integer")
     return value

@@ -89,7 +89,7 @@ class ReadState(enum.Enum):
     FAILED = enum.auto()  # drop them, since the connection ends with an earlier request
 
 
-class Incoming(LimitedConnection, asyncio.Protocol):
+class RequestReceiver(LimitedConnection, asyncio.Protocol):
     """The receiver of a connection's requests.
 
     Attributes:
@@ -119,7 +119,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # The received part of an incomplete or malformed head; None: unknown, or no such head.
         self._head: bytes | None = None
         self._ends_request = False  # whether the last received bytes end a head or a chunked body
-        self.closes_next = False  # whether the connection ends with the next request
+        self.closes_with_next = False  # whether the connection ends with the next request
         # --- read timeouts
         self._read_timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # the time limit of the missing bytes, by the loop's clock
@@ -140,7 +140,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # --- back-pressure
         # The transport's protocol since the first large body; None before.
         self._receiver: TensorReceiver | None = None
-        self.writing_paused = False
+        self.is_writing_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None
         self._is_stream_full = False  # whether the stream of a body has no space
         self._is_queue_full = False  # whether too many requests are queued
@@ -167,46 +167,31 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         return self.transport is not None
 
     def force_close(self) -> None:
-        """Close the connection. Written bytes may still be flushed."""
         self._is_closed = True
         if self._waiter is not None:
             self._waiter.cancel()
             self._waiter = None
-        self._close()
+        self._close_transport(self._settings.body_timeout_s)
         self.transport = None
 
     def abort(self) -> None:
-        """Close the connection at once, without flushing."""
         transport = self.transport
         self.force_close()
         if transport is not None:
             transport.abort()
 
-    def _close(self) -> None:
-        # A client that does not read its response could otherwise delay the end forever.
-        transport = self.transport
-        if transport is not None and not transport.is_closing():
-            transport.close()
-            if transport.get_write_buffer_size():
-                self._loop.call_later(self._settings.body_timeout_s, transport.abort)
-
     @property
     def is_open(self) -> bool:
-        """Return whether the connection accepts further requests."""
         return not self._is_closed
 
     @property
     def idle_since(self) -> float | None:
-        """Return the event loop's time when the connection became idle; None while it is busy."""
         is_busy = self._is_handling or self._pending_head or self._messages
         return None if is_busy else self._idle_start
 
     @property
     def incomplete_since(self) -> float | None:
-        """Return the loop's time since when a request is incomplete; None if none is incomplete.
-
-        The result is the time when the previous request ended.
-        """
+        """Return the loop's time when the request before an incomplete one ended, or None."""
         is_incomplete = self._pending_head or (self._is_handling and self._body_stream is not None)
         return self._idle_start if is_incomplete else None
 
@@ -340,7 +325,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
     def _parse_without_length(self, head: bytes) -> bool:
         """Parse a malformed request again without its Content-Length; return whether that works."""
         if (
-            self.closes_next
+            self.closes_with_next
             or len(head) > _MAX_PENDING_HEAD_BYTES
             or len(_FRAMING_HEADER.findall(head)) < 2
         ):
@@ -352,7 +337,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         request = remove_length(head)
         if request is None:
             return False
-        self.closes_next, self._parser = True, self._new_parser()
+        self.closes_with_next, self._parser = True, self._new_parser()
         self._parse(request, False)
         return True
 
@@ -450,11 +435,11 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """Record that the client reads more slowly than the server writes."""
-        self.writing_paused = True
+        self.is_writing_paused = True
 
     def resume_writing(self) -> None:
         """Record that the client has read what was written, or has disconnected."""
-        self.writing_paused = False
+        self.is_writing_paused = False
         drain_waiter, self._drain_waiter = self._drain_waiter, None
         resolve_future(drain_waiter, None)
 
@@ -464,7 +449,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         Raises:
             ConnectionError: The client has disconnected.
         """
-        if self.writing_paused and self.transport is not None:
+        if self.is_writing_paused and self.transport is not None:
             self._drain_waiter = self._loop.create_future()
             await self._drain_waiter
         if self.transport is None:
@@ -541,7 +526,7 @@ class TensorReceiver(asyncio.BufferedProtocol):
     and all other events are passed on to the connection.
     """
 
-    def __init__(self, connection: Incoming) -> None:
+    def __init__(self, connection: RequestReceiver) -> None:
         self._connection = connection
         self._buffer = _READ_BUFFER
         self._arriving: ArrivingRequest | None = None

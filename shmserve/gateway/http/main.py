@@ -6,8 +6,6 @@ import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import uvloop
-
 from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation, Restrictions
 from shmserve.gateway import process
@@ -19,8 +17,6 @@ from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App, Cors
 from shmserve.gateway.listener import Acceptor, ListenerRules, listener_kind
 from shmserve.gateway.settings import GatewayStart
-from shmserve.ipc import processes
-from shmserve.ipc.messages.supervision import decode_start
 
 
 def run(start_record: bytes, *fds: int) -> None:
@@ -30,11 +26,7 @@ def run(start_record: bytes, *fds: int) -> None:
         start_record: An encoded `GatewayStart`.
         *fds: The descriptors of the listening sockets.
     """
-    start = decode_start(GatewayStart, start_record)
-    name = start.gateway_name
-    processes.set_up(f"gateway {name}", f"gateway http {name}", start.log)
-    sockets = [socket.socket(fileno=fd) for fd in fds]
-    uvloop.run(process.serve(start, partial(HttpServer, start=start, sockets=sockets)))
+    process.run(start_record, fds, "gateway http", HttpServer)
 
 
 class HttpServer(process.ProtocolServer):

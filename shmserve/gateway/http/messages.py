@@ -1,7 +1,7 @@
 """HTTP requests and responses as handlers use them, and streams of JSON texts.
 
 A response is written with back-pressure. The pieces of a small response are gathered into one
-write, large pieces are sent without a copy, and a chunked response is produced while it is sent.
+write, and large pieces are sent without a copy. A chunked response is produced while it is sent.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class HttpChannel(Protocol):
     client: ClientIdentity
 
     @property
-    def writing_paused(self) -> bool:
+    def is_writing_paused(self) -> bool:
         """Return whether the client reads more slowly than the server writes."""
 
     async def drain(self) -> None:
@@ -173,7 +173,7 @@ _PIECE_BYTES = 1024 * 1024
 JSON_HEADER = b"Content-Type: application/json\r\n"
 
 STATUS_LINES = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Length: ".encode()
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
     for status in http.HTTPStatus
 }
 
@@ -191,15 +191,20 @@ class HttpResponse:
     closes_connection: bool = field(default=False, kw_only=True)
     on_sent: Callable[[], None] | None = field(default=None, kw_only=True)
 
-    def head(self, request: HttpRequest | None, size: int) -> bytes:
-        """Return the status line and the headers; `request` is None for malformed HTTP."""
+    def head(self, request: HttpRequest | None, framing: bytes) -> bytes:
+        """Return the status line and the headers.
+
+        Args:
+            request: The request; None for malformed HTTP.
+            framing: The header line that delimits the body; b"" if the connection's end does.
+        """
         connection = b""
         if self.closes_connection:
             connection = b"Connection: close\r\n"
         elif request is not None and request.is_http10:
             connection = b"Connection: keep-alive\r\n"
-        head_values = (STATUS_LINES[self.status], size, connection, self.headers)
-        return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % head_values
+        head_values = (STATUS_LINES[self.status], framing, connection, self.headers)
+        return b"%b%b%b%bX-Content-Type-Options: nosniff\r\n\r\n" % head_values
 
     async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
         """Write the response, and disconnect a client that reads it too slowly.
@@ -209,7 +214,7 @@ class HttpResponse:
         """
         transport = _open_transport(request)
         size = sum(map(len, self.pieces))
-        head = self.head(request, size)
+        head = self.head(request, b"Content-Length: %d\r\n" % size)
         if request.method == "HEAD":
             transport.write(head)
         elif size <= _MAX_JOINED_BYTES:
@@ -223,12 +228,12 @@ class HttpResponse:
                 for piece in self.pieces:
                     for offset in range(0, len(piece), _PIECE_BYTES):
                         transport.write(piece[offset : offset + _PIECE_BYTES])
-                        if request.connection.writing_paused:
+                        if request.connection.is_writing_paused:
                             await drain_or_abort(request.connection, transport, stall_timeout_s)
             finally:
                 if not transport.is_closing():
                     transport.set_write_buffer_limits()
-        if request.connection.writing_paused:
+        if request.connection.is_writing_paused:
             await drain_or_abort(request.connection, transport, stall_timeout_s)
 
 
@@ -252,26 +257,17 @@ class ChunkedResponse(HttpResponse):
         transport = _open_transport(request)
         is_chunked = not request.is_http10
         self.closes_connection = self.closes_connection or not is_chunked
-        transport.write(self._encode_head(is_chunked=is_chunked))
+        transport.write(self.head(request, b"Transfer-Encoding: chunked\r\n" * is_chunked))
         async with contextlib.aclosing(self._batches) as batches:
             if request.method == "HEAD":
                 return
             async for chunks in batches:
                 encoded = map(_encode_chunk, filter(None, chunks)) if is_chunked else chunks
                 transport.write(b"".join(encoded))
-                if request.connection.writing_paused:
+                if request.connection.is_writing_paused:
                     await drain_or_abort(request.connection, transport, stall_timeout_s)
         if is_chunked:
             transport.write(b"0\r\n\r\n")
-
-    def _encode_head(self, *, is_chunked: bool) -> bytes:
-        phrase = http.HTTPStatus(self.status).phrase.encode()
-        lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, phrase)]
-        if is_chunked:
-            lines.append(b"Transfer-Encoding: chunked\r\n")
-        if self.closes_connection:
-            lines.append(b"Connection: close\r\n")
-        return b"".join((*lines, self.headers, b"X-Content-Type-Options: nosniff\r\n\r\n"))
 
 
 def _encode_chunk(chunk: bytes) -> bytes:

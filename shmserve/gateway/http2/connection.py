@@ -49,7 +49,7 @@ from shmserve.gateway.http2.incoming import (
     StreamOpened,
     StreamReset,
 )
-from shmserve.gateway.http2.outgoing import Outgoing, Stream
+from shmserve.gateway.http2.outgoing import FrameSender, Stream
 
 # The maximum number of streams whose reset by the server is recorded, because the client may still
 # send frames for them.
@@ -62,6 +62,8 @@ _EARNED_PER_FRAME = 4
 _BYTES_PER_EARNED_FRAME = 32
 _MAX_SAVED_FRAMES = 1 << 16  # maximum number of control frames that a client can save up
 _EMPTY_VIEW = memoryview(b"")
+# The names of the frames that apply to the whole connection.
+_CONNECTION_FRAME_NAMES = {SETTINGS: "SETTINGS", PING: "PING", GOAWAY: "GOAWAY"}
 
 
 class Http2Connection(FrameReader[HeadT]):
@@ -88,11 +90,11 @@ class Http2Connection(FrameReader[HeadT]):
             clock,
             "frames without effect",
         )
-        self.sender = Outgoing(self._on_output_sent)
+        self.sender = FrameSender(self._on_output_sent)
         self.streams: dict[int, Stream] = {}
         self.last_stream_id = 0  # the highest id of a stream that the client has opened
         # Whether the client has acknowledged the server's SETTINGS.
-        self.settings_acknowledged = False
+        self.is_settings_acknowledged = False
         self._credited_output = 0, 0  # frames and bytes of data already credited to the budget
         self._saved_control_frames = 0  # earned control frames that are not needed yet
         self.ping_count = 0  # total number of PINGs from the client
@@ -112,12 +114,8 @@ class Http2Connection(FrameReader[HeadT]):
         self.sender.output.append(frames.encode_settings(settings) + window_update)
 
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
-        """Process these bytes and any pending frames.
-
-        A client that violates the protocol receives a GOAWAY, and the connection `is_closing`.
-        """
         events = super().receive(data)
-        if self.sender.window_grown:
+        if self.sender.has_window_grown:
             self.sender.resume()
         return events
 
@@ -185,8 +183,11 @@ class Http2Connection(FrameReader[HeadT]):
             frame_type != CONTINUATION or stream_id != self._block_stream_id
         ):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "another frame within a header block")
-        if not self.settings_received and (frame_type != SETTINGS or flags & ACK):
+        if not self.has_client_settings and (frame_type != SETTINGS or flags & ACK):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+        if stream_id and frame_type in _CONNECTION_FRAME_NAMES:
+            text = f"{_CONNECTION_FRAME_NAMES[frame_type]} on a stream other than 0"
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, text)
         if frame_type == HEADERS:
             self._start_block(flags, stream_id, payload)
         elif frame_type == CONTINUATION:
@@ -195,23 +196,17 @@ class Http2Connection(FrameReader[HeadT]):
             self._handle_window_update(stream_id, payload)
         elif frame_type == RST_STREAM:
             self._handle_reset(stream_id, payload)
-        elif frame_type == SETTINGS:
-            self._control_budget.take_token()
-            self._handle_settings(flags, stream_id, payload)
-        elif frame_type == PING:
-            self._control_budget.take_token()
-            self._handle_ping(flags, stream_id, payload)
-        elif frame_type == GOAWAY:
-            self._control_budget.take_token()
-            if stream_id:
-                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY on a stream other than 0")
-            if len(payload) < 8:
-                raise frames.length_fault("GOAWAY", len(payload), "at least 8")
         elif frame_type == PUSH_PROMISE:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
             self._control_budget.take_token()
-            if frame_type == PRIORITY:
+            if frame_type == SETTINGS:
+                self._handle_settings(flags, payload)
+            elif frame_type == PING:
+                self._handle_ping(flags, payload)
+            elif frame_type == GOAWAY and len(payload) < 8:
+                raise frames.length_fault("GOAWAY", len(payload), "at least 8")
+            elif frame_type == PRIORITY:
                 _check_priority(stream_id, payload)
 
     def _handle_headers(self, stream_id: int, flags: int, block: bytes) -> None:
@@ -303,26 +298,22 @@ class Http2Connection(FrameReader[HeadT]):
             text = f"{frame_name} on idle stream {stream_id}"
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, text)
 
-    def _handle_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS on a stream other than 0")
+    def _handle_settings(self, flags: int, payload: bytes) -> None:
         if flags & ACK:
             if payload:
                 text = "SETTINGS acknowledgement with a payload"
                 raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, text)
-            self.settings_acknowledged = True
+            self.is_settings_acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
         sender, initial_window = self.sender, settings.get(frames.INITIAL_WINDOW_SIZE)
         if initial_window is not None:
             sender.change_initial_window(initial_window, self.streams.values())
         sender.max_frame_size = settings.get(frames.MAX_FRAME_SIZE, sender.max_frame_size)
-        self.settings_received = True
+        self.has_client_settings = True
         sender.output.append(_SETTINGS_ACK)
 
-    def _handle_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if stream_id:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PING on a stream other than 0")
+    def _handle_ping(self, flags: int, payload: bytes) -> None:
         if len(payload) != 8:
             raise frames.length_fault("PING", len(payload), "8")
         if flags & ACK:

@@ -83,7 +83,7 @@ class ResponseBlocks:
         self.trailers_start = _encode_frame_start(len(trailers), HEADERS, END_HEADERS | END_STREAM)
 
 
-class Outgoing:
+class FrameSender:
     """The sending half of an HTTP/2 connection."""
 
     def __init__(self, on_sent: Callable[[Stream], None]) -> None:
@@ -97,17 +97,13 @@ class Outgoing:
         self.waiting_streams: dict[Stream, None] = {}  # streams with unsent data, in turn
         self.data_frames = 0  # number of sent DATA frames
         self.data_bytes = 0  # number of bytes in these frames
-        self.window_grown = False  # whether a window has grown, so that `resume` must be called
+        self.has_window_grown = False  # whether a window has grown, so that `resume` must be called
 
     # --- called by the code that handles requests
 
-    def send_head(self, stream: Stream, block: bytes, *, ends_stream: bool = False) -> None:
-        """Send the first header block of a stream; `ends_stream` closes the server's side."""
-        if stream.has_all_output:
-            return
-        if ends_stream:
-            self.send_trailers(stream, block)
-        else:
+    def send_head(self, stream: Stream, block: bytes) -> None:
+        """Send the first header block of a stream, which data or trailers follow."""
+        if not stream.has_all_output:
             self._send_block(stream, block, END_HEADERS)
 
     def send_data(self, stream: Stream, piece: bytes | memoryview) -> None:
@@ -131,7 +127,7 @@ class Outgoing:
             pass
 
     def send_trailers(self, stream: Stream, block: bytes) -> None:
-        """Send a header block that ends the stream, after its data.
+        """Send a header block that ends the stream, after its data or as its only output.
 
         While the socket is congested the block is delayed, so that a client that does not read
         cannot open further streams.
@@ -203,7 +199,7 @@ class Outgoing:
             self.window += increment
             if self.window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _WINDOW_OVERFLOW)
-            self.window_grown = True
+            self.has_window_grown = True
             return
         stream.send_window += increment
         if stream.send_window > LARGEST_WINDOW:
@@ -224,11 +220,11 @@ class Outgoing:
             if stream.send_window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _WINDOW_OVERFLOW)
         if increment > 0:
-            self.window_grown = True
+            self.has_window_grown = True
 
     def resume(self) -> None:
         """Send as much queued data as the windows permit, stream by stream."""
-        self.window_grown = False
+        self.has_window_grown = False
         sendable_streams = list(self.waiting_streams)
         while sendable_streams and not self.is_paused:
             # A stream that cannot send because the connection's window is exhausted keeps its turn.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 
 from shmserve.errors import ShmserveError, Unavailable
@@ -132,6 +131,7 @@ class Arrival:
     The time limit is `body_timeout_s`, and a second more for each `SLOWEST_RATE` received bytes.
 
     Attributes:
+        started_at: The time when the arrival began, on the monotonic clock.
         received_bytes: The number of received bytes.
         heap_bytes: The number of received bytes outside of the arena, which count in the budget.
     """
@@ -139,7 +139,7 @@ class Arrival:
     def __init__(self, body_timeout_s: float, budget: BodyBudget) -> None:
         self._timeout_s = body_timeout_s
         self._body_budget = budget
-        self._started_at = time.monotonic()
+        self.started_at = time.monotonic()
         # The timeout of the current wait for bytes.
         self._current_timeout: asyncio.Timeout | None = None
         self._wait_started_at = 0.0  # the start of the current wait
@@ -149,14 +149,19 @@ class Arrival:
         self.received_bytes = 0
         self.heap_bytes = 0
 
+    @property
+    def _time_limit_s(self) -> float:
+        """Return the time limit, in seconds from the start."""
+        return self._timeout_s + self.received_bytes / SLOWEST_RATE
+
     async def next(self, next_bytes: Awaitable[bytes]) -> bytes:
         """Wait for `next_bytes`, which returns the next bytes of the body, within the time limit.
 
         Raises:
             BodyTimeout: The time limit has expired, or the body was evicted.
         """
-        limit_s = self._timeout_s + self.received_bytes / SLOWEST_RATE
-        deadline = self._started_at + limit_s
+        limit_s = self._time_limit_s
+        deadline = self.started_at + limit_s
         self._wait_started_at = time.monotonic()
         try:
             async with asyncio.timeout(deadline - self._wait_started_at) as self._current_timeout:
@@ -213,15 +218,6 @@ class Arrival:
         """
         self._release_block = release
         self._body_budget.register(self)
-
-    @contextmanager
-    def registered_block(self, release: Callable[[], None]) -> Iterator[None]:
-        """Register an arena block like `register_block`, for the duration of a `with` statement."""
-        self.register_block(release)
-        try:
-            yield
-        finally:
-            self._release_block = None
 
     # --- eviction
 

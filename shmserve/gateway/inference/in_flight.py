@@ -143,7 +143,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     if trace.has_explanation:
         # A template would repeat the durations of the first response in later responses.
         built.response_templates = None
-    return trace.scheduler_context.message
+    return trace.scheduler_context.encoded
 
 
 async def reload_model(gateway: Gateway, built_request: BuiltRequest) -> None:
@@ -384,21 +384,6 @@ def unpack_response(schema: bytes, data: Sequence[Any]) -> Inferred:
         raise Internal() from None
 
 
-def check_output_size(tensor: TensorRef, size: int) -> None:
-    """Check the byte size of an output against its shape.
-
-    Raises:
-        Internal: The size differs.
-    """
-    item_size = ITEM_SIZE[tensor.datatype]
-    if item_size and size != element_count(tensor.shape) * item_size:
-        expected_size = element_count(tensor.shape) * item_size
-        raise Internal(
-            f"output '{tensor.name}': expected {expected_size} bytes for {tensor.datatype} "
-            f"{shape_text(tensor.shape)}, got {size}"
-        )
-
-
 def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
     """Return the bytes of an output, without a copy.
 
@@ -407,5 +392,10 @@ def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
     """
     location = tensor.data  # the bytes, or their range in shared memory
     data = location if isinstance(location, bytes) else gateway.mappings.view(location)
-    check_output_size(tensor, len(data))
+    expected_size = element_count(tensor.shape) * ITEM_SIZE[tensor.datatype]
+    if expected_size != len(data) and ITEM_SIZE[tensor.datatype]:
+        raise Internal(
+            f"output '{tensor.name}': expected {expected_size} bytes for {tensor.datatype} "
+            f"{shape_text(tensor.shape)}, got {len(data)}"
+        )
     return data

@@ -92,12 +92,11 @@ class Resources:
     If the arena is full, `BodyBudget.evict` frees the blocks of bodies that arrive too slowly.
     """
 
-    __slots__ = ("_arena", "_block_offset", "_budget", "_references", "_region_table")
+    __slots__ = ("_arena", "_block_offset", "_gateway", "_references")
 
     def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
         self._arena = gateway.arena
-        self._budget = gateway.body_budget
-        self._region_table = gateway.regions
         self._block_offset = -1  # -1: no block
         self._references: RegionReferences | None = None
 
@@ -105,7 +104,7 @@ class Resources:
     def references(self) -> RegionReferences:
         """Return the references of the request to regions."""
         if self._references is None:
-            self._references = RegionReferences(self._region_table)
+            self._references = RegionReferences(self._gateway.regions)
         return self._references
 
     @property
@@ -132,7 +131,7 @@ class Resources:
         try:
             return self._arena.allocate(byte_size)
         except Unavailable:
-            for _ in self._budget.evict():
+            for _ in self._gateway.body_budget.evict():
                 with contextlib.suppress(Unavailable):
                     return self._arena.allocate(byte_size)
             raise
@@ -296,10 +295,7 @@ def build_with_template(
     built_request, resources, input_bytes = _place_and_check(gateway, model, request, body, offset)
     if resources.has_block and resources.regions:
         return built_request, None
-    pairs = zip(request.inputs, input_bytes, strict=True)
-    sizes = [
-        None if t.data is None and t.memory_range is not None else len(d or b"") for t, d in pairs
-    ]
+    sizes = [None if data is None else len(data) for data in input_bytes]
     references = resources.references if resources.regions else None
     create_resources = partial(Resources, gateway) if resources.has_block else None
     return built_request, RequestTemplate(built_request, sizes, references, create_resources)
@@ -395,11 +391,11 @@ def check_capacity(signature: Signature, name: str, capacity: int, batch_size: i
         Internal: The range is too small. Outputs of unknown size are checked after the
             computation.
     """
-    needed_bytes = signature.output_size(name, batch_size)
-    if needed_bytes is not None and capacity < needed_bytes:
+    required_bytes = signature.output_size(name, batch_size)
+    if required_bytes is not None and capacity < required_bytes:
         raise Internal(
             f"shared memory size specified with the request for output '{name}' ({capacity} bytes) "
-            f"should be at least {needed_bytes} bytes to hold the results"
+            f"should be at least {required_bytes} bytes to hold the results"
         )
 
 

@@ -24,7 +24,6 @@ from shmserve.ipc.model_spec import (
     LARGEST_INSTANCE_BOUND,
 )
 from shmserve.model_config.completion import ENSEMBLE, PLATFORMS
-from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.parameters import parameter_problems
 from shmserve.model_config.rules.scheduling import (
@@ -34,6 +33,7 @@ from shmserve.model_config.rules.scheduling import (
     sequence_problems,
 )
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems, warmup_problems
+from shmserve.model_config.source import UNWRITTEN, Key, Problem, Source
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOptimizationPolicy
 
 _GROUPS: Key = ("instance_group",)  # the key of the instance groups
@@ -343,10 +343,9 @@ def _find_ignored(config: ModelConfig) -> Iterator[str]:
     supported_fields = _OPTIMIZATIONS.get(config.backend, ()) if on_gpu or not needs_gpu else ()
     yield from _ignored_optimization(config.optimization, supported_fields)
     accelerators = config.optimization.execution_accelerators
-    unused_device = "cpu" if on_gpu else "gpu"
-    unused_field = f"{unused_device}_execution_accelerator"
+    unused_field = f"{'cpu' if on_gpu else 'gpu'}_execution_accelerator"
     if "execution_accelerators" in supported_fields and _is_set(accelerators, unused_field):
-        yield f"optimization.execution_accelerators.{unused_device}_execution_accelerator"
+        yield f"optimization.execution_accelerators.{unused_field}"
     for index, state in enumerate(config.sequence_batching.state):
         if state.use_growable_memory:
             yield f"sequence_batching.state[{index}].use_growable_memory"

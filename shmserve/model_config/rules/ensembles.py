@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.signature import shape_text, shapes_match
-from shmserve.model_config.diagnostics import Key, Problem, find_repeats, map_key
 from shmserve.model_config.rules.scheduling import cache_problems
+from shmserve.model_config.source import Key, Problem, find_repeats, map_key
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 _STEP_KEY: Key = ("ensemble_scheduling", "step")

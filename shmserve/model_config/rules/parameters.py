@@ -32,7 +32,7 @@ from shmserve.ipc.model_spec import (
     parse_strategy,
     parse_target_ms,
 )
-from shmserve.model_config.diagnostics import Key, Problem, map_key
+from shmserve.model_config.source import Key, Problem, map_key
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,

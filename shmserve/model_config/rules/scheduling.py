@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shmserve.model_config.diagnostics import Key, Problem, find_repeats
+from shmserve.model_config.source import Key, Problem, find_repeats
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from shmserve.model_config.diagnostics import Key, Problem, find_repeats, map_key
+from shmserve.model_config.source import Key, Problem, find_repeats, map_key
 from shmserve.proto.model_config_pb2 import (
     BatchInput,
     BatchOutput,

@@ -66,9 +66,9 @@ class Batch(Record):
 
 @final
 class WaitUntil(Record):
-    """A batcher's decision to wait until this time (monotonic ns), or until the queue changes."""
+    """A batcher's decision to wait until `end_ns` (monotonic), or until the queue changes."""
 
-    ns: int  # the end of the wait
+    end_ns: int
 
 
 class Batcher:
@@ -168,9 +168,9 @@ def gather(pending: Iterable[PendingRequest], rules: Batching) -> QueueHead | No
 
     The iteration ends at the first request that does not fit.
     """
-    largest_preferred = rules.largest_preferred
+    largest_preferred_size = rules.largest_preferred_size
     max_size = rules.max_batch_size
-    preferred_sizes = rules.preferred
+    preferred_sizes = rules.preferred_sizes
     requests: list[PendingRequest] = []
     rows = preferred_count = 0
     is_full = has_other_shape = False
@@ -180,7 +180,7 @@ def gather(pending: Iterable[PendingRequest], rules: Batching) -> QueueHead | No
     for request in pending:
         new_rows = rows + request.rows
         if requests:
-            if new_rows > largest_preferred and not preferred_count:
+            if new_rows > largest_preferred_size and not preferred_count:
                 preferred_count = len(requests)
             if new_rows > max_size:
                 is_full = True
@@ -245,7 +245,7 @@ def decide(
         return Batch(count, CloseReason.SHAPE)
     if delay_has_passed:
         return Batch(count, CloseReason.DELAY)
-    if head.rows >= rules.largest_preferred:
+    if head.rows >= rules.largest_preferred_size:
         return Batch(count, CloseReason.PREFERRED)
     if not delay_ns:
         return Batch(count, CloseReason.IDLE)

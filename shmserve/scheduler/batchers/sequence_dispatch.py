@@ -153,13 +153,13 @@ class SequenceDispatcher(Dispatcher):
         for expired_sequence in sequences.expire_idle(now_ns):
             text = "sequence %s of model '%s' is closed: it was idle for too long"
             logger.info(text, expired_sequence.id, self._name)
-        for slots, ended_slots in sequences.take_unended().items():
+        for slots, ended_slots in sequences.take_early_ended().items():
             if self._slots_by_peer.get(slots.peer) is slots:
                 self._executions.post(slots.peer, EndSequences(ended_slots))
         wake_ns = NEVER
         if not self._must_hold():
             for slots, instance in instances:
-                if instance is not None and instance.idle:
+                if instance is not None and instance.is_idle:
                     wake_ns = min(wake_ns, self._start(slots, instance, now_ns))
         if self._tickets is not None:
             self._tickets.return_unused()
@@ -209,7 +209,7 @@ class SequenceDispatcher(Dispatcher):
                 request.transition(Event.DISPATCH)
             self._executions.start(requests, decision.reason, now_ns, instance, rows)
         elif isinstance(decision, WaitUntil):
-            return decision.ns
+            return decision.end_ns
         return NEVER
 
 

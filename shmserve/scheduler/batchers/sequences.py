@@ -321,7 +321,7 @@ class Sequences:
         self.backlog = Backlog()
         # The time since which each idle sequence is idle (monotonic ns), oldest first.
         self._idle_sequences: OrderedDict[StatefulSequence, int] = OrderedDict()
-        self._unended_slots: dict[InstanceSlots, list[int]] = {}
+        self._early_ended_slots: dict[InstanceSlots, list[int]] = {}
         self._lost_ids: OrderedDict[int | str, None] = OrderedDict()  # of sequences with lost state
 
     @property
@@ -486,17 +486,17 @@ class Sequences:
     def _end_early(self, sequence: StatefulSequence) -> None:
         """End a sequence whose instance has not executed an END."""
         if sequence.has_state and sequence.instance_slots is not None:
-            self._unended_slots.setdefault(sequence.instance_slots, []).append(sequence.slot)
+            self._early_ended_slots.setdefault(sequence.instance_slots, []).append(sequence.slot)
         self._release_slot(sequence)
 
-    def take_unended(self) -> dict[InstanceSlots, list[int]]:
+    def take_early_ended(self) -> dict[InstanceSlots, list[int]]:
         """Return the slots, by instance, whose sequences have ended without an END.
 
         Slots that an earlier call has returned are not included. The instances must be notified
         before another sequence begins in these slots.
         """
-        unended_slots, self._unended_slots = self._unended_slots, {}
-        return unended_slots
+        early_ended_slots, self._early_ended_slots = self._early_ended_slots, {}
+        return early_ended_slots
 
     def _release_slot(self, sequence: StatefulSequence) -> None:
         slots = sequence.instance_slots

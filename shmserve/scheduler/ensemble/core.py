@@ -225,7 +225,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._requests.credit(request, read_count)
 
     def release(self, client: Client[EnsembleRequest], message: Release) -> None:
-        self._memory.lent.release(client.pid, message.memory, message.offsets)
+        self._memory.lent_memory.release(client.pid, message.memory, message.offsets)
 
     def disconnect(self, client: Client[EnsembleRequest], now_ns: int) -> None:
         for request in list(client.requests.values()):
@@ -295,10 +295,10 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._memory.process_exited(pid)
-        self._memory.lent.release_all(pid)
+        self._memory.lent_memory.release_all(pid)
 
     @property
-    def live_requests(self) -> int:
+    def live_count(self) -> int:
         return self._requests.open_count
 
     # --- time -------------------------------------------------------------------------------------

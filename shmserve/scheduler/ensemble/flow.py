@@ -56,11 +56,11 @@ class StepNode:
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     condition: str = ""  # the tensor that decides whether the step runs; "": always
-    reads: frozenset[str] = field(init=False)  # the tensors that the step waits for
+    required_tensors: frozenset[str] = field(init=False)  # the tensors that the step waits for
 
     def __post_init__(self) -> None:
         tensors = {*self.inputs.values(), *([self.condition] if self.condition else [])}
-        object.__setattr__(self, "reads", frozenset(tensors))
+        object.__setattr__(self, "required_tensors", frozenset(tensors))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class Graph:
             step = self.writers.get(tensors.pop())
             if step is not None and step.index not in step_indices:
                 step_indices.add(step.index)
-                tensors += step.reads
+                tensors += step.required_tensors
         return frozenset(step_indices)
 
     def origins(self, is_decoupled: Callable[[StepNode], bool]) -> dict[str, int]:
@@ -124,7 +124,8 @@ class Graph:
         """
         tensor_origins = dict.fromkeys(self.inputs, ONCE_PER_REQUEST)
         waiting_steps = list(self.steps)
-        while ready_steps := [s for s in waiting_steps if s.reads <= tensor_origins.keys()]:
+        known_tensors = tensor_origins.keys()
+        while ready_steps := [s for s in waiting_steps if s.required_tensors <= known_tensors]:
             waiting_steps = [step for step in waiting_steps if step not in ready_steps]
             for step in ready_steps:
                 origin = step.index if is_decoupled(step) else origin_of(step, tensor_origins)
@@ -134,7 +135,7 @@ class Graph:
 
 def origin_of(step: StepNode, origins: Mapping[str, int]) -> int:
     """Return the common origin of the tensors that a step reads: a step, or ONCE_PER_REQUEST."""
-    return max(origins[tensor] for tensor in step.reads)
+    return max(origins[tensor] for tensor in step.required_tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +148,7 @@ class ModelProperties:
     """
 
     decoupled: bool  # a request may have any number of responses
-    optional: frozenset[str]  # the inputs that a request may omit
+    optional_inputs: frozenset[str]  # the inputs that a request may omit
     device: int | None  # the CUDA device of its inputs and outputs; None: host memory
 
 
@@ -155,17 +156,17 @@ class TensorReader:
     """A reader of tensors: a step, or the response with the index `RESPONSE`.
 
     Attributes:
-        reads: The tensors that the reader waits for, and whether each exists once per request.
+        tensors: The tensors that the reader waits for, and whether each exists once per request.
         runs_once: Whether the reader runs at most once per request, because all its tensors exist
             once.
-        first_keys: The keys (tensor, response index) of the tensors in `reads` for the index 0.
+        first_keys: The keys (tensor, response index) of the `tensors` for the index 0.
     """
 
     def __init__(self, index: int, tensors: Iterable[str], origins: Mapping[str, int]) -> None:
         self.index = index
-        self.reads = tuple((tensor, origins[tensor] == ONCE_PER_REQUEST) for tensor in tensors)
-        self.runs_once = all(is_once for _, is_once in self.reads)
-        self.first_keys = tuple((tensor, 0) for tensor, _ in self.reads)  # response 0
+        self.tensors = tuple((tensor, origins[tensor] == ONCE_PER_REQUEST) for tensor in tensors)
+        self.runs_once = all(is_once for _, is_once in self.tensors)
+        self.first_keys = tuple((tensor, 0) for tensor, _ in self.tensors)  # response 0
 
 
 class PlannedStep(TensorReader):
@@ -180,13 +181,12 @@ class PlannedStep(TensorReader):
     """
 
     def __init__(self, step: StepNode, model: ModelProperties, origins: Mapping[str, int]) -> None:
-        super().__init__(step.index, sorted(step.reads), origins)
+        super().__init__(step.index, sorted(step.required_tensors), origins)
         self.node = step
-        self.outputs = step.outputs
-        self.condition = step.condition
         self.decoupled = model.decoupled
         self.device = model.device
-        self.inputs = tuple((name, t, name in model.optional) for name, t in step.inputs.items())
+        optional_inputs = model.optional_inputs
+        self.inputs = tuple((name, t, name in optional_inputs) for name, t in step.inputs.items())
         tensors = list(step.inputs.values())
         self.repeated_tensors = tuple(t for i, t in enumerate(tensors) if t in tensors[:i])
         self.templates: BoundedCache[Any, Any] = BoundedCache(_MAX_STEP_TEMPLATES)
@@ -242,7 +242,7 @@ class Plan:
             if readers:
                 is_once = origin == ONCE_PER_REQUEST
                 has_many_uses = is_once and not all(reader.runs_once for reader in readers)
-                is_only = len(readers) == 1 and len(readers[0].reads) == 1
+                is_only = len(readers) == 1 and len(readers[0].tensors) == 1
                 use_count = _ANY_COUNT if has_many_uses else len(readers)
                 only_reader = readers[0] if is_only else None
                 self.routes[tensor] = TensorRoute(use_count, is_once, readers, only_reader)
@@ -252,7 +252,7 @@ class Plan:
         """Return the device of each tensor whose writer and readers are all on that device."""
         devices: dict[str, int] = {}
         for step in self.steps.values():
-            for tensor in step.outputs.values():
+            for tensor in step.node.outputs.values():
                 route, device = self.routes.get(tensor), step.device
                 if device is None or route is None or tensor in conditions:
                     continue
@@ -357,7 +357,7 @@ class Flow:
 
     def _find_response_indices(self, reader: TensorReader) -> Iterable[int]:
         """Return the response indices for which a reader may now have all its tensors."""
-        for tensor, is_once in reader.reads:
+        for tensor, is_once in reader.tensors:
             if not is_once:
                 return sorted([index for name, index in self._values if name == tensor])
         return ()
@@ -374,7 +374,9 @@ class Flow:
         values = self._values
         keys: Sequence[tuple[str, int]] = reader.first_keys
         if not reader.runs_once:
-            keys = [(tensor, 0 if is_once else response_index) for tensor, is_once in reader.reads]
+            keys = [
+                (tensor, 0 if is_once else response_index) for tensor, is_once in reader.tensors
+            ]
         for key in keys:
             if key not in values:
                 return
@@ -406,22 +408,22 @@ class Flow:
     def _run_or_skip(
         self, step: PlannedStep, response_index: int, values: dict[str, Value]
     ) -> None:
-        condition = step.condition
+        condition = step.node.condition
         is_skipped = bool(condition) and not values[condition].is_true
         inputs: dict[str, Value] = {}
         kinds: list[TensorKind | None] = []
-        for name, tensor, optional in step.inputs:
+        for name, tensor, is_optional in step.inputs:
             value = values[tensor]
             kinds.append(value.kind)
             if value.kind is not None:
                 inputs[name] = value
-            elif value is SKIPPED and not optional:
+            elif value is SKIPPED and not is_optional:
                 is_skipped = True
         if is_skipped:
             for value in values.values():
                 value.release()
             self.store_response(
-                step, response_index, [(tensor, SKIPPED) for tensor in step.outputs.values()]
+                step, response_index, [(tensor, SKIPPED) for tensor in step.node.outputs.values()]
             )
             return
         for tensor in step.repeated_tensors:

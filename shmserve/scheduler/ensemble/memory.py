@@ -152,17 +152,17 @@ class EnsembleMemory:
     """The ensemble's arena, its memory on CUDA devices, and the workers' arenas that it holds.
 
     Attributes:
-        lent: The ensemble's arena, with a record of the clients that read each block.
+        lent_memory: The ensemble's arena, with a record of the clients that read each block.
     """
 
-    lent: LentMemory
+    lent_memory: LentMemory
     _on_dropped: Callable[[int], None]  # called with the id of an arena that is no longer held
     _create_driver: Callable[[], CudaExporter] = Driver
     _held_arenas: dict[int, _HeldArena] = field(default_factory=dict)
     _mappings: Mappings = field(default_factory=Mappings)
 
     def __post_init__(self) -> None:
-        self._device_blocks = DeviceBlocks(self.lent.byte_size, self._create_driver)
+        self._device_blocks = DeviceBlocks(self.lent_memory.byte_size, self._create_driver)
 
     def allocate(self, byte_size: int, device: int | None = None) -> Block:
         """Return a block on a CUDA device, or of the arena if the device has no free space.
@@ -174,7 +174,7 @@ class EnsembleMemory:
             block = self._device_blocks.allocate(device, byte_size)
             if block is not None:
                 return block
-        return self.lent.allocate(byte_size)
+        return self.lent_memory.allocate(byte_size)
 
     def reserve(self, sizes: Iterable[tuple[int, int | None]]) -> None:
         """Reserve memory for blocks of these sizes on these devices; log if there is too little."""
@@ -216,7 +216,7 @@ class EnsembleMemory:
         Raises:
             Unavailable: The ensemble's arena is full.
         """
-        return self.lent.write(self._mappings.view(self.make_durable(memory_range)))
+        return self.lent_memory.write(self._mappings.view(self.make_durable(memory_range)))
 
     def process_exited(self, pid: int) -> None:
         """Close the arena of a process that has exited, as soon as nothing uses the arena."""

@@ -102,7 +102,7 @@ class RequestProperties(NamedTuple):
         omitted_inputs: The inputs that the request omits.
         outputs: The outputs that the request asks for.
         parameters: The parameters that the request passes to its steps.
-        own_schema: The schema if the ranges or parameters affect the steps' requests; else empty.
+        schema_for_steps: The schema if its ranges or parameters affect the steps' requests.
         rows: The batch size.
     """
 
@@ -112,7 +112,7 @@ class RequestProperties(NamedTuple):
     outputs: tuple[str, ...]  # the requested outputs
     placed_outputs: tuple[str, ...]  # outputs with ranges of the client's memory
     parameters: dict[str, Any]  # parameters that are passed to the steps
-    own_schema: bytes  # the schema if it affects the steps' requests; else empty
+    schema_for_steps: bytes  # the schema if it affects the steps' requests; else empty
     rows: int
 
 
@@ -127,7 +127,7 @@ class EnsembleRequest:
         running_ids: The numbers of the steps' requests in flight.
         failure: The error, once the request has failed.
         input_ns: The sum of the steps' input phases; `infer_ns` and `output_ns` likewise.
-        unread: The responses of a stream that the client has not read.
+        unread_responses: The responses of a stream that the client has not read.
         response_count: The number of responses of a stream that were sent.
         responded_ns: The time of the last of these responses, or of the start.
         succeeded_early: Unused; `Statistics` sets it for other kinds of requests.
@@ -152,7 +152,7 @@ class EnsembleRequest:
     infer_ns: int = 0  # total of their inference phases
     output_ns: int = 0  # total of their output phases
     spans: bytes = b""  # the packed trace spans of the steps
-    unread: UnreadResponses | None = None  # responses that the client has not read
+    unread_responses: UnreadResponses | None = None  # of a stream
     response_count: int = 0
     succeeded_early: bool = False  # unused: `Statistics` sets it for other requests
 
@@ -293,9 +293,9 @@ class EnsembleRequests:
         responses = request.flow.responses
         if not responses:
             return
-        unread = request.unread
+        unread = request.unread_responses
         if unread is None:
-            unread = request.unread = UnreadResponses(bool(request.memory_ranges))
+            unread = request.unread_responses = UnreadResponses(bool(request.memory_ranges))
         while responses and unread.is_open:
             response = responses.pop(0)
             schema, data = self._pack_response(request, response)
@@ -306,8 +306,8 @@ class EnsembleRequests:
 
     def credit(self, request: EnsembleRequest, read_count: int) -> None:
         """Release the responses of a stream that the client has read."""
-        if request.unread is not None:
-            request.unread.read(read_count)
+        if request.unread_responses is not None:
+            request.unread_responses.read(read_count)
         self.changed_requests[request] = None
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:
@@ -323,8 +323,8 @@ class EnsembleRequests:
                 request.client.post(Settled(request.submit.id))
         del request.client.requests[request.submit.id]
         self.open_count -= 1
-        if request.unread is not None:
-            request.unread.close()
+        if request.unread_responses is not None:
+            request.unread_responses.close()
         request.flow.close()
 
     def _succeed(self, request: EnsembleRequest, now_ns: int) -> None:
@@ -367,7 +367,7 @@ class EnsembleRequests:
         assert self._cache is not None
         self._cache.lend(client.pid, lookup)
         arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
-        self._statistics.count_hit(arrived_ns, 0, lookup.ns, now_ns)
+        self._statistics.count_hit(arrived_ns, 0, lookup.duration_ns, now_ns)
         times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, close_reason=CACHED), now_ns)
         spans = spans_of(self._statistics, submit, *times)
         client.post(Finished(submit.id, *lookup.response, spans=spans))
@@ -376,7 +376,7 @@ class EnsembleRequests:
         lookup = request.lookup
         if lookup is not None and self._cache is not None:
             insert_ns = self._cache.insert(lookup.key, response)
-            self._statistics.count_miss(lookup.ns, insert_ns, now_ns)
+            self._statistics.count_miss(lookup.duration_ns, insert_ns, now_ns)
 
     def _count_response(
         self, request: EnsembleRequest, schema: bytes, final: bool, now_ns: int
@@ -399,7 +399,7 @@ class EnsembleRequests:
             data.append(pack_range(content))
             if name not in request.memory_ranges:
                 value.acquire()
-                self._memory.lent.lend(request.client.pid, content, value)
+                self._memory.lent_memory.lend(request.client.pid, content, value)
         schema_key = tuple(key_parts)
         schema = self._schemas.find(schema_key)
         if schema is None:

@@ -134,7 +134,7 @@ class StepResponse:
         """Unpack a schema; raise MalformedMessage if it is no response schema."""
         schema = ResponseSchema(packed_schema)
         outputs: list[StepOutput] = []
-        missing_tensors = dict(step.outputs)
+        missing_tensors = dict(step.node.outputs)
         for name, datatype, shape, _ in schema.outputs:
             tensor = missing_tensors.pop(name, "")  # a model may return an output repeatedly
             kind = TensorKind.shared(datatype, shape, is_batched)
@@ -174,7 +174,7 @@ class StepMessages:
             Unavailable: The arena is full.
         """
         client_request, memory = request.submit, self._memory
-        key = (target.signature, request.properties.own_schema, firing.kinds)
+        key = (target.signature, request.properties.schema_for_steps, firing.kinds)
         template: StepTemplate | None = firing.step.templates.find(key)
         if template is None:
             template = self._template(request, firing, target)
@@ -218,7 +218,7 @@ class StepMessages:
             correlation_number,
             correlation_text,
             client_request.source,
-            TraceContext.of(client_request.trace).child().message if client_request.trace else "",
+            TraceContext.of(client_request.trace).child().encoded if client_request.trace else "",
             callers=client_request.callers,
         )
         return StepRequest(submit, request, firing, template, blocks, override, self.step_events)
@@ -242,7 +242,7 @@ class StepMessages:
         names = [output.name for output in used_outputs]
         requested_outputs = [(name, name in placed_names, False) for name in names]
         reusing_outputs = [(name, name in placed_names, name in sizes) for name in names]
-        outputs = firing.step.outputs
+        outputs = firing.step.node.outputs
         parameters, plan = request.properties.parameters, request.flow.plan
         response_args = (firing.step, is_batched, self._graph.conditions, plan.outputs)
         unpack_response = partial(StepResponse, *response_args)
@@ -415,7 +415,7 @@ def _used_outputs(request: EnsembleRequest, step: PlannedStep) -> tuple[Requeste
         Unsupported: The client's memory is given for an output that may be returned many times.
     """
     used_outputs: list[RequestedOutput] = []
-    for name, tensor in step.outputs.items():
+    for name, tensor in step.node.outputs.items():
         if tensor not in request.flow.plan.routes:
             continue
         memory_range = request.memory_ranges.get(tensor)

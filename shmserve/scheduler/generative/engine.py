@@ -161,7 +161,7 @@ class Engine(Generic[T]):
         self.on_sequence_end(sequence, finish_reason)
 
     @property
-    def live_sequences(self) -> int:
+    def live_sequence_count(self) -> int:
         """Return the number of sequences that have not ended."""
         return len(self._sequences)
 
@@ -397,8 +397,6 @@ class Engine(Generic[T]):
         sequence.registered_blocks = len(cached_blocks)
         self.counts.prefix_queries += len(sequence.tokens)
         self.counts.prefix_hits += sequence.computed_tokens
-        if not sequence.generated_tokens:
-            sequence.generation.cached_tokens = sequence.computed_tokens
         return True
 
     def _swap_in(self, plan: StepPlan, sequence: Sequence[T], free_blocks: int) -> bool:

@@ -87,19 +87,13 @@ class AssignedRequest:
         samples = {s: (tokens, "") for s, tokens in open_tokens.items()} | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # the other samples of the request had not begun
-        return [
-            Resumed(
-                sample,
-                tokens.tobytes(),
-                report.sent_characters,
-                finish_reason,
-                report.is_end_sent,
-                report.sent_tokens,
-            )
-            for sample, (tokens, finish_reason) in samples.items()
-            for tokens in [max(tokens, self.replayed_tokens.get(sample, tokens), key=len)]
-            for report in [self.last_reports.get(sample, ResponseSent(0, sample, 0))]
-        ]
+        resumed_samples: list[Resumed] = []
+        for sample, (tokens, finish_reason) in samples.items():
+            all_tokens = max(tokens, self.replayed_tokens.get(sample, tokens), key=len).tobytes()
+            report = self.last_reports.get(sample, ResponseSent(0, sample, 0))
+            sent = (report.sent_characters, finish_reason, report.is_end_sent, report.sent_tokens)
+            resumed_samples.append(Resumed(sample, all_tokens, *sent))
+        return resumed_samples
 
 
 @dataclass(eq=False)
@@ -137,7 +131,7 @@ class GenerativeDispatcher(Dispatcher):
         engines = [self._engine(slot) for slot in self._pool.ready()]
         row_capacity = self._engine_settings.max_batch_size * len(engines)
         unprepared_count = sum(item.generation is None for item in self._assigned_requests.values())
-        live_sequence_count = sum(engine.live_sequences for engine in engines)
+        live_sequence_count = sum(engine.live_sequence_count for engine in engines)
         return max(len(self._queue) + unprepared_count + live_sequence_count - row_capacity, 0)
 
     def flush(self) -> None:
@@ -150,7 +144,7 @@ class GenerativeDispatcher(Dispatcher):
         self._assign(now_ns)
         for slot in self._pool.ready():
             engine = self._engine(slot)
-            if engine.running_step is None and slot.idle:
+            if engine.running_step is None and slot.is_idle:
                 began_ns = self._clock()
                 step = engine.plan(now_ns)
                 if step is not None:

@@ -83,8 +83,9 @@ class BlockPool:
             previous += 1
             if previous in self._cached_blocks:
                 self._evict(previous)
-            if not self._take_start(previous):
+            if previous not in self._length_by_start:
                 break
+            self._take_from_extent(previous, previous, 1)
             blocks.append(previous)
         if len(blocks) < count:
             blocks += self._take_free_blocks(count - len(blocks))
@@ -108,13 +109,6 @@ class BlockPool:
             self._take_from_extent(start, first_block, block_count)
             yield from range(first_block, first_block + block_count)
             count -= block_count
-
-    def _take_start(self, block: int) -> bool:
-        """Take a block if a free extent begins with it; return whether that is the case."""
-        if block not in self._length_by_start:
-            return False
-        self._take_from_extent(block, block, 1)
-        return True
 
     def _take_from_extent(self, start: int, first_block: int, block_count: int) -> None:
         """Take `block_count` blocks from `first_block` out of the extent at `start`."""
@@ -215,7 +209,6 @@ class Generation(Generic[T]):
     allows_drafts: bool = True
     beams: BeamSearch | None = None  # the parameters of a beam search
     preemptions: int = 0  # number of preemptions of its sequences
-    cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     sequences: list[Sequence[T]] = field(default_factory=list)
 
     @property

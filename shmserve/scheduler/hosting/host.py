@@ -120,7 +120,7 @@ class HostedScheduler(ABC):
 
     The scheduler adds itself to `active_schedulers` when it has received messages, and the host
     then runs its turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
-    `live_requests` the number of requests. If it `has_stopped`, the host only closes it.
+    `live_count` the number of requests. If it `has_stopped`, the host only closes it.
     """
 
     control_messages: ClassVar[frozenset[type]]  # the messages that the supervisor may send
@@ -136,7 +136,7 @@ class HostedScheduler(ABC):
         self.number = number
         self.endpoint = endpoints.scheduler(run_dir, number)
         self.wake_ns = NEVER
-        self.live_requests = 0
+        self.live_count = 0
         self.has_stopped = False
         self._active_schedulers = active_schedulers
         self._start = start
@@ -161,7 +161,7 @@ class HostedScheduler(ABC):
             self._control.fd: self._read_control,
             **peer_handlers,
             self._client_router.fd: self._read_clients,
-            self._local_clients.link.fd: self._read_local_clients,
+            self._local_clients.router.fd: self._read_local_clients,
         }
         for fd, handler in self._handlers_by_fd.items():
             waiter.watch(fd, handler)
@@ -194,7 +194,7 @@ class HostedScheduler(ABC):
 
     def _catch_up(self) -> None:
         """Handle the messages that clients sent here before they switched to the successor."""
-        links = (self._client_router, self._local_clients.link)
+        links = (self._client_router, self._local_clients.router)
         for _ in range(_MAX_READS):
             readable_fds = [link.fd for link in links if link.wait(0)]
             if not readable_fds:
@@ -219,7 +219,7 @@ class HostedScheduler(ABC):
         self._active_schedulers[self] = None
         front, now_ns = self.front, time.monotonic_ns()
         local_clients = self._local_clients
-        for peer, message in local_clients.link.receive():
+        for peer, message in local_clients.router.receive():
             if type(message) not in _FROM_LOCAL_CLIENT:
                 front.count_unexpected()
                 continue
@@ -235,7 +235,9 @@ class HostedScheduler(ABC):
     @property
     def malformed_messages(self) -> int:
         """Return the number of clients' unreadable frames so far."""
-        return self._client_router.malformed_messages + self._local_clients.link.malformed_messages
+        return (
+            self._client_router.malformed_messages + self._local_clients.router.malformed_messages
+        )
 
     def sender_of(self, peer: bytes) -> Callable[[Any], object]:
         """Return the function that queues a message for the client at this address.
@@ -253,7 +255,7 @@ class HostedScheduler(ABC):
             self._traces.end_trace(peer, message)
         if type(message) is not Finished and getattr(message, "code", None):
             self._log_failure(peer, message)
-        self._local_clients.link.post(peer, message)
+        self._local_clients.router.post(peer, message)
 
     def _log_failure(self, peer: bytes, message: Failed | Responded) -> None:
         """Log a failure of the server or the model as gateways do for their clients."""
@@ -297,7 +299,7 @@ class BatchingScheduler(HostedScheduler):
                 else:
                     self.front.count_unexpected()
 
-        outboxes = (self._control, worker_router, self._client_router, self._local_clients.link)
+        outboxes = (self._control, worker_router, self._client_router, self._local_clients.router)
         return SchedulerParts(core, {worker_router.fd: read_workers}, outboxes)
 
 
@@ -330,7 +332,7 @@ class EnsembleScheduler(HostedScheduler):
         self._memory = EnsembleMemory(self._lent_memory, report_dropped)
         core = EnsembleCore(self._settings, start.config, links, control, self._memory, self._cache)
         # The steps come first: when a request ends, its steps are notified before its client.
-        outboxes = (links, self._client_router, self._local_clients.link, control)
+        outboxes = (links, self._client_router, self._local_clients.router, control)
         return SchedulerParts(core, {}, outboxes)
 
     def close(self) -> None:
@@ -389,15 +391,15 @@ class DescriptorWaiter:
         del self.handlers[fd]
         self._epoll.unregister(fd)
 
-    def wait(self, wake_ns: int, live_requests: int) -> ReadyEvents:
-        """Wait for readable descriptors until about `wake_ns`; `live_requests` are in flight.
+    def wait(self, wake_ns: int, live_count: int) -> ReadyEvents:
+        """Wait for readable descriptors until about `wake_ns`; `live_count` are in flight.
 
         Returns:
             The descriptors in order, with epoll(7)'s events; none after a timeout.
         """
         began_ns = now_ns = time.monotonic_ns()
         ready_events: ReadyEvents = []
-        if self._busy_poll.should_spin[live_requests > 0]:
+        if self._busy_poll.should_spin[live_count > 0]:
             ready_events = self._spin_until(min(wake_ns, began_ns + SPIN_NS))
             now_ns = time.monotonic_ns()
         if not ready_events:
@@ -409,7 +411,7 @@ class DescriptorWaiter:
                     left_ns = _MAX_WAIT_NS
                 # The timeout is rounded down to ms; the caller's next wait is precise.
                 ready_events = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
-        self._busy_poll.observe(live_requests, time.monotonic_ns() - began_ns)
+        self._busy_poll.observe(live_count, time.monotonic_ns() - began_ns)
         if len(ready_events) > 1:
             watched_fds = list(self.handlers)
             ready_events.sort(key=lambda event: watched_fds.index(event[0]))
@@ -454,7 +456,7 @@ class Host:
         try:
             while not self._is_stopped:
                 # The maximum, because a request of an ensemble is also a request of its steps.
-                live_count = max([scheduler.live_requests for scheduler in schedulers], default=0)
+                live_count = max([scheduler.live_count for scheduler in schedulers], default=0)
                 for fd, _ in waiter.wait(wake_ns, live_count):
                     handler = waiter.handlers.get(fd)
                     if handler is not None:
@@ -487,7 +489,7 @@ class Host:
             turned_schedulers += schedulers
             for scheduler in schedulers:
                 scheduler.wake_ns = scheduler.front.tick(now_ns)
-                scheduler.live_requests = scheduler.core.live_requests
+                scheduler.live_count = scheduler.core.live_count
             if active_schedulers:
                 now_ns = time.monotonic_ns()
         # Flushed together after all turns: a receiver that one flush wakes up may occupy this core

@@ -50,7 +50,7 @@ _NS_PER_MS = 1_000_000
 
 
 class LocalClientListener:
-    """The listener for a scheduler's local clients; `link` is its router.
+    """The listener of a scheduler for local clients, with the `router` of their links.
 
     `limit_us` is the server's time limit from a request's arrival to its last response (0: none).
     """
@@ -59,7 +59,7 @@ class LocalClientListener:
         self, endpoint: str, capabilities: Capabilities, signature: Signature, limit_us: int = 0
     ) -> None:
         self._exited_client_numbers: deque[int] = deque(maxlen=_REMEMBERED_EXITS)
-        self.link = UntrustedRouter(endpoint, self._may_connect)
+        self.router = UntrustedRouter(endpoint, self._may_connect)
         self._capabilities = capabilities
         self._rules = LocalClientRules(capabilities, signature, limit_us)
 
@@ -80,29 +80,29 @@ class LocalClientListener:
         try:
             return self._rules.validate(_client_number(peer), message, now_ns)
         except ShmserveError as error:
-            self.link.post(peer, Failed(message.id, error.code, error.message, 0, False))
+            self.router.post(peer, Failed(message.id, error.code, error.message, 0, False))
         except MalformedMessage:
             text = "the request is malformed: see `shmserve guide protocol`"
-            self.link.post(peer, Failed(message.id, InvalidArgument.code, text, 0, False))
+            self.router.post(peer, Failed(message.id, InvalidArgument.code, text, 0, False))
         return None
 
     def _may_connect(self, peer: bytes) -> bool:
         number = self._capabilities.local_client(peer)
         if not number or number in self._exited_client_numbers:
             return False
-        client_links = [peer for peer in self.link.peers() if _client_number(peer) == number]
+        client_links = [peer for peer in self.router.peers() if _client_number(peer) == number]
         return len(client_links) < MAX_LINKS
 
     def process_exited(self, client_number: int) -> None:
         """Remove the links of a local client that has exited."""
         self._exited_client_numbers.append(client_number)
-        for peer in self.link.peers():
+        for peer in self.router.peers():
             if _client_number(peer) == client_number:
-                self.link.disconnect(peer)
+                self.router.disconnect(peer)
         self._rules.process_exited(client_number)
         # Large frames, and the lists in them, leave holes in the heap below objects that stay.
-        if self.link.has_buffered_much:
-            self.link.has_buffered_much = False
+        if self.router.has_buffered_much:
+            self.router.has_buffered_much = False
             trim_heap()
 
 
@@ -262,7 +262,7 @@ class LocalTraces:
             return submit
         if not submit.trace:
             with_tensors = is_sampled and self._sampler.settings.with_tensors
-            submit = replace(submit, trace=TraceContext.new(is_sampled, with_tensors).message)
+            submit = replace(submit, trace=TraceContext.new(is_sampled, with_tensors).encoded)
         self.measured_requests[peer, submit.id] = submit, is_sampled
         return submit
 

@@ -201,7 +201,7 @@ class BatchDispatcher(Dispatcher):
         self._batcher.flush()
 
     def on_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
-        self._batcher.record_arrival(request.enqueued_ns, self._responses.live_requests)
+        self._batcher.record_arrival(request.enqueued_ns, self._responses.live_count)
 
     def run(self, now_ns: int) -> int:
         queue, pool, tickets = self._queue, self._pool, self._tickets
@@ -215,7 +215,7 @@ class BatchDispatcher(Dispatcher):
             else:
                 decision = batcher.decide(now_ns, in_order, executions.service_time.reserve_ns)
             if type(decision) is WaitUntil:
-                wake_ns = decision.ns
+                wake_ns = decision.end_ns
             if type(decision) is not Batch:
                 break
             slot = None  # the instance that has been free longest
@@ -371,8 +371,8 @@ class Executions:
         null_rows = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, rows=null_rows)
         slot = self._pool.assign(execution, required_slot)  # adds the rows of the requests
-        works, live_requests = to_works(requests), self._responses.live_requests
-        self._workers.post(slot.peer, Execute(execution.id, works, live_requests, list(rows)))
+        works, live_count = to_works(requests), self._responses.live_count
+        self._workers.post(slot.peer, Execute(execution.id, works, live_count, list(rows)))
 
     def post(self, peer: bytes, message: Any) -> None:
         """Send a message about sequences or generation to the worker at this address."""

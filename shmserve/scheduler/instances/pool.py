@@ -117,7 +117,7 @@ class Slot:
         return self.executions[0] if self.executions else None
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether the instance can run a batch immediately."""
         return self.state is SlotState.IDLE
 

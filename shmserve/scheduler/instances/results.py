@@ -157,9 +157,9 @@ class Results:
             took_ns = busy_ns
         self._executions.service_time.observe(took_ns, busy_ns, count)
         if self._batcher.is_learning:
-            live_requests = self._responses.live_requests - count
+            live_count = self._responses.live_count - count
             latencies = [now_ns - request.arrived_ns for request in execution.requests]
-            self._batcher.record_batch(now_ns, live_requests, execution.rows, took_ns, latencies)
+            self._batcher.record_batch(now_ns, live_count, execution.rows, took_ns, latencies)
 
     def _handle_decoupled(
         self, slot: Slot, execution: Execution, replies: list[Reply], timing: Timing, now_ns: int

@@ -77,12 +77,12 @@ class PriorityQueue:
         return sum(len(self._queues.get((level, is_delayed), ())) for is_delayed in (False, True))
 
     def append(self, request: ScheduledRequest) -> None:
-        """Queue a request after those of its priority level that are delayed as it is, or not."""
+        """Queue a request at the end of its level's delayed requests, or else of its others."""
         self._queues[request.level, request.is_delayed][request.key] = request
         self.count += 1
 
     def prepend(self, request: ScheduledRequest) -> None:
-        """Queue a request before those of its priority level that are delayed as it is, or not."""
+        """Queue a request at the start of its level's delayed requests, or else of its others."""
         self.append(request)
         queue = self._queues[request.level, request.is_delayed]
         queue.move_to_end(request.key, last=False)

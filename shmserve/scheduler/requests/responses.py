@@ -51,7 +51,7 @@ _NOT_EXECUTED = Timing(0, 0, 0, 0)
 class Responses:
     """The sender of messages to clients.
 
-    `live_requests` is the number of requests that are not done; `cache` keeps responses for equal
+    `live_count` is the number of requests that are not done; `cache` keeps responses for equal
     requests.
     """
 
@@ -60,12 +60,12 @@ class Responses:
     _preserves_order: bool
     cache: ResponseCache | None = None
     _ordered_requests: deque[ScheduledRequest] = field(default_factory=deque)
-    live_requests: int = 0
+    live_count: int = 0
 
     def register(self, request: ScheduledRequest) -> None:
         """Register a request that must receive a response."""
         request.client.requests[request.id] = request
-        self.live_requests += 1
+        self.live_count += 1
         if self._preserves_order:
             self._ordered_requests.append(request)
 
@@ -133,7 +133,7 @@ class Responses:
         if request.state is not State.HELD:
             if lookup is not None and lookup.key and self.cache is not None and not code:
                 insert_ns = self.cache.insert(lookup.key, response)
-                self._statistics.count_miss(lookup.ns, insert_ns, now_ns)
+                self._statistics.count_miss(lookup.duration_ns, insert_ns, now_ns)
             if self._preserves_order:
                 request.transition(Event.HOLD)
                 request.outcome = Outcome(code, text, response, timing)
@@ -145,7 +145,7 @@ class Responses:
         if lookup is not None and lookup.is_hit and self.cache is not None:
             self.cache.lend(request.client.pid, lookup)
             queued_ns = timing[0] - request.enqueued_ns
-            self._statistics.count_hit(request.arrived_ns, queued_ns, lookup.ns, now_ns)
+            self._statistics.count_hit(request.arrived_ns, queued_ns, lookup.duration_ns, now_ns)
         else:
             self._statistics.count_success(request, timing, now_ns)
         request.transition(Event.FINISH)
@@ -170,7 +170,7 @@ class Responses:
 
         They would otherwise accumulate behind a live request that takes long.
         """
-        if len(self._ordered_requests) > 2 * self.live_requests + _MAX_ENDED_IN_ORDER:
+        if len(self._ordered_requests) > 2 * self.live_count + _MAX_ENDED_IN_ORDER:
             self._ordered_requests = deque(
                 [r for r in self._ordered_requests if r.state in _ORDERED_STATES]
             )
@@ -240,7 +240,7 @@ class Responses:
         self.release_outputs(request, outcome.response[1])
 
     def _remove(self, request: ScheduledRequest) -> None:
-        self.live_requests -= 1
+        self.live_count -= 1
         request.submit = NO_SUBMIT
         del request.client.requests[request.id]
 

@@ -173,13 +173,13 @@ class Lookup(NamedTuple):
     Attributes:
         key: The request's key after a miss, else empty.
         response: The cached response, or `EMPTY_RESPONSE` after a miss.
-        ns: The duration of the lookup.
+        duration_ns: The duration of the lookup.
         copies: The blocks with copies of large outputs. They are lent to the client, or freed.
     """
 
     key: bytes  # the request's cache key after a miss, else empty
     response: Packed
-    ns: int  # the duration of the lookup
+    duration_ns: int  # of the lookup
     copies: Sequence[Block]  # copies of large outputs
 
     @property

@@ -98,7 +98,7 @@ class Instances:
     labels: dict[str, list[str]] = field(init=False)  # the label texts of each output
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")  # why no instance is restarted
-    defers_attach: bool = field(init=False, default=False)  # until the next `attach`
+    defers_attach: bool = field(init=False, default=False)
     _warned_topics: set[str] = field(init=False, default_factory=set)
     _abandon_reason: str = field(init=False, default="")  # why the last instance was abandoned
     _instances: list[Instance] = field(init=False)
@@ -270,7 +270,7 @@ class Instances:
             elif instance.child is child and not instance.inbox.full():
                 instance.inbox.put_nowait(message)
 
-        self._context.register_peer(child.pid, "worker", receive)
+        self._context.control.register_peer(child.pid, "worker", receive)
         self._check_needed(instance)
         instance.stacks_fd = (await self._receive_response(instance, m.WorkerStarted)).stacks_fd
         instance.transition("started")

@@ -25,11 +25,16 @@ from shmserve.common.names import check_model_name
 from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.class_source import DEFAULT_CLASS_NAME, class_attribute, served_class
+from shmserve.ipc.class_source import (
+    DEFAULT_CLASS_NAME,
+    class_attribute,
+    served_class,
+    source_positions,
+)
 from shmserve.ipc.engine_settings import LLM_BACKEND, EngineSettings
-from shmserve.ipc.model_spec import ENVIRONMENT, ModelSpec
+from shmserve.ipc.model_spec import ENVIRONMENT, MODEL_SETTINGS, ModelSpec
 from shmserve.model_config import GraphProblem, ModelConfig, Source, read_json
-from shmserve.model_config.diagnostics import Problem
+from shmserve.model_config.source import Key, Problem, map_key
 from shmserve.supervisor.models import repository
 from shmserve.supervisor.models.repository import CONFIG_FILE, ModelFolder, ParsedConfig
 
@@ -377,9 +382,27 @@ def _select_class(config: ModelConfig, folder: ModelFolder) -> None:
         config.parameters["class"].string_value = name
 
 
+# The keys of a configuration that an attribute or method of a class sets. All other attributes set
+# the key of their own name.
+_KEYS_OF_ATTRIBUTE: dict[str, tuple[Key, ...]] = {
+    "instances": (("instance_group",),),
+    "max_queue_delay_us": (("dynamic_batching", "max_queue_delay_microseconds"),),
+    "predict": (("input",), ("output",)),
+    **{name: (("parameters", map_key(name)),) for name in MODEL_SETTINGS},
+}
+
+
 def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
+    """Return the positions of the class's attributes; None if the class's file is unreadable."""
     class_text = _class_text(config, folder)
-    return None if class_text is None else model_config.class_source(*class_text)
+    if class_text is None:
+        return None
+    text, name, file = class_text
+    positions: dict[Key, str] = {}
+    for attribute, position in source_positions(text, name).items():
+        for key in _KEYS_OF_ATTRIBUTE.get(attribute, ((attribute,),)):
+            positions[key] = position
+    return Source(file, positions)
 
 
 def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[bytes, str, str] | None:

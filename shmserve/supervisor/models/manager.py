@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, get_args
+from typing import Any, Concatenate, NamedTuple, ParamSpec, get_args
 
 from shmserve.common.names import check_model_name, is_traversal
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
@@ -58,17 +58,41 @@ ModelRequest = (
 )
 
 
-class Audience(Protocol):
-    """The receivers of publications: the clients that submit requests."""
+class Audience:
+    """The receivers of publications: the processes and programs that submit requests."""
+
+    def __init__(self, context: SupervisorContext) -> None:
+        self._control, self._local_clients = context.control, context.local_clients
 
     def announce(self, message: Publication) -> int:
-        """Send a publication, and return the number that the clients acknowledge."""
+        """Announce a change of a model to every gateway and local client.
+
+        Ensembles receive published models, too, but no withdrawals, since they finish their
+        requests first. Workers that call models receive withdrawals without acknowledgement.
+
+        Returns:
+            The number that the receivers acknowledge, see `is_acknowledged`.
+        """
+
+        def numbered(number: int) -> Publication:
+            return replace(message, ack_number=number)
+
+        is_published = isinstance(message, ModelPublished)
+        roles = ("gateway", "ensemble") if is_published else ("gateway",)
+        local_clients = self._local_clients.numbers()
+        number = self._control.announce(numbered, *roles, extra_peers=local_clients)
+        self._local_clients.announce(numbered(number))
+        if isinstance(message, ModelWithdrawn):
+            self._control.broadcast(message, "caller")
+        return number
 
     def is_acknowledged(self, number: int) -> bool:
-        """Check whether each connected client has acknowledged the publication with this number."""
+        """Check whether each connected receiver has acknowledged the change with this number."""
+        return self._control.acknowledgements.is_acknowledged(number)
 
     def publish_readiness(self, message: ReadinessChanged) -> None:
-        """Send a change of readiness to the gateways, which report it."""
+        """Send the readiness of a model to every gateway."""
+        self._control.broadcast(message, "gateway")
 
 
 class _SentMessage(NamedTuple):
@@ -91,16 +115,15 @@ class ModelPublisher:
         audience: Audience,
         name: str,
         publications: Mapping[str, ModelPublication],
-        absent_versions: Iterable[str],
+        unpublished_versions: set[str],
     ) -> None:
         """Send the differences between the last and the current publications of a model.
 
         Args:
             audience: The receivers.
             name: The model.
-            publications: The current publications by version, see `ModelRegistry.publications`.
-            absent_versions: The versions that do not serve, which are withdrawn even if they were
-                never published.
+            publications: The current publications by version, see `ModelEntry.publications`.
+            unpublished_versions: The versions that are withdrawn even if they were never published.
         """
         sent_messages = self._sent_messages.setdefault(name, {})
         for version, message in publications.items():
@@ -108,7 +131,7 @@ class ModelPublisher:
             if previous is None or previous.message != message:
                 sent_messages[version] = _publish(audience, previous, message)
         # Withdrawals follow, so that a request for the latest version always finds a version.
-        for version in sorted({*sent_messages, *absent_versions} - publications.keys()):
+        for version in sorted((sent_messages.keys() | unpublished_versions) - publications.keys()):
             previous = sent_messages.get(version)
             if previous is None or not isinstance(previous.message, ModelWithdrawn):
                 withdrawn = ModelWithdrawn(name, version, 0)
@@ -163,7 +186,7 @@ class LifecycleExecutor(LifecycleActions):
     """The implementation of `LifecycleActions`, which reads files and controls processes.
 
     Attributes:
-        context: The shared parts of the supervisor; its clients receive the publications.
+        context: The shared parts of the supervisor.
         planner: Reads the repositories.
         registry: The models.
         _publisher: Sends the publications.
@@ -178,7 +201,7 @@ class LifecycleExecutor(LifecycleActions):
     _observers: list[Callable[[], None]]
 
     def __post_init__(self) -> None:
-        self._audience: Audience = self.context
+        self._audience = Audience(self.context)
         self._answer_events: dict[Order, asyncio.Event] = {}
         self._start_tasks: dict[ModelVersion, asyncio.Task[None]] = {}
         self._hosts = SchedulerHosts(self.context)
@@ -210,7 +233,9 @@ class LifecycleExecutor(LifecycleActions):
     # --- publications
 
     def publish(self, model: ModelEntry) -> None:
-        self._publisher.update(self._audience, model.name, *self.registry.publications(model))
+        self._publisher.update(
+            self._audience, model.name, model.publications, model.unpublished_versions
+        )
 
     def remove(self, model: ModelEntry) -> None:
         self._publisher.remove(model.name)
@@ -278,14 +303,27 @@ class LifecycleExecutor(LifecycleActions):
     async def _remove_environments(self) -> None:
         await asyncio.to_thread(self.planner.remove_unused_environments)
 
-    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
+    def _finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
+        """Return the final configuration of a version; raise InvalidArgument if it is invalid.
+
+        An ensemble reports no properties: its configuration is completed with the models that
+        serve.
+        """
+        if spec.steps:
+            find_published = self.registry.find_published
+            models = [find_published(*step) for step in spec.steps]
+            reported_properties = {
+                "steps": [None if model is None else model.config for model in models],
+                "has_any_version": [find_published(s.name, "") is not None for s in spec.steps],
+                "failures": [self.registry.load_failure(step.name) for step in spec.steps],
+            }
         return self.planner.finalise_config(spec, reported_properties)
 
     # --- processes
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        find, lifecycle = self.registry.find_published, self.lifecycle
-        callbacks = lifecycle.version_changed, lifecycle.finalise_config
+        find = self.registry.find_published
+        callbacks = self.lifecycle.version_changed, self._finalise_config
         return ModelVersion(self.context, spec, group, self._hosts, find, *callbacks)
 
     def start(self, version: ModelVersion) -> None:
@@ -377,7 +415,7 @@ class ModelManager:
         self._registry, self._lifecycle = executor.registry, executor.lifecycle
         self._wait_for, self.on_demand = executor.wait_for, executor.on_demand
         self._scan_lock, self._alias_lock = asyncio.Lock(), asyncio.Lock()
-        self._context.serve_requests(get_args(ModelRequest), self._handle)
+        self._context.control.serve_requests(get_args(ModelRequest), self._handle)
 
     async def start(self) -> bool:
         """Load the models that the control mode selects, and publish the on-demand models.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from shmserve.common.model_metrics import sum_counters
 from shmserve.common.tasks import resolve_future, wait_any
@@ -42,6 +42,34 @@ class Group(NamedTuple):
 
     title: str
     names: frozenset[str]
+
+    @classmethod
+    def of(cls, name: str, step_models: Mapping[str, list[str]], shares_hosts: bool) -> Self:
+        """Return the group of a model.
+
+        Args:
+            name: The model.
+            step_models: The models of the steps of each ensemble.
+            shares_hosts: Whether connected ensembles and steps share a process; otherwise the
+                model has a process of its own.
+        """
+        names = _connected_models(step_models, name) if shares_hosts else {name}
+        ensembles = names & step_models.keys()
+        outermost = sorted(ensembles.difference(*(step_models[ensemble] for ensemble in ensembles)))
+        host_title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
+        return cls(host_title, frozenset(names))
+
+
+def _connected_models(step_models: Mapping[str, list[str]], name: str) -> set[str]:
+    """Return the models that are connected to a model by ensembles."""
+    names, unvisited = {name}, [name]
+    while unvisited:
+        current_name = unvisited.pop()
+        ensembles = (ensemble for ensemble, steps in step_models.items() if current_name in steps)
+        neighbours = {*step_models.get(current_name, ()), *ensembles}
+        unvisited += neighbours - names
+        names |= neighbours
+    return names
 
 
 @dataclass(slots=True)
@@ -144,7 +172,8 @@ class SchedulerHosts:
             if len(group.names) > 1:
                 host.names = group.names
             self._hosts.append(host)
-            self._context.register_peer(child.pid, "host", partial(self._handle_host_message, host))
+            on_message = partial(self._handle_host_message, host)
+            self._context.control.register_peer(child.pid, "host", on_message)
             return host
 
     def _handle_host_message(self, host: _SchedulerHost, message: Any) -> None:

@@ -1,6 +1,7 @@
 """The child processes of the supervisor.
 
-children.py         starts and ends the processes, and detects their exits
-zygote.py           the process that forks them, and the protocol of its requests
+zygote.py           starts the processes: the supervisor's client of a zygote, and the zygote
+children.py         detects the exits of the processes; the pauses before restarts
+preloads.py         the modules that the zygote of workers imports
 control_socket.py   the messages between the supervisor and all processes
 """

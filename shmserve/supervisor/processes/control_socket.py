@@ -1,8 +1,8 @@
 """The control socket, which connects the supervisor and its processes, and the settings sent by it.
 
 `register_peer` routes the messages of a process or of a scheduler to the handler of its address.
-Requests to the control plane are routed to their service (`serve`). An announcement is complete
-once all receivers have acknowledged it (`Acknowledgements`).
+Requests to the control plane are routed to their service (`serve`, `serve_requests`). An
+announcement is complete once all receivers have acknowledged it (`Acknowledgements`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
 from shmserve import logs
+from shmserve.common.tasks import in_background
 from shmserve.common.trace_settings import TraceSettings
-from shmserve.errors import InvalidArgument
+from shmserve.errors import Internal, InvalidArgument, ShmserveError
+from shmserve.ipc.messages.control_requests import Answered, Refused
 from shmserve.ipc.messages.publications import Acknowledged
 from shmserve.ipc.messages.supervision import (
     RequestTraced,
@@ -63,11 +65,33 @@ class SchedulerAddress(NamedTuple):
 
 # The address of a process is its pid.
 Address = int | SchedulerAddress
+# Handles a request of the process `pid`, and returns the payload of the response.
+RequestHandler = Callable[[int, Any], Awaitable[dict[str, Any] | None]]
+_FIRST_MESSAGES = Started | WorkerStarted
 
 
 def pid_of(address: Address) -> int:
     """Return the pid in an address: a process's own, or that of a scheduler's host process."""
     return address if isinstance(address, int) else address.pid
+
+
+async def create_response(
+    pid: int, request: Any, payload: Awaitable[dict[str, Any] | None]
+) -> Answered | Refused:
+    """Return the response to a request of process `pid`: its payload, or the error of `payload`."""
+    try:
+        return Answered(request.id, await payload or {})
+    except Exception as error:  # any exception, because the sender waits for the response
+        return create_refusal(pid, request, error)
+
+
+def create_refusal(pid: int, request: Any, error: Exception) -> Refused:
+    """Return the response to a request of process `pid` that failed; log unexpected errors."""
+    if isinstance(error, ShmserveError):
+        return Refused.of(request.id, error)
+    request_type = type(request).__name__
+    logger.error("the request %s of process %d failed", request_type, pid, exc_info=error)
+    return Refused.of(request.id, Internal())
 
 
 class Acknowledgements:
@@ -133,6 +157,11 @@ class ControlSocket:
     scheduler is "role.number.pid". The role of a registered address decides which messages it may
     send, since a model's code can connect, too. Messages that a process sends shortly before its
     registration are queued.
+
+    Attributes:
+        acknowledgements: The announced changes.
+        on_started: Called with the address and the role of a process that has started.
+        request_tasks: The tasks that handle requests.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -141,6 +170,8 @@ class ControlSocket:
         self._callers: set[Address] = set()  # workers whose models call models
         self._handlers_by_type: dict[type[Any], Callable[[Any, Any], None]] = {}
         self.acknowledgements = Acknowledgements()
+        self.on_started: list[Callable[[Address, str], None]] = []
+        self.request_tasks: set[asyncio.Task[None]] = set()
         self._identities: dict[Address, bytes] = {}  # ZeroMQ identities
         self._early_messages: deque[tuple[Address, bytes, Any]] = deque(maxlen=_MAX_EARLY_MESSAGES)
         self._loop = asyncio.get_running_loop()
@@ -171,6 +202,17 @@ class ControlSocket:
     def serve(self, types: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
         """Route messages of these types from all peers to `handler(address, message)`."""
         self._handlers_by_type.update(dict.fromkeys(types, handler))
+
+    def serve_requests(self, types: Iterable[type[Any]], handle: RequestHandler) -> None:
+        """Handle requests of these types; respond `Answered`, or `Refused` if `handle` fails."""
+
+        def start(pid: int, request: Any) -> None:
+            in_background(self._respond(handle, pid, request), self.request_tasks)
+
+        self.serve(types, start)
+
+    async def _respond(self, handle: RequestHandler, pid: int, request: Any) -> None:
+        self.send(pid, await create_response(pid, request, handle(pid, request)))
 
     def remove_process(self, pid: int) -> str:
         """Withdraw all addresses of a process that has exited, after handling its last messages.
@@ -234,6 +276,9 @@ class ControlSocket:
             elif (handler := self._handlers_by_type.get(type(message))) is not None:
                 handler(address, message)
             else:
+                if isinstance(message, _FIRST_MESSAGES):
+                    for on_started in self.on_started:
+                        on_started(address, peer.role)
                 peer.handler(message)
         except Exception:
             text = "the message %s from a %s could not be handled; it is not repeated"
@@ -293,9 +338,6 @@ def _parse_address(identity: bytes) -> Address:
     return SchedulerAddress(pid, number) if role in _HOSTED_ROLES and number else pid
 
 
-_FIRST_MESSAGES = Started | WorkerStarted
-
-
 @dataclass(slots=True, eq=False)
 class LogControl:
     """The log settings of the server, which are sent to every process."""
@@ -313,10 +355,9 @@ class LogControl:
             self._control.broadcast(SetLogging(asdict(settings)), "gateway", "host", "worker")
         return asdict(settings)
 
-    def on_message(self, address: Address, message: Any) -> None:
-        """Send the settings after a process's first message, since they may have changed."""
-        if isinstance(message, _FIRST_MESSAGES):
-            self._control.send(address, SetLogging(asdict(self.settings)))
+    def on_started(self, address: Address, _role: str) -> None:
+        """Send the settings to a process that has started, since they may have changed."""
+        self._control.send(address, SetLogging(asdict(self.settings)))
 
 
 @dataclass(slots=True, eq=False)
@@ -364,9 +405,9 @@ class TraceControl:
         settings = {name: asdict(self._settings_of(name)) for name in ("", *self._changes)}
         return SetTracing(settings, self._slow_request_ms)
 
-    def on_message(self, address: Address, message: Any) -> None:
+    def on_started(self, address: Address, role: str) -> None:
         """Send the settings to a gateway that has started."""
-        if isinstance(message, Started):
+        if role == "gateway":
             self.send_settings(address)
 
     def send_settings(self, address: Address) -> None:

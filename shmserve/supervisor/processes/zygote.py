@@ -1,5 +1,7 @@
 """A zygote: a process with all imports done, which forks the server's processes in milliseconds.
 
+`Zygote` is the supervisor's client of a zygote, whose process runs `main`:
+
     supervisor ─ request (record in a memfd, descriptors) ─> zygote ─ fork ─> A ─ fork ─> B
         ^                                                                                 the new
         ├───────────── [number, pid of B], then A exits ────────────────────────────────┘ process
@@ -7,8 +9,8 @@
 
     or [number, -errno] from the zygote, if there are no resources for another process.
 
-A zygote also forks a spare zygote with all imports done. The spare takes over when the zygote dies
-(`children.py`), so that torch is not imported again.
+A zygote also forks a spare zygote with all imports done. The spare takes over when the zygote dies,
+so that torch is not imported again.
 
 The double fork makes the supervisor the parent of B. The supervisor reaps B and detects that B is
 stopped, and B dies with the supervisor, independently of the zygote. A zygote has no threads and
@@ -18,10 +20,12 @@ the remaining processes that models have started, and removes the run directory.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import gc
 import importlib
+import itertools
 import logging
 import os
 import pkgutil
@@ -29,12 +33,17 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgpack
 
-from shmserve.errors import ShmserveError
+import shmserve
+from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.processes import (
     MAX_PASSED_FDS,
     die_with_parent,
@@ -44,7 +53,8 @@ from shmserve.ipc.processes import (
     set_process_title,
     signal_at_parents_death,
 )
-from shmserve.supervisor.host.run_directory import clear, exclusive
+from shmserve.supervisor.host.run_directory import RunDirectory, clear, exclusive
+from shmserve.supervisor.processes.children import Child, ProcessTable, RestartBackoff
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +63,11 @@ OOM_SCORE_ADJ = 100
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
 SPARE = "spare"  # the entry point that requests a spare; its link is the second descriptor
 TAKE_OVER = b"take over"  # the message by which a spare replaces the zygote
+_MAX_FAILED_STARTS = 3
+_RESTART_PAUSE_S = 0.2  # seconds before a restart
+_RETRY_PAUSE_S = 1.0  # seconds before another attempt, if the host has no resources
+# Maximum requests in flight at a zygote, because the socket's buffer is bounded.
+_MAX_REQUESTS = 64
 
 
 def encode_request(request_number: int, entry: str, start: bytes) -> int:
@@ -67,6 +82,283 @@ def encode_request(request_number: int, entry: str, start: bytes) -> int:
     with open(fd, "wb", closefd=False) as file:
         file.write(msgpack.packb([request_number, entry, start]))
     return fd
+
+
+# --- in the supervisor
+
+
+def _start_failure(error_number: int | None) -> Unavailable:
+    text = f"no process can be started: {os.strerror(error_number or 0)}"
+    if error_number == errno.EAGAIN:
+        text += " (raise TasksMax= in the unit, ulimit -u, or docker run --pids-limit)"
+    return Unavailable(text)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@dataclass(slots=True, eq=False)
+class _ZygoteProcess:
+    """A zygote's process, and the supervisor's end of its link."""
+
+    child: Child
+    link: socket.socket
+    started_at: float = field(default_factory=time.monotonic)
+
+
+def _create_link() -> tuple[socket.socket, socket.socket]:
+    own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own_end.setblocking(False)
+    return own_end, child_end
+
+
+@dataclass(eq=False)
+class Zygote:
+    """The supervisor's client of a zygote process and of its spare.
+
+    A zygote forks its spare once its imports are done. When the zygote dies, the spare takes over
+    and forks the next spare. Without a spare, the zygote is restarted. The forked processes
+    continue to run.
+    """
+
+    _process_table: ProcessTable
+    _run_dir: RunDirectory
+    _title: str
+    _modules: Sequence[str]
+    _environment: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        self._fork_numbers = itertools.count(1)
+        self._pending_forks: dict[int, asyncio.Future[int]] = {}
+        self._request_slots = asyncio.Semaphore(_MAX_REQUESTS)
+        self._serving_zygote: _ZygoteProcess | None = None
+        self._spare: _ZygoteProcess | None = None
+        self._backoff = RestartBackoff()  # determines the pauses before spares are restarted
+        self._forking_spare: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._is_stopping = False
+        self._failed_starts = 0
+
+    def start(self) -> None:
+        """Start the process; `spawn` waits until its imports are done.
+
+        Raises:
+            Unavailable: The host has no resources for another process.
+        """
+        try:
+            own_end, child_end = _create_link()
+            with child_end:
+                try:
+                    pid = self._spawn_process(child_end)
+                except OSError:
+                    own_end.close()
+                    raise
+        except OSError as error:
+            raise _start_failure(error.errno) from None
+        self._serve(_ZygoteProcess(self._process_table.adopt(pid, self._title), own_end))
+
+    def _serve(self, process: _ZygoteProcess) -> None:
+        """Send all further requests to this process, which is the zygote or its former spare."""
+        self._serving_zygote = process
+        process.child.exited.add_done_callback(self._on_exit)
+        self._loop.add_reader(process.link.fileno(), self._read_responses)
+
+    def _spawn_process(self, child_end: socket.socket) -> int:
+        package_root = str(Path(shmserve.__file__).resolve().parent.parent)
+        boot_code = (
+            f"import sys; sys.path.append({package_root!r}); "
+            "from shmserve.supervisor.processes.zygote import main; sys.exit(main(sys.argv[1:]))"
+        )
+        os.set_inheritable(child_end.fileno(), True)
+        os.set_inheritable(self._run_dir.lock_fd, True)
+        try:
+            # -P prevents imports from the current folder, which may contain a module `workers`.
+            return os.posix_spawn(
+                sys.executable,
+                [
+                    *(sys.executable, "-P", "-c", boot_code),
+                    *(str(child_end.fileno()), str(self._run_dir.lock_fd), str(os.getpid())),
+                    *(str(self._run_dir.path), self._title),
+                    *self._modules,
+                ],
+                self._environment,
+                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+                setpgroup=0,  # a signal to the server's group must not prevent the zygote's cleanup
+                # Blocked until the zygote ignores these signals: only the supervisor ends it.
+                setsigmask=[signal.SIGINT, signal.SIGTERM],
+            )
+        finally:
+            os.set_inheritable(self._run_dir.lock_fd, False)
+
+    def _read_responses(self) -> None:
+        assert self._serving_zygote is not None
+        while True:
+            try:
+                data = self._serving_zygote.link.recv(4096)
+            except (BlockingIOError, ConnectionError):
+                return
+            if not data:
+                return
+            number, pid = msgpack.unpackb(data)
+            if number == 0:
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                    self._fork_spare()
+                continue
+            waiter = self._pending_forks.pop(number, None)
+            if waiter is None or waiter.done():
+                if pid > 0:  # the caller was cancelled, so nothing else refers to this process
+                    _kill(pid)
+            elif pid > 0:
+                waiter.set_result(pid)
+            else:
+                waiter.set_exception(_start_failure(-pid))
+
+    def _on_exit(self, exited: asyncio.Future[str]) -> None:
+        assert self._serving_zygote is not None
+        self._read_responses()
+        self._loop.remove_reader(self._serving_zygote.link.fileno())
+        self._serving_zygote.link.close()
+        if self._is_stopping:
+            return
+        logger.error("process %s ended (%s)", self._title, exited.result())
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._take_over(spare)
+        elif self._ready.done():
+            self._ready = self._loop.create_future()
+            self._failed_starts = 0
+        else:
+            self._failed_starts += 1
+        for pending_fork in self._pending_forks.values():
+            if not pending_fork.done():
+                pending_fork.set_result(0)
+        self._pending_forks.clear()
+        if self._failed_starts == _MAX_FAILED_STARTS:  # the installation is probably broken
+            self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
+            self._ready.exception()  # asyncio would warn of an exception that nothing reads
+        elif spare is None:
+            self._loop.call_later(_RESTART_PAUSE_S, self._restart)
+
+    # --- the spare
+
+    def _take_over(self, spare: _ZygoteProcess) -> None:
+        spare.child.title = self._title
+        with contextlib.suppress(OSError):  # the spare has exited, too, which is reported next
+            spare.link.send(TAKE_OVER)
+        self._serve(spare)
+        self._fork_spare()
+
+    def _fork_spare(self) -> None:
+        is_forking = self._forking_spare is not None and not self._forking_spare.done()
+        is_broken = self._ready.done() and self._ready.exception() is not None
+        if not (self._is_stopping or self._spare or is_forking or is_broken):
+            self._forking_spare = self._loop.create_task(self._start_spare())
+
+    async def _start_spare(self) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                own_end, child_end = map(stack.enter_context, _create_link())
+                child = await self.spawn(f"spare {self._title}", SPARE, b"", [child_end.fileno()])
+            except (OSError, Unavailable) as error:
+                text = "a spare process %s could not be started; the next attempt is in %g s: %s"
+                logger.warning(text, self._title, _RETRY_PAUSE_S, error)
+                self._loop.call_later(_RETRY_PAUSE_S, self._fork_spare)
+                return
+            child_end.close()
+            stack.pop_all()
+        spare = self._spare = _ZygoteProcess(child, own_end)
+        child.exited.add_done_callback(partial(self._on_spare_exit, spare))
+
+    def _on_spare_exit(self, spare: _ZygoteProcess, exited: asyncio.Future[str]) -> None:
+        if self._spare is spare:
+            self._spare = None
+            spare.link.close()
+            if not self._is_stopping:
+                logger.error("process %s ended (%s)", spare.child.title, exited.result())
+                pause_s = self._backoff.pause_s(time.monotonic() - spare.started_at)
+                self._loop.call_later(pause_s, self._fork_spare)
+
+    # --- requests to fork
+
+    def _restart(self) -> None:
+        if self._is_stopping:
+            return
+        try:
+            self.start()
+        except Unavailable as error:
+            text = "process %s could not be restarted; the next attempt is in %g s: %s"
+            logger.error(text, self._title, _RETRY_PAUSE_S, error.message)
+            self._loop.call_later(_RETRY_PAUSE_S, self._restart)
+
+    async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
+        """Fork a process that calls `entry` with `start` and the numbers of its copies of `fds`.
+
+        The request is repeated if the zygote dies, and if the pid of the new process was recently
+        used by a process that peers may still refer to.
+
+        Args:
+            title: The title of the process.
+            entry: The function, as "module:function".
+            start: An encoded start record.
+            fds: Descriptors to pass.
+
+        Raises:
+            Unavailable: There is no zygote, or the host has no resources for another process.
+        """
+        while not self._is_stopping:
+            await asyncio.shield(self._ready)
+            assert self._serving_zygote is not None
+            zygote_child = self._serving_zygote.child
+            with self._process_table.spawning():
+                pid = await self._fork(entry, start, fds)
+                if pid and not self._process_table.is_reserved(pid):
+                    return self._process_table.adopt(pid, title)
+            if pid:
+                _kill(pid)
+                continue
+            await zygote_child.until_exit()
+            await asyncio.sleep(0)  # let the event loop call `_on_exit` first
+        raise Unavailable("the server is stopping")
+
+    async def _fork(self, entry: str, start: bytes, fds: Sequence[int]) -> int:
+        """Fork a process; return its pid, or 0 if the zygote has exited."""
+        async with self._request_slots:
+            number = next(self._fork_numbers)
+            waiter: asyncio.Future[int] = self._loop.create_future()
+            self._pending_forks[number] = waiter
+            try:
+                self._send_request(encode_request(number, entry, start), fds)
+            except ConnectionError:
+                del self._pending_forks[number]
+                return 0
+            except OSError as error:
+                del self._pending_forks[number]
+                raise _start_failure(error.errno) from None
+            return await waiter
+
+    def _send_request(self, request_fd: int, fds: Sequence[int]) -> None:
+        assert self._serving_zygote is not None
+        try:
+            socket.send_fds(self._serving_zygote.link, [b"fork"], [request_fd, *fds])
+        finally:
+            os.close(request_fd)
+
+    def stop(self) -> None:
+        """Close the links; the zygote then removes the run directory and exits."""
+        self._is_stopping = True
+        if self._forking_spare is not None:
+            self._forking_spare.cancel()
+        for process in (self._serving_zygote, self._spare):
+            if process is not None and process.child.alive:
+                self._loop.remove_reader(process.link.fileno())
+                process.link.shutdown(socket.SHUT_RDWR)
+
+
+# --- in the zygote
 
 
 def main(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shmserve.gateway.api.figures import HISTORY_EVERY_S
+from shmserve.gateway.api.figures import HISTORY_INTERVAL_S
 from tests.integration.generation.conftest import EMBEDDER_CONFIG, EMBEDDER_MODEL
 from tests.rigs import watched
 from tests.rigs.chromium import CHROMIUM, Page, browser
@@ -158,7 +158,7 @@ def test_a_new_page_shows_the_history(server: Server, page: Page) -> None:
     """Charts include events of ten minutes before the page was opened."""
     with watched.send_under_load(server):
         until("all are asked", lambda: success_count(server, "simple") > 8)
-        until("there is a history", lambda: has_history(server, "simple/1"), 4 * HISTORY_EVERY_S)
+        until("there is a history", lambda: has_history(server, "simple/1"), 4 * HISTORY_INTERVAL_S)
     with Feed(server.metrics_port) as feed:
         history = feed.next()["history"]
         assert "history" not in feed.next()
@@ -168,7 +168,7 @@ def test_a_new_page_shows_the_history(server: Server, page: Page) -> None:
     page.navigate(f"http://127.0.0.1:{server.metrics_port}/")
     page.wait("it shows figures", "models.size >= 7")
     oldest_time = "past.get('simple/1').find(point => point.rate > 0).at"
-    assert page.run(f"asOf - {oldest_time}") > HISTORY_EVERY_S - 2
+    assert page.run(f"asOf - {oldest_time}") > HISTORY_INTERVAL_S - 2
     assert page.run(f"past.get('').find(point => point.rate > 0).at <= {oldest_time}")
     # The time axis ends at the server's time, and has a mark every two minutes.
     axis = "document.querySelector('#charts .axis')"

@@ -16,7 +16,7 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.processes import zygote
-from shmserve.supervisor.processes.children import Zygote
+from shmserve.supervisor.processes.zygote import Zygote
 from tests.support.servers import ROOT, run_python
 
 # Runs in its own process, because a process table adopts orphans and kills unknown processes.
@@ -24,7 +24,7 @@ _CROWD_PROGRAM = """
 import asyncio, logging, os, signal, sys
 from pathlib import Path
 from shmserve.supervisor.processes.children import ProcessTable
-from shmserve.supervisor.processes.children import Zygote
+from shmserve.supervisor.processes.zygote import Zygote
 from shmserve.ipc import processes
 from shmserve.supervisor.host.run_directory import RunDirectory
 
@@ -90,7 +90,7 @@ from pathlib import Path
 from shmserve.ipc import processes
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.processes.children import ProcessTable
-from shmserve.supervisor.processes.children import Zygote
+from shmserve.supervisor.processes.zygote import Zygote
 
 async def main():
     children = ProcessTable()
@@ -123,7 +123,7 @@ import asyncio, os, sys
 from pathlib import Path
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.processes.children import ProcessTable
-from shmserve.supervisor.processes.children import Zygote
+from shmserve.supervisor.processes.zygote import Zygote
 
 async def main():
     children = ProcessTable()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shmserve.ipc.messages.publications import ModelPublished, ModelWithdrawn, ReadinessChanged
-from shmserve.supervisor.models.manager import Publication
+from shmserve.supervisor.models.manager import Audience, Publication
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from tests.simulation.world import SECOND, World
 
@@ -47,8 +47,8 @@ class SimulatedPeer:
             self.publications.pop(key, None)
 
 
-class SimulatedAudience:
-    """A fake `SupervisorContext` for `ModelPublisher`, with all gateways and ensembles."""
+class SimulatedAudience(Audience):
+    """The simulated receivers of publications: all gateways and ensembles."""
 
     def __init__(self, world: World, executor: SimulatedExecutor) -> None:
         self._world = world
@@ -70,7 +70,7 @@ class SimulatedAudience:
     def ensembles(self) -> list[SimulatedPeer]:
         return [peer for peer in self._peers.values() if peer.ensemble is not None]
 
-    # --- the interface of SupervisorContext
+    # --- the interface of Audience
 
     def announce(self, update: Publication) -> int:
         """Send a publication to all peers that it concerns; they acknowledge it later."""

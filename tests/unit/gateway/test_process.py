@@ -28,7 +28,7 @@ def running_process(tmp_path: Path) -> Iterator[process._Process]:
     server: Any = None
     settings = GatewaySettings(arena_byte_size=1 << 20)
     with contextlib.closing(Router(control(tmp_path))):
-        new_process = process._Process(GatewayStart("0", tmp_path, settings), lambda _: server)
+        new_process = process._Process(GatewayStart("0", tmp_path, settings), (), lambda *_: server)
         yield new_process
         gateway = new_process._gateway
         for part in (gateway.supervisor, gateway.schedulers, gateway.arena):
@@ -98,11 +98,11 @@ def test_tokens_that_change_while_listeners_open_apply_to_all(
             listener.authorisation = listener.authorisation.with_tokens(tokens)
 
     monkeypatch.setattr(process.ProtocolServer, "listen", listen)
-    start = GatewayStart("0", tmp_path, gateway.settings, http_sockets=2)
+    start = GatewayStart("0", tmp_path, gateway.settings, http_sockets=2, grpc=GrpcSettings())
     with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
         for server in (
             HttpServer(gateway, start, (first, second)),
-            GrpcServer(gateway, GrpcSettings(), (first, second)),
+            GrpcServer(gateway, start, (first, second)),
         ):
             gateway.settings = replace(gateway.settings, tokens={})
             asyncio.run(server.open())

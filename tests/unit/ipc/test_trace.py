@@ -33,7 +33,7 @@ def test_a_header_is_read_and_passed_on() -> None:
     assert child.traceparent == f"00-{TRACE}-{child.span_id}-01"
     assert (child.trace_id, child.parent_id) == (TRACE, CALLER_SPAN)
     assert child.span_id != CALLER_SPAN
-    assert TraceContext.of(child.message) == child
+    assert TraceContext.of(child.encoded) == child
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_spans_are_concatenated() -> None:
 @pytest.mark.parametrize(
     ("trace", "is_valid"),
     [
-        (TraceContext.new().message, True),
-        (TraceContext.new(is_sampled=True).child().message, True),
+        (TraceContext.new().encoded, True),
+        (TraceContext.new(is_sampled=True).child().encoded, True),
         ("", False),
         (TraceContext.new().traceparent, False),
         (f"00-{TRACE.upper()}-{CALLER_SPAN}-01-", False),
@@ -135,9 +135,9 @@ def test_tensors_travel_beside_the_spans() -> None:
     ]
     assert traced_tensors == [traced_tensor]
     context = TraceContext.new(is_sampled=True, with_tensors=True)
-    assert is_encoded_trace(context.message)
-    assert TraceContext.of(context.child().message).with_tensors
-    assert not TraceContext.of(TraceContext.new(is_sampled=True).message).with_tensors
+    assert is_encoded_trace(context.encoded)
+    assert TraceContext.of(context.child().encoded).with_tensors
+    assert not TraceContext.of(TraceContext.new(is_sampled=True).encoded).with_tensors
     assert context.traceparent.endswith("-01")
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from shmserve.model_config import GraphProblem, ModelConfig, compose, parse_pbtxt
-from shmserve.model_config.diagnostics import key_text
+from shmserve.model_config.source import key_text
 
 
 def config(text: str) -> ModelConfig:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import ModelConfig, Source, normalise, read_json, read_pbtxt, validate
-from shmserve.model_config.diagnostics import Key, key_text
+from shmserve.model_config.source import Key, key_text
 from tests.rigs.marked_configs import PYTHON, TENSORS, positions, problems
 from tests.unit.model_config.test_parse import FRAGMENTS, configs
 

@@ -204,7 +204,7 @@ def test_the_batcher_waits_for_a_burst_and_not_past_its_end() -> None:
         queue.append(Item(now_ns))
         batcher.record_arrival(now_ns, queued_count)
         decision = batcher.decide(now_ns, queue, 0)
-        assert isinstance(decision, WaitUntil) and now_ns < decision.ns < now_ns + MS
+        assert isinstance(decision, WaitUntil) and now_ns < decision.end_ns < now_ns + MS
     batcher.record_arrival(now_ns, 16)
     queue.append(Item(now_ns))
     assert batcher.decide(now_ns, queue, 0) == Batch(16, CloseReason.IDLE)
@@ -292,8 +292,8 @@ def test_decisions_are_legal_and_waits_end(drawn_case: tuple[Batcher, int, list[
         decision = batcher.decide(now_ns, queue, 0)
         assert decision is not None
         if isinstance(decision, WaitUntil):
-            assert decision.ns > now_ns
-            now_ns = decision.ns
+            assert decision.end_ns > now_ns
+            now_ns = decision.end_ns
             continue
         batch_items = queue[: decision.count]
         assert 1 <= decision.count <= len(queue)

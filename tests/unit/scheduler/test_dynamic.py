@@ -154,8 +154,8 @@ def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batc
             assert count == limit
         case CloseReason.PREFERRED:
             assert not waited_enough
-            assert total in batching.preferred or (
-                next_item is None or total + next_item.rows > max(batching.preferred)
+            assert total in batching.preferred_sizes or (
+                next_item is None or total + next_item.rows > max(batching.preferred_sizes)
             )
         case CloseReason.DELAY:
             assert waited_enough and count == limit
@@ -174,11 +174,11 @@ def test_waits_are_bounded_and_end_in_batches(drawn_case: tuple[list[Item], Batc
     decision = decide(NOW, queue, batching, reserve_ns)
     assert (decision is None) == (not queue)
     if isinstance(decision, WaitUntil):
-        assert NOW < decision.ns <= min(item.enqueued_ns for item in queue) + batching.delay_ns
+        assert NOW < decision.end_ns <= min(item.enqueued_ns for item in queue) + batching.delay_ns
         # The batcher waits only if all queued requests fit into one batch that can still grow.
         assert fits(queue, len(queue), batching)
-        assert sum(item.rows for item in queue) < max(batching.preferred)
-        at_the_end = decide(decision.ns, queue, batching, reserve_ns)
+        assert sum(item.rows for item in queue) < max(batching.preferred_sizes)
+        at_the_end = decide(decision.end_ns, queue, batching, reserve_ns)
         assert isinstance(at_the_end, Batch) and at_the_end.count == len(queue)
 
 
@@ -192,7 +192,7 @@ def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
         decision = decide(now_ns, queued_items, batching, reserve_ns)
         assert decision is not None
         if isinstance(decision, WaitUntil):
-            now_ns = decision.ns
+            now_ns = decision.end_ns
             continue
         for item in queued_items[: decision.count]:
             assert now_ns <= max(NOW, item.enqueued_ns + batching.delay_ns)

@@ -76,7 +76,7 @@ def test_a_deadline_counts_from_the_arrival_at_the_scheduler() -> None:
 def test_a_valid_trace_context_is_continued() -> None:
     packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 500)
-    trace = TraceContext.new().message
+    trace = TraceContext.new().encoded
     submit = m.Submit(1, *packed_request, NOW, 0, 0, 0, "mine", trace=trace)
     # The trace context of a client is accepted.
     assert rules.validate(FIRST, submit, NOW).trace == trace
@@ -113,11 +113,11 @@ frame = memoryview(b"\\2" + len(frame).to_bytes(8, "big") + frame)
 with socket.socket(socket.AF_UNIX) as client:
     client.connect(sys.argv[1])
     client.send(zmtp.GREETING + zmtp.ready_command("DEALER", identity))
-    listener.link.receive()
+    listener.router.receive()
     before = resident()
     while frame:
         frame = frame[client.send(frame[:60_000]):]
-        listener.link.receive()
+        listener.router.receive()
 listener.process_exited(number)
 print(len(Keep.records), resident() - before)
 """

@@ -40,7 +40,7 @@ def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
 def test_no_records_without_a_trace_or_limit() -> None:
     local_traces, control_link = traces()
     assert not local_traces.is_active
-    submitted_request = submit(1, CALLER_CONTEXT.message)
+    submitted_request = submit(1, CALLER_CONTEXT.encoded)
     assert local_traces.start_trace(PEER, submitted_request) is submitted_request
     local_traces.end_trace(PEER, Finished(1, b"", []))
     assert not control_link and not local_traces.measured_requests
@@ -59,11 +59,11 @@ def test_one_of_every_trace_rate_requests_is_reported() -> None:
 @pytest.mark.parametrize("is_sampled", [True, False])
 def test_a_caller_decides_for_opentelemetry(is_sampled: bool) -> None:
     tracer, link = traces(trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry")
-    tracer.start_trace(PEER, submit(1, CALLER_CONTEXT._replace(is_sampled=is_sampled).message))
+    tracer.start_trace(PEER, submit(1, CALLER_CONTEXT._replace(is_sampled=is_sampled).encoded))
     tracer.end_trace(PEER, Finished(1, b"", []))
     assert [TraceContext.of(span.trace).trace_id for span in link] == ["1" * 32] * is_sampled
     tracer.start_trace(
-        PEER, submit(2, TraceContext.new().message)
+        PEER, submit(2, TraceContext.new().encoded)
     )  # requests an explanation, but no trace
     tracer.end_trace(PEER, Finished(2, b"", []))
     assert len(link) == 1 + is_sampled

@@ -271,7 +271,7 @@ def test_an_instance_at_its_request_limit_is_not_free() -> None:
     for batch in [execution(1), execution(2)]:
         slot = pool.assign(batch)
         pool.finish(slot, 0)
-    assert len(slot.requests) == 2 and slot.idle
+    assert len(slot.requests) == 2 and slot.is_idle
     assert not pool.free_slots and pool.least_busy(9) is None
     slot.requests.popitem()
     pool.update_free(slot)

@@ -78,7 +78,7 @@ def test_a_late_ticket_does_not_restart_the_adaptive_wait() -> None:
         for _ in range(8):
             rig.pass_time(2 * MS)
             rig.submit()
-        while rig.core.live_requests:
+        while rig.core.live_count:
             grant_ticket()
             for peer, batch in rig.take_batches():
                 rig.pass_time(60 * MS)

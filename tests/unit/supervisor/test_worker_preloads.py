@@ -5,7 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from shmserve.supervisor.processes.children import worker_preloads
+from shmserve.supervisor.processes.preloads import worker_preloads
 
 _PLAIN_MODEL = r"""
 import json, os.path

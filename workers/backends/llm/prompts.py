@@ -17,7 +17,7 @@ import orjson
 from tokenizers import Encoding
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.ipc.engine_settings import EngineSettings, prompt_too_long
+from shmserve.ipc.engine_settings import EngineSettings, prompt_too_long_text
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.llm.chat_template import (
@@ -88,7 +88,7 @@ def read_inputs(
             inputs[name] = raw[4:]
             continue
         if is_long and not truncates:
-            text = prompt_too_long(max_tokens, f"{size} bytes exceed the limit of {max_bytes}")
+            text = prompt_too_long_text(max_tokens, f"{size} bytes exceed the limit of {max_bytes}")
             raise InvalidArgument(f"{name}: {text}")
         if name == "input_ids":
             inputs[name] = tensor.numpy().ravel().copy()
@@ -489,7 +489,7 @@ class PromptReader:
 
 
 def _too_long(count: int, limit: int) -> str:
-    return prompt_too_long(limit, f"{count} tokens and one generated token exceed this limit")
+    return prompt_too_long_text(limit, f"{count} tokens and one generated token exceed this limit")
 
 
 def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

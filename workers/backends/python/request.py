@@ -529,7 +529,7 @@ class InferenceRequest:
             self._timeout,
             api.deadline_ns(),
             self._priority,
-            TraceContext.of(trace).child().message if trace else "",
+            TraceContext.of(trace).child().encoded if trace else "",
             api.origins(),
             api.caller_lines(),
         )

@@ -175,13 +175,11 @@ class _CachedTemplate:
     """A cached template of requests with one fingerprint.
 
     Attributes:
-        key: The fingerprint.
         identity: The id and the sequence position of the request that the template was made from.
         version: The version of the model in the request.
         revision: The revision of the model table when `version` was resolved to `model`.
     """
 
-    key: Key
     identity: RequestIdentity
     model: GatewayModel
     version: str  # as in the request
@@ -250,23 +248,19 @@ class TemplateCache:
         cached_template = self._cache.find(split.key)
         if cached_template is None:
             return None
-        built_request = self._fill(cached_template, split.contents, split.identity)
-        if built_request is not None:
-            self._add_layout(message, split, cached_template)
-        return built_request
-
-    def _fill(
-        self, cached: _CachedTemplate, contents: Sequence[bytes], identity: RequestIdentity
-    ) -> BuiltRequest | None:
-        model, revision = cached.model, self._models.revision
-        if cached.revision == revision or self._models.find(model.name, cached.version) is model:
-            cached.revision = revision
-            built_request = cached.template.fill(contents)
+        model, revision = cached_template.model, self._models.revision
+        if (
+            cached_template.revision == revision
+            or self._models.find(model.name, cached_template.version) is model
+        ):
+            cached_template.revision = revision
+            built_request = cached_template.template.fill(split.contents)
             if built_request is not None:
-                if identity != cached.identity:
-                    built_request.identify(identity)
+                if split.identity != cached_template.identity:
+                    built_request.identify(split.identity)
+                self._add_layout(message, split, cached_template)
                 return built_request
-        self._cache.remove(cached.key)
+        self._cache.remove(split.key)
         return None
 
     def store(
@@ -278,13 +272,12 @@ class TemplateCache:
     ) -> None:
         """Store a template if `split` has the id and the sequence position of the request."""
         if split.identity.is_identity_of(request):
-            cached = _CachedTemplate(
-                *(split.key, split.identity, model, request.version),
-                *(self._models.revision, template),
-            )
-            self._cache.store(split.key, cached)
+            fields = (split.identity, model, request.version, self._models.revision, template)
+            self._cache.store(split.key, _CachedTemplate(*fields))
 
-    def _add_layout(self, message: bytes, split: SplitMessage, cached: _CachedTemplate) -> None:
+    def _add_layout(
+        self, message: bytes, split: SplitMessage, cached_template: _CachedTemplate
+    ) -> None:
         sizes = _part_sizes(message, split)
         if sizes is None:
             return
@@ -300,7 +293,7 @@ class TemplateCache:
         # The cache keeps the first layout of a size. If messages of two layouts alternate,
         # replacing it would cost more than it saves.
         if layout.struct.format == struct.format and layout.has_id == has_id:
-            layout.templates[struct.unpack(message)[::2]] = cached
+            layout.templates[struct.unpack(message)[::2]] = cached_template
             self._layout_template_count += 1
 
 

@@ -20,6 +20,7 @@ from shmserve.gateway.http.json.parser import (
     check_boolean,
     check_unsigned,
     find_misspelt,
+    is_unsigned,
     member_array,
     member_string,
     mistyped_error,
@@ -33,7 +34,7 @@ from shmserve.gateway.inference.infer_request import (
     check_member_count,
 )
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import MAX_INT64, MAX_UINT64
+from shmserve.ipc.tensors.descriptors import MAX_INT64
 from shmserve.ipc.tensors.schemas import SEQUENCE_END, SEQUENCE_START, Inferred, tensor_schema
 from shmserve.ipc.tensors.signature import check_extent
 
@@ -175,7 +176,7 @@ def _read_input(member: Any, json_limit: int) -> InferInput:
         text = f"input '{name}' may have at most {_MAX_DIMS} dimensions, got {len(shape)}"
         raise InvalidArgument(text)
     for dim in shape:
-        if type(dim) is not int or not 0 <= dim <= MAX_UINT64:
+        if not is_unsigned(dim):
             raise mistyped_error("shape", "unsigned-integer", name)
     count = element_count(shape)
     if item_size is None:
@@ -245,7 +246,7 @@ def _read_output(member: Any) -> InferOutput:
 
 
 def _read_class_count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_UINT64:
+    if not is_unsigned(value):
         raise JsonFault(
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"
@@ -260,9 +261,7 @@ def _read_parameters(request: InferRequest, members: Any) -> None:
     for key, value in members.items():
         match key:
             case "sequence_id":
-                if type(value) is not str and (
-                    type(value) is not int or not 0 <= value <= MAX_UINT64
-                ):
+                if type(value) is not str and not is_unsigned(value):
                     raise mistyped_error(key, "string")
                 request.correlation_id = check_correlation_id(value)
             case "sequence_start":

@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import orjson
@@ -151,8 +151,8 @@ def _loads_lenient(json_text: bytes, strict_error: orjson.JSONDecodeError) -> An
             object_pairs_hook=reject_duplicate_keys,
         )
         orjson.dumps(value)  # raises for an unpaired surrogate, which is not text
-    except DuplicateKeyError as doubled:
-        raise DuplicateKey(doubled) from None
+    except DuplicateKeyError as error:
+        raise DuplicateKey(error) from None
     except json.JSONDecodeError as error:
         raise JsonFault(f"{_PARSE_ERROR}{error.msg}. at {error.pos}") from None
     except (ValueError, TypeError, RecursionError):
@@ -248,9 +248,14 @@ def member_array(json_value: Any, field: str) -> list[Any]:
     return value
 
 
+def is_unsigned(value: Any) -> TypeGuard[int]:
+    """Return whether a JSON value is an integer in [0, 2**64)."""
+    return type(value) is int and 0 <= value <= MAX_UINT64
+
+
 def check_unsigned(value: Any, field: str) -> int:
     """Return `value`; raise JsonFault unless it is an integer in [0, 2**64)."""
-    if type(value) is not int or not 0 <= value <= MAX_UINT64:
+    if not is_unsigned(value):
         raise mistyped_error(field, "unsigned-integer")
     return value
 

@@ -166,8 +166,8 @@ def _pack_strings(values: list[str], name: str) -> bytes:
     parts: list[bytes] = []
     for value in values:
         if type(value) is not str:
-            fault = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
-            raise JsonFault(f"{fault} (input '{name}' has {_describe_value(value)})")
+            text = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
+            raise JsonFault(f"{text} (input '{name}' has {_describe_value(value)})")
         encoded = value.encode()
         parts += (len(encoded).to_bytes(4, "little"), encoded)
     return b"".join(parts)
@@ -197,26 +197,24 @@ def encode(data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name
         InvalidArgument: The datatype is FP16 or BF16, or an element of BYTES is not UTF-8.
         Internal: The bytes do not match the shape.
     """
-    if datatype in _BINARY_ONLY_DATATYPES:
-        raise InvalidArgument(
-            f"sending {datatype} data via JSON is not supported. "
-            "Please use the binary data format for output"
-        )
-    if datatype == "BYTES":
-        return b"".join(_string_parts(data, shape, name))
-    return _encode_numbers(data, datatype)
+    return b"".join(encode_parts(data, datatype, shape, name))
 
 
 def encode_parts(
     data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name: str
 ) -> Iterator[bytes]:
     """Yield the parts of the JSON array, which take a millisecond each to encode."""
+    if datatype in _BINARY_ONLY_DATATYPES:
+        raise InvalidArgument(
+            f"sending {datatype} data via JSON is not supported. "
+            "Please use the binary data format for output"
+        )
     if datatype == "BYTES":
         yield from _string_parts(data, shape, name)
         return
     part_size = _VALUES_PER_PART * ITEM_SIZE[datatype]
-    if datatype in _BINARY_ONLY_DATATYPES or len(data) <= part_size:
-        yield encode(data, datatype, shape, name)
+    if len(data) <= part_size:
+        yield _encode_numbers(data, datatype)
         return
     separator = b"["
     for offset in range(0, len(data), part_size):

@@ -53,7 +53,7 @@ from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.in_flight import find_error
 from shmserve.gateway.inference.infer_request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.inference.prepare import build_in_pieces
-from shmserve.ipc.engine_settings import prompt_too_long
+from shmserve.ipc.engine_settings import prompt_too_long_text
 
 _ENCODING_FORMATS = ("float", "base64")
 _FLOAT_DATATYPES = ("FP32", "FP16", "FP64")
@@ -255,7 +255,7 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens (integers)")
     tokens_input, max_tokens = bodies.prompt_input(tokens, "tokens"), model.max_model_len
     if max_tokens and tokens_input.count > max_tokens:
-        text = prompt_too_long(max_tokens, f"{tokens_input.count} tokens exceed this limit")
+        text = prompt_too_long_text(max_tokens, f"{tokens_input.count} tokens exceed this limit")
         raise InvalidArgument(f"tokens: {text}")
     parameters = {"task": "detokenize"}
     values = await infer_once(gateway, request, model, tokens_input, (TEXT_OUTPUT,), parameters)

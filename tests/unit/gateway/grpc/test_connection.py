@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shmserve.gateway.grpc.call import StreamingCall
-from shmserve.gateway.grpc.framing import LARGE_MESSAGE_BYTES, Ending, StatusCode
+from shmserve.gateway.grpc.framing import LARGE_MESSAGE_BYTES, Status, StatusCode
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
@@ -35,13 +35,13 @@ async def test_a_response_is_written_in_one_piece() -> None:
     async with open_scene() as scene:
         scene.call(1, b"one")
         ((raw, call),) = scene.calls
-        assert raw == b"one" and call.time_remaining() is None
+        assert raw == b"one" and call.remaining_us() == 0
         call.finish(b"two")
         kinds = [(k, flags, payload[-8:]) for k, flags, _, payload in scene.transport.frames()]
         assert [k for k, _, _ in kinds] == [HEADERS, DATA, HEADERS]
         assert kinds[1][2] == message(b"two") and kinds[2][1] & END_STREAM
         call.finish(b"again")
-        call.fail(StatusCode.INTERNAL, "late")
+        call.fail(Status(StatusCode.INTERNAL, "late"))
         assert not scene.transport.frames()
 
 
@@ -74,7 +74,7 @@ async def test_a_large_message_is_received_in_place() -> None:
     async with open_scene() as scene:
         data = random.Random(0).randbytes(600_000)
         sink: Any = TensorSink(len(data))
-        scene.make_sink = lambda *_: sink
+        scene.create_sink = lambda *_: sink
         framed = message(data)
         scene.send(scene.head(1) + frame(DATA, PADDED_FLAG, 1, b"\7" + framed[:200_000] + bytes(7)))
         scene.send(frame(DATA, 0, 1, framed[200_000:200_100]) + frame(DATA, 0, 1, framed[200_100:]))
@@ -112,8 +112,7 @@ async def test_a_deadline_ends_a_call() -> None:
         scene.call(1, b"abc", (b"grpc-timeout", b"2S"))
         call = scene.calls[0][1]
         call.on_disconnect = lambda: reports.append("gone")
-        left_s = call.time_remaining()
-        assert left_s is not None and 0 < left_s <= 2
+        assert 0 < call.remaining_us() <= 2_000_000
         await scene.clock.advance(2.1)
         assert scene.statuses()[1].startswith(b"4") and reports == ["gone"]
 
@@ -179,7 +178,7 @@ async def test_a_broken_second_message_cancels_the_requests_of_its_call(
 async def test_a_collected_message_counts_in_the_memory_limit() -> None:
     """A large request whose tensors have no place in the arena, for example of an unknown model."""
     async with open_scene() as scene:
-        scene.make_sink = lambda *_: RequestSink(lambda head, size: None)
+        scene.create_sink = lambda *_: RequestSink(lambda head, size: None)
         request = ModelInferRequest(model_name="m", raw_input_contents=[bytes(2 << 20)])
         framed = message(request.SerializeToString())
         for stream in (1, 3):
@@ -424,7 +423,7 @@ async def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
     async with open_scene() as scene:
         resume, handler_ended, received = asyncio.Event(), asyncio.Event(), []
 
-        async def slow(call: StreamingCall) -> Ending | None:
+        async def slow(call: StreamingCall) -> Status | None:
             await resume.wait()
             async for request in call.read_messages():
                 received.append(request)  # noqa: PERF401
@@ -466,7 +465,7 @@ async def test_reading_messages_enlarges_the_window() -> None:
     """By the quarter of a window at a time: small requests are not answered by updates, too."""
     async with open_scene() as scene:
 
-        async def take(call: StreamingCall) -> Ending | None:
+        async def take(call: StreamingCall) -> Status | None:
             async for _ in call.read_messages():
                 pass
             return None
@@ -494,7 +493,7 @@ async def test_an_ended_stream_ends_its_handler(is_timeout: bool) -> None:
     async with open_scene() as scene:
         endings: list[int] = []
 
-        async def serve(call: StreamingCall) -> Ending | None:
+        async def serve(call: StreamingCall) -> Status | None:
             try:
                 async for request in call.read_messages():
                     await call.write_all([request])
@@ -507,7 +506,7 @@ async def test_an_ended_stream_ends_its_handler(is_timeout: bool) -> None:
         scene.send(scene.head(3, STREAM) + frame(DATA, 0, 3, message(bytes(100_000))))
         await asyncio.sleep(0)
         for call in scene.begun_calls:
-            call.on_timeout() if is_timeout else call.fail(StatusCode.UNAVAILABLE, "no")
+            call.on_timeout() if is_timeout else call.fail(Status(StatusCode.UNAVAILABLE, "no"))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert endings == [1, 1]
@@ -536,7 +535,7 @@ async def test_a_client_that_does_not_read_is_disconnected_even_without_queued_d
         monkeypatch.setattr(time, "monotonic", lambda: now_s)
         scene.connection.pause_writing()
         scene.call(1)
-        scene.calls[0][1].fail(StatusCode.INTERNAL, "no")
+        scene.calls[0][1].fail(Status(StatusCode.INTERNAL, "no"))
         assert not scene.statuses() and scene.connection._check_timer is not None
         scene.connection._check_time_limits()
         assert not scene.transport.aborted
@@ -550,7 +549,7 @@ async def test_a_client_that_reads_again_receives_all_responses() -> None:
         scene.connection.pause_writing()
         for stream in (1, 3):
             scene.call(stream)
-        scene.calls[0][1].fail(StatusCode.INTERNAL, "no")
+        scene.calls[0][1].fail(Status(StatusCode.INTERNAL, "no"))
         scene.calls[1][1].finish(b"yes")
         assert not scene.statuses()
         scene.connection.resume_writing()

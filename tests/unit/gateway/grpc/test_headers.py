@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.gateway.grpc import call
-from shmserve.gateway.grpc.framing import ENCODINGS, CallHead, StatusCode
+from shmserve.gateway.grpc.framing import ENCODINGS, SUCCEEDED, CallHead, Status, StatusCode
 from shmserve.gateway.http2.frames import StreamFault
 from shmserve.gateway.http2.header_blocks import check_trailers, validate_request
 
@@ -138,10 +138,23 @@ def test_arbitrary_fields_are_parsed_or_refused(fields: list[tuple[bytes, bytes]
         assert type(value) is (bytes if key.endswith("-bin") else str)
 
 
-def test_the_encodings_that_a_client_accepts() -> None:
-    call_head = head((b"grpc-accept-encoding", b"identity, gzip,deflate , x"))
-    assert call_head.accepted_encodings == {"identity", "gzip", "deflate", "x"}
-    assert head().accepted_encodings == {""}
+@pytest.mark.parametrize(
+    ("accepted_encodings", "encoding"),
+    [
+        (b"identity, gzip,deflate , x", "gzip"),
+        (b"identity, deflate ,gzip", "gzip"),
+        (b" deflate ", "deflate"),
+        (b"identity,br,", None),
+    ],
+)
+def test_responses_have_an_encoding_that_the_client_accepts(
+    accepted_encodings: bytes, encoding: str | None
+) -> None:
+    assert head((b"grpc-accept-encoding", accepted_encodings)).response_encoding == encoding
+
+
+def test_responses_are_not_compressed_for_other_clients() -> None:
+    assert head().response_encoding is None
 
 
 def decode_fields(block: bytes) -> list[tuple[bytes, bytes]]:
@@ -162,7 +175,9 @@ def test_the_head_of_a_response(compression: str | None) -> None:
 
 @pytest.mark.parametrize("status", [200, 405, 415])
 def test_a_response_without_messages(status: int) -> None:
-    block = call.encode_response_start(status) + call.encode_trailers(StatusCode.INTERNAL, "no", ())
+    block = call.encode_response_start(status) + call.encode_trailers(
+        Status(StatusCode.INTERNAL, "no")
+    )
     headers = decode_fields(block)
     assert headers[0] == (b":status", str(status).encode())
     assert headers[-2:] == [(b"grpc-status", b"13"), (b"grpc-message", b"no")]
@@ -170,8 +185,10 @@ def test_a_response_without_messages(status: int) -> None:
 
 def test_the_trailers_of_a_response() -> None:
     assert decode_fields(call.OK_TRAILERS) == [(b"grpc-status", b"0")]
-    assert call.encode_trailers(StatusCode.OK, "", ()) is call.OK_TRAILERS
-    headers = decode_fields(call.encode_trailers(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
+    assert call.encode_trailers(SUCCEEDED) is call.OK_TRAILERS
+    headers = decode_fields(
+        call.encode_trailers(Status(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
+    )
     assert headers == [(b"grpc-status", b"14"), (b"retry", b"5")]
 
 
@@ -182,7 +199,7 @@ def test_any_text_may_be_the_details_of_a_status(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         return
-    headers = decode_fields(call.encode_trailers(StatusCode.INTERNAL, text, ()))
+    headers = decode_fields(call.encode_trailers(Status(StatusCode.INTERNAL, text)))
     check_trailers([(name, value.strip()) for name, value in headers])
     encoded_text = dict(headers).get(b"grpc-message", b"")
     assert encoded_text.isascii() and unquote(encoded_text.decode()) == text

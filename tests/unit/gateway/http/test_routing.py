@@ -234,7 +234,7 @@ class Transport:
     def __init__(self, lost_after: int = -1) -> None:
         self.written: list[bytes] = []
         self.lost_after = lost_after
-        self.writing_paused = False
+        self.is_writing_paused = False
         self.transport = self
 
     def is_closing(self) -> bool:
@@ -242,7 +242,7 @@ class Transport:
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
-        self.writing_paused = len(self.written) == self.lost_after
+        self.is_writing_paused = len(self.written) == self.lost_after
 
     def get_write_buffer_size(self) -> int:
         return 0

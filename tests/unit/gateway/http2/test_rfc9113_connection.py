@@ -168,8 +168,8 @@ def test_each_settings_frame_is_acknowledged() -> None:
     engine = Engine().take(CLIENT_OPENING + settings_frame((3, 1)) + settings_frame((4, 1), (4, 2)))
     assert engine.sent.count(Frame(SETTINGS, ACK, 0, b"")) == 3
     assert engine.http2.sender.initial_window == 2
-    assert not engine.http2.settings_acknowledged
-    assert engine.take(frame(SETTINGS, ACK, 0)).http2.settings_acknowledged
+    assert not engine.http2.is_settings_acknowledged
+    assert engine.take(frame(SETTINGS, ACK, 0)).http2.is_settings_acknowledged
 
 
 def test_goaway_names_the_last_stream() -> None:

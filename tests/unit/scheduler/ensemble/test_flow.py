@@ -58,7 +58,7 @@ def plan(graph: Graph, stream_steps: tuple[int, ...] = (), optional: tuple[str, 
 
 def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
     """Add a step's response, whose outputs have the names of the model."""
-    outputs = firing.step.outputs
+    outputs = firing.step.node.outputs
     flow.store_response(
         firing.step,
         firing.response_index,
@@ -100,7 +100,7 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
             break
         firing = running_firings.pop(data.draw(st.integers(0, len(running_firings) - 1)))
         started_steps.append(firing.step.index)
-        routed = {n: t for n, t in firing.step.outputs.items() if t in flow.plan.routes}
+        routed = {n: t for n, t in firing.step.node.outputs.items() if t in flow.plan.routes}
         created_tensors += routed.values()
         respond(
             flow,
@@ -185,7 +185,7 @@ def test_only_tensors_of_one_reader_stay_on_it(graph: Graph, devices: dict[int, 
     plan = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:
         for tensor in step.outputs.values():
-            readers = [r.index for r in plan.steps.values() if (tensor, True) in r.reads]
+            readers = [r.index for r in plan.steps.values() if (tensor, True) in r.tensors]
             devices_around = {devices.get(index) for index in readers}
             devices_around.add(devices.get(step.index) if step.index in plan.steps else None)
             leaves_device = tensor in graph.outputs or tensor in graph.conditions

@@ -54,7 +54,7 @@ def test_a_producer_receives_credit_after_a_failure() -> None:
         rig.respond("a", number, b"0000")
         assert rig.take_sent(m.Credit) == [("a", m.Credit(number, 1))]
     rig.respond("a", number, b"", final=True)
-    assert only_failure(rig).code == "INTERNAL" and rig.core.live_requests == 0
+    assert only_failure(rig).code == "INTERNAL" and rig.core.live_count == 0
 
 
 def test_an_error_response_returns_credit() -> None:
@@ -70,7 +70,7 @@ def test_an_output_of_an_exited_worker_fails_its_request() -> None:
     tensor = TensorRef("Y", "FP32", (1,), Range(GONE_MEMORY, 0, 4))
     rig.from_step("a", m.Finished(rig.take_submits()["a"], *pack_inferred(Inferred((tensor,)))))
     assert only_failure(rig).code == "UNAVAILABLE"
-    assert (rig.core.live_requests, rig.memory._held_arenas) == (0, {})
+    assert (rig.core.live_count, rig.memory._held_arenas) == (0, {})
     rig.submit(2)
     assert "a" in rig.take_submits()
 
@@ -83,7 +83,7 @@ def test_a_response_that_cannot_be_read_is_counted() -> None:
         assert rig.take_sent(m.Credit) == [("a", m.Credit(number, 1))]
         assert rig.core.gauges()["malformed"] == 1
         rig.respond("a", number, b"", final=True)
-        assert (only_failure(rig).code, rig.core.live_requests) == ("INTERNAL", 0)
+        assert (only_failure(rig).code, rig.core.live_count) == ("INTERNAL", 0)
 
 
 def test_an_unreadable_condition_fails_its_request() -> None:
@@ -94,7 +94,7 @@ def test_an_unreadable_condition_fails_its_request() -> None:
     unsealed_memory = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
     tensor = TensorRef("Y", "BOOL", (4,), Range(unsealed_memory, 0, 4))
     rig.from_step("a", m.Finished(rig.take_submits()["a"], *pack_inferred(Inferred((tensor,)))))
-    assert only_failure(rig).code == "INVALID_ARG" and rig.core.live_requests == 0
+    assert only_failure(rig).code == "INVALID_ARG" and rig.core.live_count == 0
 
 
 def test_a_large_condition_is_read_fast() -> None:
@@ -183,7 +183,7 @@ def test_the_first_of_repeated_outputs_counts() -> None:
     rig.from_step("b", m.Finished(submit.id, *packed))
     (finished_message,) = rig.take_client_messages()
     assert [output.data for output in inferred_of(finished_message).outputs] == [b"abcd"]
-    assert rig.core.live_requests == 0
+    assert rig.core.live_count == 0
 
 
 def test_a_step_is_planned_by_the_shapes_of_its_own_inputs() -> None:

@@ -79,26 +79,28 @@ def test_a_shared_prefix_is_computed_once() -> None:
     prompt = [5] * 33
     submit(rig, prompt, 2)
     rig.drain()
-    prefilled_before = rig.engine.counts.prefilled
-    second_generation = submit(rig, [*prompt, 8], 2)
+    counts = rig.engine.counts
+    prefilled_before = counts.prefilled
+    submit(rig, [*prompt, 8], 2)
     rig.drain()
-    assert second_generation.cached_tokens == 32
-    assert rig.engine.counts.prefilled - prefilled_before == 2
-    uncached = submit(rig, prompt, 2, ignores_prefix_cache=True)
+    assert (counts.prefix_hits, counts.prefilled - prefilled_before) == (32, 2)
+    submit(rig, prompt, 2, ignores_prefix_cache=True)
     rig.drain()
-    assert uncached.cached_tokens == 0
+    assert counts.prefix_hits == 32
 
 
 def test_swapped_blocks_are_found_by_other_sequences() -> None:
     rig = make_rig(kv_cache_blocks=8, preemption_mode="swap")
     _, second_generation = (submit(rig, [token] * 12, 12) for token in (1, 2))
     rig.drain()
-    assert rig.engine.counts.swapped_in
+    counts = rig.engine.counts
+    assert counts.swapped_in
     tokens, _ = rig.ended[second_generation.key, 0]
-    repeated_generation = submit(rig, [*second_generation.prompt, *tokens], 1)
+    hits_before = counts.prefix_hits
+    submit(rig, [*second_generation.prompt, *tokens], 1)
     rig.drain()
     assert len(tokens) == 12
-    assert repeated_generation.cached_tokens == 20
+    assert counts.prefix_hits - hits_before == 20
 
 
 def test_a_generation_that_can_never_run_is_rejected() -> None:
@@ -182,9 +184,9 @@ def test_accepted_drafts_are_computed_once_and_shared(proposals: int) -> None:
     # The prompt, and 19 tokens in steps of 4 + 1, 4 + 1, 4 + 1 and 3 + 1.
     assert rig.rows == 5 or proposals < 3
     assert rig.engine.counts.prefilled == 5 and not rig.engine.counts.copied_on_write
-    repeated_generation = submit(rig, [*first_generation.prompt, *tokens], 1)
+    submit(rig, [*first_generation.prompt, *tokens], 1)
     rig.drain()
-    assert repeated_generation.cached_tokens == 24
+    assert rig.engine.counts.prefix_hits == 24
 
 
 def test_prompts_do_not_delay_decoding_sequences() -> None:

@@ -100,7 +100,7 @@ def test_every_request_ends_once_and_batches_are_in_order(strategy: str, events:
         for index in busy_instances:
             rig.step("done", index, 0)
     assert set(rig.answer_counts) == set(rig.sequence_of) and set(rig.answer_counts.values()) <= {1}
-    assert rig.core.live_requests == 0
+    assert rig.core.live_count == 0
     # No state remains: after the idle timeout of unfinished sequences, all slots are free.
     rig.step("time", 1100, 0)
     for sequence in range(11, 11 + ROWS * INSTANCES):
@@ -108,7 +108,7 @@ def test_every_request_ends_once_and_batches_are_in_order(strategy: str, events:
     for index in range(INSTANCES):
         while rig.is_running(index):
             rig.step("done", index, 0)
-    assert rig.core.live_requests == 0
+    assert rig.core.live_count == 0
 
 
 def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:

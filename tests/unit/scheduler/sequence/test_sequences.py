@@ -253,7 +253,7 @@ def test_the_timeout_also_rejects_restarted_sequences() -> None:
     rig.request(1, END)
     rig.finish_batch()
     rig.finish_batch()
-    assert not rig.is_running() and rig.core.live_requests == 0
+    assert not rig.is_running() and rig.core.live_count == 0
 
 
 def test_a_timeout_in_a_slot_fails_later_requests_of_the_sequence(rig: SequenceRig) -> None:
@@ -313,7 +313,7 @@ def test_a_disconnecting_client_cancels_its_waiting_requests(rig: SequenceRig) -
     rig.supervisor(ProcessExited(7001, ""))
     while rig.is_running():
         rig.finish_batch()
-    assert rig.core.live_requests == 0
+    assert rig.core.live_count == 0
 
 
 # --- 3.3: the end of a model ----------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_an_iterative_model_may_be_decoupled() -> None:
     rig.report_returned(peer, rig._running.pop(peer))
     kinds = [(type(answer).__name__, answer.final) for answer in rig.answers()]
     assert kinds == [("Responded", False), ("Responded", True)]
-    assert number and rig.core.live_requests == 0
+    assert number and rig.core.live_count == 0
     rig.request(0)
     assert rig.is_running()
 

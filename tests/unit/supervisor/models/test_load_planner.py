@@ -12,7 +12,7 @@ from shmserve.config.server import from_flags
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import incomplete_files
-from shmserve.supervisor.processes.children import worker_preloads
+from shmserve.supervisor.processes.preloads import worker_preloads
 
 UNREAD_ERROR = "failed to load 'm', failed to poll from model repository: "
 FAILED_ERROR = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid argument: "

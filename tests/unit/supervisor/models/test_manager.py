@@ -23,6 +23,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import instance as instance_module
 from shmserve.supervisor.models.load_planner import StepModel, VersionSpec
 from shmserve.supervisor.models.manager import (
+    Audience,
     LifecycleExecutor,
     ModelManager,
     ModelPublisher,
@@ -261,7 +262,7 @@ SECOND_VERSION = replace(PUBLISHED, version="2", endpoint="b")
 WITHDRAWN = ModelWithdrawn("m", "1", 0)
 
 
-class Gateway:
+class Gateway(Audience):
     """A gateway that stores publications and acknowledges those up to `acknowledged`."""
 
     def __init__(self) -> None:
@@ -283,25 +284,25 @@ class Gateway:
 def test_only_changed_publications_are_sent() -> None:
     gateway, publisher = Gateway(), ModelPublisher()
 
-    def changes(published: list[ModelPublished], absent_versions: list[str]) -> list[Any]:
+    def changes(published: list[ModelPublished], unpublished: set[str]) -> list[Any]:
         gateway.sent.clear()
         publisher.update(
             gateway,
             "m",
             {publication.version: publication for publication in published},
-            absent_versions,
+            unpublished,
         )
         return gateway.sent[:]
 
-    assert changes([], ["1"]) == [WITHDRAWN]
-    assert changes([], ["1"]) == []
-    assert changes([PUBLISHED], []) == [PUBLISHED]
-    assert changes([PUBLISHED], []) == []
-    assert changes([replace(PUBLISHED, ready=False)], []) == [ReadinessChanged("m", "1", False)]
-    assert changes([PUBLISHED], []) == [ReadinessChanged("m", "1", True)]
+    assert changes([], {"1"}) == [WITHDRAWN]
+    assert changes([], {"1"}) == []
+    assert changes([PUBLISHED], set()) == [PUBLISHED]
+    assert changes([PUBLISHED], set()) == []
+    assert changes([replace(PUBLISHED, ready=False)], set()) == [ReadinessChanged("m", "1", False)]
+    assert changes([PUBLISHED], set()) == [ReadinessChanged("m", "1", True)]
     old_publication = replace(PUBLISHED, latest=False)
-    assert changes([SECOND_VERSION, old_publication], []) == [SECOND_VERSION, old_publication]
-    assert changes([SECOND_VERSION], []) == [WITHDRAWN]
+    assert changes([SECOND_VERSION, old_publication], set()) == [SECOND_VERSION, old_publication]
+    assert changes([SECOND_VERSION], set()) == [WITHDRAWN]
     assert list(publisher.snapshot()) == [WITHDRAWN, SECOND_VERSION]
 
 
@@ -316,20 +317,21 @@ def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
         {},
     ]
     for published in sent_publications:
-        publisher.update(gateway, "m", published, [])
+        publisher.update(gateway, "m", published, set())
     assert gateway.sent == [asleep, PUBLISHED, WITHDRAWN, ModelWithdrawn("m", "", 0)]
 
 
 def test_a_model_is_acknowledged_with_its_last_publication() -> None:
     """Readiness is not waited for."""
     gateway, publisher = Gateway(), ModelPublisher()
-    publisher.update(gateway, "m", {"1": PUBLISHED, "2": SECOND_VERSION}, [])
+    publisher.update(gateway, "m", {"1": PUBLISHED, "2": SECOND_VERSION}, set())
     gateway.acknowledged = 1
     assert not publisher.are_acknowledged(gateway, "m")
     gateway.acknowledged = 2
-    publisher.update(gateway, "m", {"1": PUBLISHED, "2": replace(SECOND_VERSION, ready=False)}, [])
+    unready_version = replace(SECOND_VERSION, ready=False)
+    publisher.update(gateway, "m", {"1": PUBLISHED, "2": unready_version}, set())
     assert publisher.are_acknowledged(gateway, "m")
-    publisher.update(gateway, "m", {"2": SECOND_VERSION}, [])
+    publisher.update(gateway, "m", {"2": SECOND_VERSION}, set())
     assert not publisher.are_acknowledged(gateway, "m")
     assert publisher.are_acknowledged(gateway, "other")
 

@@ -1,25 +1,180 @@
-"""The syntax of configurations: text format and JSON are parsed to a tree with positions.
+"""The source of a configuration: the lines of its problems, and the parser of text format.
 
-The tree has no schema: message_builder.py converts it to a message. The grammar of text format is
-https://protobuf.dev/reference/protobuf/textformat-spec without extensions and Any, which no field
-of a configuration contains. Protobuf's own parser is not used because it stops at the first unknown
-name, whereas this server reports all mistakes together. Its `Tokenizer` is not used because it is
-slower, accepts any character and unknown escape sequences, reads `A-B` and `1-1` as one token, and
-publishes positions only through errors.
+`parse_text` returns a tree with positions; it has no schema. message_builder.py converts the tree
+to a message, and stores the positions in a `Source`.
+
+The grammar of text format is https://protobuf.dev/reference/protobuf/textformat-spec without
+extensions and Any, which no field of a configuration contains. Protobuf's own parser is not used
+because it stops at the first unknown name, whereas this server reports all mistakes together. Its
+`Tokenizer` is not used because it is slower, accepts any character and unknown escape sequences,
+reads `A-B` and `1-1` as one token, and publishes positions only through errors.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import repeat
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
-from shmserve.errors import clip
+from google.protobuf.message import Message
+
+from shmserve.errors import InvalidArgument, clip
+from shmserve.proto.model_config_pb2 import ModelConfig
+
+# ("output", 0, "name") is output[0].name. `map_key` returns the element for a key of a map.
+Key = tuple[str | int, ...]
+
+
+class Problem(NamedTuple):
+    """A problem with the value of a key.
+
+    Attributes:
+        key: The key.
+        text: The message.
+        related_keys: Further keys whose values the message refers to.
+        at: The position ("12:7") of a value that could not be read; otherwise "".
+    """
+
+    key: Key
+    text: str
+    related_keys: tuple[Key, ...] = ()
+    at: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The text that a configuration is read from.
+
+    Attributes:
+        origin: The name of the text ("m/config.pbtxt"); "" if there is no text.
+        positions: The position of every key in the text.
+        problems: The problems of values that could not be read.
+        python_class_source: The source of the Python class that completes the configuration.
+    """
+
+    origin: str = ""
+    positions: Mapping[Key, str] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    python_class_source: Source | None = None
+
+    def with_problem(self, key: Key, text: str) -> Source:
+        """Return this source with one more value that could not be read.
+
+        Args:
+            key: The key of the value.
+            text: The reason.
+        """
+        problem = Problem(key, text, at=self.positions.get(key, ""))
+        return replace(self, problems=(*self.problems, problem))
+
+    def raise_for_problems(
+        self,
+        config: ModelConfig,
+        problems: Iterable[Problem] = (),
+        error_type: type[InvalidArgument] = InvalidArgument,
+    ) -> None:
+        """Raise `error_type` if the text or `config` has problems, with one line per problem.
+
+        A line has the format `ORIGIN:LINE:COLUMN: KEY: TEXT`. A missing key has the position of the
+        message that lacks it, and no position if that message is the whole text. A value that the
+        text does not contain has the position in the Python class if the class sets it, or else no
+        origin. A problem that may result from an unread value is omitted.
+        """
+        origin = self.origin
+        rows = [f"{position_text(origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems]
+        unread_keys = _UnreadKeys(self)
+        for problem in problems:
+            if not any(map(unread_keys.concerns, (problem.key, *problem.related_keys))):
+                prefix = self._prefix(problem.key, config)
+                rows.append(f"{prefix}{key_text(problem.key)}: {problem.text}")
+        if rows:
+            raise error_type("\n".join(dict.fromkeys(rows)))
+
+    def _prefix(self, key: Key, config: ModelConfig) -> str:
+        at = self._find_position(key, config)
+        if at is not None:
+            return f"{position_text(self.origin, at)} "
+        class_positions = self.python_class_source.positions if self.python_class_source else {}
+        class_keys = [key[:end] for end in range(len(key), 0, -1) if key[:end] in class_positions]
+        if self.python_class_source is None or not class_keys:
+            return ""
+        return f"{position_text(self.python_class_source.origin, class_positions[class_keys[0]])} "
+
+    def _find_position(self, key: Key, config: ModelConfig) -> str | None:
+        """Return the position of `key` or of the message that lacks it; None if not in the text."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.positions:
+                return self.positions[key[:end]]
+            if _has_value(config, key[:end]):
+                return None
+        return "" if self.origin else None
+
+
+UNWRITTEN = Source()  # the source of a configuration that was not read from a text
+
+
+class _UnreadKeys:
+    """The parts of a configuration that are unknown because values could not be read."""
+
+    def __init__(self, source: Source) -> None:
+        self._positions = source.positions
+        self._unread = {problem.key for problem in source.problems}
+        self._incomplete = {key[:end] for key in self._unread for end in range(1, len(key))}
+        # An unknown name may be a misspelling of any field that its message lacks.
+        self._maybe_misspelt = {key[:-1] for key in self._unread if key not in source.positions}
+
+    def concerns(self, key: Key) -> bool:
+        """Check whether the unread parts of the text may contain a value for `key`."""
+        enclosing_keys = (key[:end] for end in range(1, len(key) + 1))
+        is_unread = key in self._incomplete or not self._unread.isdisjoint(enclosing_keys)
+        return is_unread or (key not in self._positions and key[:-1] in self._maybe_misspelt)
+
+
+def position_text(origin: str, at: str) -> str:
+    """Return the prefix of a line: `ORIGIN:LINE:COLUMN:`, or `ORIGIN:` without a position."""
+    return f"{origin}:{at}:" if at else f"{origin}:"
+
+
+def key_text(key: Key) -> str:
+    """Return a key in the notation of configurations: output[0].name."""
+    parts = (
+        f"[{part}]" if isinstance(part, int) else part if part[:1] == "[" else f".{clip(part)}"
+        for part in key
+    )
+    return "".join(parts).removeprefix(".")
+
+
+def map_key(name: str | int) -> str | int:
+    """Return the element of a `Key` for a map's entry: `["a"]` for the name "a"."""
+    return name if isinstance(name, int) else f"[{json.dumps(name)}]"
+
+
+def find_repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, Key]]:
+    """Yield each repeated value: its key, the value, and the first key with that value."""
+    first_keys: dict[Any, Key] = {}
+    for key, value in values:
+        first_key = first_keys.setdefault(value, key)
+        if first_key is not key:
+            yield key, value, first_key
+
+
+def _has_value(config: ModelConfig, key: Key) -> bool:
+    """Check whether the configuration has a value at `key`. List indices in `key` must exist."""
+    current: Any = config
+    for part in key:
+        if isinstance(current, Message):
+            current = {field.name: value for field, value in current.ListFields()}.get(str(part))
+            if current is None:
+                return False
+        elif isinstance(part, int):
+            current = current[part]
+    return True
+
+
+# --- the tree
 
 # The schema has 8 levels. The recursion limit of Python is far higher.
 MAX_DEPTH = 64
@@ -115,7 +270,7 @@ class _Token:
     offset: int
 
 
-def parse(text: str) -> MessageValue:
+def parse_text(text: str) -> MessageValue:
     """Return the tree of a text-format message.
 
     Raises:
@@ -280,115 +435,3 @@ def _describe_unreadable(text: str, offset: int) -> str:
     if character.isdigit() or character == ".":
         return f'"{clip(text[offset : offset + 20].split()[0])}" is not a number'
     return f"unexpected character {character!a}"
-
-
-# --- JSON
-
-_QUOTED = r'"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\''
-# The first token of a name or a value in JSON.
-_FIRST_TOKEN = re.compile(rf"{_QUOTED}|[{{\[]|[^\s{{}}\[\]:,\"']+", re.DOTALL)
-# Extensions of JSON that protobuf's reader accepts: strings in single quotes, names without quotes,
-# trailing commas.
-_LENIENT = re.compile(
-    rf"(?P<text>{_QUOTED})|(?<![\w$])(?P<name>[A-Za-z_$][\w$]*+)(?=\s*+:)"
-    r"|(?<![\[{,])(?P<comma>,)(?=\s*+[}\]])",
-    re.DOTALL,
-)
-_TO_QUOTE = re.compile(r'\\.|"', re.DOTALL)
-
-
-def decode_json(text: str, build_object: Callable[[list[tuple[str, Any]]], Any]) -> Any:
-    """Return the value of a JSON text, read as leniently as by protobuf's reader.
-
-    Args:
-        text: The text.
-        build_object: The constructor of an object from its members (json's `object_pairs_hook`).
-
-    Raises:
-        ValueError: The text is not JSON; the message refers to standard JSON.
-        Exception: Any exception of `build_object`.
-    """
-    try:
-        return json.loads(text, object_pairs_hook=build_object)
-    except json.JSONDecodeError as error:
-        try:
-            return json.loads(_LENIENT.sub(_to_standard_json, text), object_pairs_hook=build_object)
-        except json.JSONDecodeError:
-            raise error from None
-
-
-def _to_standard_json(match: re.Match[str]) -> str:
-    text = match.group()
-    match match.lastgroup:
-        case "name":
-            return f'"{text}"'
-        case "comma":
-            return ""
-    return text if text.startswith('"') else f'"{_TO_QUOTE.sub(_requote, text[1:-1])}"'
-
-
-def _requote(match: re.Match[str]) -> str:
-    text = match.group()
-    return {"\\'": "'", '"': '\\"'}.get(text, text)
-
-
-def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
-    """Return the tree of a decoded JSON object, without null members and elements.
-
-    Args:
-        value: The decoded object.
-        text: The text that it was decoded from, for positions; "" if there is none.
-
-    Raises:
-        Malformed: A member is not a JSON value, a list contains a list, or the nesting exceeds
-            `MAX_DEPTH`.
-    """
-    positions: Iterator[str] = repeat("")
-    if text:
-        # Decoded objects keep the order of the text, so that positions are consumed in that order.
-        positions = map(Lines(text).at, (match.start() for match in _FIRST_TOKEN.finditer(text)))
-    return _block_from_json(value, next(positions), positions, 1)
-
-
-def _block_from_json(
-    value: dict[Any, Any], at: str, positions: Iterator[str], depth: int
-) -> MessageValue:
-    if depth > MAX_DEPTH:
-        raise Malformed(at, f"nested deeper than {MAX_DEPTH}")
-    block = MessageValue(at)
-    for name, member in value.items():
-        name_position = next(positions)
-        if member is None:
-            next(positions)
-            continue
-        is_list = isinstance(member, list | tuple)
-        if is_list:
-            next(positions)
-        elements = member if is_list else [member]
-        member_values = [_value_from_json(item, positions, depth) for item in elements]
-        values = [value for value in member_values if value is not None]
-        block.entries.append(Entry(str(name), values, is_list, True, name_position))
-    return block
-
-
-def _value_from_json(
-    value: object, positions: Iterator[str], depth: int
-) -> Scalar | MessageValue | None:
-    at = next(positions)
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        return _block_from_json(value, at, positions, depth + 1)
-    if isinstance(value, bool):
-        return Scalar("bool", value, "true" if value else "false", at)
-    if isinstance(value, int | float):
-        return Scalar("number", value, _number_source(value), at)
-    if isinstance(value, str):
-        return Scalar("string", value.encode("utf-8", "surrogatepass"), f'"{value}"', at)
-    kind = "a list in a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-    raise Malformed(at, f"unexpected value: {kind}")
-
-
-def _number_source(value: int | float) -> str:
-    # repr() rejects integers of thousands of digits.
-    return repr(value) if not 1e100 <= abs(value) < math.inf else "a huge number"
