@@ -193,9 +193,9 @@ class GrpcCall(ABC):
 
     # --- for the handler of the call
 
-    def time_remaining(self) -> float | None:
-        """Return the time until the call's deadline in seconds; None without a deadline."""
-        return self._deadline - time.monotonic() if self._deadline else None
+    def remaining_us(self) -> int:
+        """Return the microseconds until the call's deadline, at least 1; 0 without a deadline."""
+        return max(1, int((self._deadline - time.monotonic()) * 1e6)) if self._deadline else 0
 
     def is_out_of_time(self) -> bool:
         """Return whether the deadline has expired, or is too soon for a response."""
@@ -212,13 +212,11 @@ class GrpcCall(ABC):
         sender = self._connection.http2.sender
         block = encode_trailers(status)
         self._stream.on_sent = self._on_all_sent
-        if self._is_head_sent:
-            if status.code is not StatusCode.OK:
-                sender.discard_queued(self._stream)
-            sender.send_trailers(self._stream, block)
-        else:
-            head = encode_response_start(self.head.http_status)
-            sender.send_head(self._stream, head + block, ends_stream=True)
+        if not self._is_head_sent:  # the response consists of its trailers only
+            block = encode_response_start(self.head.http_status) + block
+        elif status.code is not StatusCode.OK:
+            sender.discard_queued(self._stream)
+        sender.send_trailers(self._stream, block)
         self._connection.flush()
 
     # --- for the connection of the call
@@ -235,7 +233,7 @@ class GrpcCall(ABC):
         except BrokenMessage as error:
             self._abort(error.status)
         except ShmserveError as error:  # the memory for messages is exhausted
-            self._abort(Status(StatusCode.UNAVAILABLE, error.message))
+            self._abort(status_from_error(error))
         except Exception:
             text = "a message of gRPC call %s could not be handled; the call fails with INTERNAL"
             logger.exception(text, self.head.path)
@@ -536,6 +534,7 @@ class StreamingCall(GrpcCall):
 
         Raises:
             BrokenMessage: The data is not a message.
+            Unavailable: The memory for messages is exhausted.
         """
         while True:
             while not self._queue:
@@ -578,10 +577,7 @@ class StreamingCall(GrpcCall):
     def _take_more_messages(self) -> None:
         self._has_unparsed_data = False
         if self._assembly is not None:
-            try:
-                self._take_messages(self._assembly, 0)
-            except ShmserveError as error:  # the memory for messages is exhausted
-                raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
+            self._take_messages(self._assembly, 0)
 
     def _handle_message(self, message: ReceivedMessage) -> None:
         self._queue.append(message)
