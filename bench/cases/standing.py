@@ -1,7 +1,7 @@
 """The cost of a server without load: start, memory, instances, idling, the queue delay.
 
 Each measurement returns one list of samples for every figure of its case in tables.py, in that
-order. It appends warnings for the reader to `notes`.
+order, and appends warnings for the reader to `notes`.
 """
 
 from __future__ import annotations
@@ -136,11 +136,11 @@ def _queue_delays(client: Client, model: str, requests: int) -> list[float]:
         client.infer(model)
         # The statistics may be updated shortly after the response.
         deadline = time.monotonic() + _DEADLINE_S
-        while (now := client.queue_time(model))[0] == count:
+        while (new_totals := client.queue_time(model))[0] == count:
             if time.monotonic() > deadline:
                 raise ServerFailed("the statistics do not count the requests")
-        delays.append((now[1] - total_ns) / (now[0] - count) / 1000)
-        count, total_ns = now
+        delays.append((new_totals[1] - total_ns) / (new_totals[0] - count) / 1000)
+        count, total_ns = new_totals
     return delays
 
 

@@ -1,6 +1,6 @@
 """The table of faults.
 
-Each fault occurs under load. It has ended when every client receives correct responses again.
+Each fault occurs under load, and ends when every client receives correct responses again.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ class Builder:
         problems: The problems, as in `Source`.
     """
 
-    is_json: bool = False  # whether the text is JSON
-    positions: dict[Key, str] = field(default_factory=dict)  # in the text
+    is_json: bool = False
+    positions: dict[Key, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def fill(self, message: Message, block: MessageValue, path: Key = ()) -> None:

@@ -113,7 +113,7 @@ class RaggedRules:
 def generated_inputs(config: ModelSpec) -> list[TensorSpec]:
     """Return the inputs that `batch_input` generates.
 
-    They are `ragged`, because they do not have one row for each row of the batch.
+    The inputs are `ragged`, because they do not have one row for each row of the batch.
     """
     ranks = {spec.name: len(spec.model_dims) for spec in config.input}
     return [

@@ -65,7 +65,7 @@ class ReadyOutput(NamedTuple):
     returned_range: Range | None = None  # of the input that is returned as this output
 
 
-# Where an output of responses with equal layouts is written: None for the message, "" for the range
+# The destination of an output in responses of one template: None for the message, "" for the range
 # of the client, or the name of the input that is returned as the output.
 _Destination = str | None
 

@@ -20,8 +20,8 @@ import torch
 
 import shmserve.client
 from shmserve.client import aio
-from shmserve.client.request.arrays import dtype_of
 from shmserve.client.request.prepare import PLAIN
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from tests.support import repositories
 from tests.support.servers import Server, Start, python_program, run_python
 from tests.support.waiting import until
@@ -57,7 +57,7 @@ def client(gated_server: Server) -> Iterator[shmserve.client.Server]:
 def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]:
     spec = server._session.connection().models.resolve("gated", "").signature
     (tensor,) = spec.inputs.values()
-    dtype = dtype_of(tensor.datatype)
+    dtype = STORAGE_DTYPES[tensor.datatype]
     shape = [max(dim, 1) for dim in tensor.dims]
     return {"INPUT0": np.full([1, *shape] if spec.max_batch_size else shape, number, dtype)}
 

@@ -119,8 +119,7 @@ def test_a_reply_ends_a_request_too() -> None:
 
 def test_a_batch_of_requests_ends_one_by_one() -> None:
     rig, peer = ready_rig({}, decoupled=True)
-    numbers = rig.submit(3)
-    _, batch = rig.execute()
+    numbers, batch = rig.submit_batch(3)
     keys = [request.key for request in batch.requests]
     rig.report_returned(peer, batch, m.Reply(keys[1], "INTERNAL", "no"))
     rig.respond(peer, keys[2], final=True)
@@ -130,8 +129,7 @@ def test_a_batch_of_requests_ends_one_by_one() -> None:
 
 def test_the_order_of_requests_is_not_preserved() -> None:
     rig, peer = ready_rig({"preserve_ordering": True}, decoupled=True)
-    first_id, second_id = rig.submit(2)
-    _, batch = rig.execute()
+    (first_id, second_id), batch = rig.submit_batch(2)
     keys = [request.key for request in batch.requests]
     rig.respond(peer, keys[1], final=True)
     rig.respond(peer, keys[0], final=True)
@@ -140,8 +138,7 @@ def test_the_order_of_requests_is_not_preserved() -> None:
 
 def test_an_ordinary_model_has_one_response() -> None:
     rig, peer = ready_rig()
-    rig.submit()
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch()
     rig.respond(peer, batch.requests[0].key)
     assert rig.answers() == [] and rig.report()["shmserve"]["malformed"] == 1
 
@@ -259,8 +256,7 @@ def test_an_open_request_is_never_retried() -> None:
 
 def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() -> None:
     rig, peer = ready_rig({}, decoupled=True)
-    completed_id, responding_id, silent_id = rig.submit(3)
-    _, batch = rig.execute()
+    (completed_id, responding_id, silent_id), batch = rig.submit_batch(3)
     keys = [request.key for request in batch.requests]
     rig.respond(peer, keys[0], final=True)
     rig.respond(peer, keys[1])

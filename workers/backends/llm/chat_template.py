@@ -365,7 +365,7 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
       vLLM, arguments that are not a JSON object become an empty object, because clients send
       back calls that a token limit has truncated.
     - A missing content becomes empty, as in vLLM, unless the message has calls and the template
-      checks for a content. It is null if the template checks for null.
+      checks for a content. The missing content becomes null if the template checks for null.
     - The parts of a content are joined, unless the template iterates over parts. The content of a
       tool's message is always joined. As in vLLM, refusals and thoughts are texts.
     - A string becomes a part if the template only accepts parts.

@@ -315,13 +315,14 @@ class MessageFormats:
         if request is not None and has_calls:
             calls = output_format.family.call_grammar(lark, request.tools)
             required = request.required or has_grammar
-            first = (
+            openings = (
                 f"{lark.text(begin) if required else lark.any_text(begin)} {call_rule}"
                 for begin, call_rule in calls.first_calls
             )
             tags = {begin for begin, _ in calls.first_calls}
             may_omit_end = output_format.calls_end_reasoning and tags <= markers
-            start = lark.sequence(calls, lark.alternatives(first), request.allows_parallel_calls)
+            first_call = lark.alternatives(openings)
+            start = lark.sequence(calls, first_call, request.allows_parallel_calls)
             if not request.required:
                 if has_grammar:
                     start = f"{start} | @body"

@@ -260,9 +260,9 @@ class DraftModel:
     def _append_drafts(
         self, logits: Tensor, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
     ) -> None:
-        sampled = [sequence.sampled_row(proposals[sequence.number].tokens) for sequence, _ in rows]
-        process(logits, sampled)
-        tokens, distributions = sample(logits, sampled, PROPOSAL)
+        sampled_rows = [s.sampled_row(proposals[s.number].tokens) for s, _ in rows]
+        process(logits, sampled_rows)
+        tokens, distributions = sample(logits, sampled_rows, PROPOSAL)
         for index, (sequence, _) in enumerate(rows):
             proposal = proposals[sequence.number]
             proposal.tokens.append(tokens[index])
@@ -438,22 +438,22 @@ class WorkerEngine:
 
     def _sample_tokens(self, plans: list[RowPlan], logits: Tensor) -> list[RowResult]:
         """Sample the next token of each sequence, and verify its draft tokens."""
-        sampled: list[SampledRow] = []
+        sampled_rows: list[SampledRow] = []
         logit_rows: list[int] = []
         checks: list[DraftCheck] = []
         for plan in plans:
             tokens = plan.proposal.tokens
-            checks.append(DraftCheck(len(sampled), plan.proposal))
+            checks.append(DraftCheck(len(sampled_rows), plan.proposal))
             logit_rows += range(plan.logit_row, plan.logit_row + len(tokens) + 1)
             for count in range(len(tokens) + 1):
                 mask = plan.masks[count] if plan.masks else None
-                sampled.append(plan.sequence.sampled_row(tokens[:count], mask))
+                sampled_rows.append(plan.sequence.sampled_row(tokens[:count], mask))
         row_logits = logits if len(logit_rows) == len(logits) else logits[logit_rows]
         # The log probabilities are those of the unprocessed logits.
-        needs_logprobs = any(row.parameters.logprobs >= 0 for row in sampled)
+        needs_logprobs = any(row.parameters.logprobs >= 0 for row in sampled_rows)
         raw_logits = row_logits.clone() if needs_logprobs else None
-        process(row_logits, sampled)
-        accepted_tokens = verify(row_logits, sampled, checks)
+        process(row_logits, sampled_rows)
+        accepted_tokens = verify(row_logits, sampled_rows, checks)
         checked_rows = [
             (plan, check, tokens)
             for plan, check, tokens in zip(plans, checks, accepted_tokens, strict=True)

@@ -389,7 +389,7 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
 def _loading_tensors_only() -> Iterator[None]:
     """Restrict torch.export.load to tensors.
 
-    It otherwise unpickles other objects in an archive, which may execute code.
+    Without the restriction, torch unpickles other objects in an archive, which may execute code.
     """
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     saved_variables = {name: os.environ.pop(name) for name in names if name in os.environ}

@@ -86,8 +86,8 @@ class KvCache:
             if block_pairs:
                 sources = torch.tensor(block_pairs[::2], device=source.device)
                 targets = torch.tensor(block_pairs[1::2], device=target.device)
-                copied = source.index_select(3, sources)
-                target.index_copy_(3, targets, copied.to(target.device))
+                blocks = source.index_select(3, sources)
+                target.index_copy_(3, targets, blocks.to(target.device))
 
 
 class RowSpan(NamedTuple):
@@ -307,9 +307,9 @@ def _visible_slots(rows: list[DecodeRow], width: int, size: int) -> tuple[np.nda
     padded_tables = [table[:count] + table[:1] * (count - len(table)) for table in tables]
     blocks = np.array(padded_tables, np.int32)[:, :, None] * size
     slots = (blocks + np.arange(size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
-    visible = np.arange(width) < np.array([row.length for row in rows])[:, None]
-    bias = np.where(visible, np.float32(0), np.float32(-np.inf))
-    return np.where(visible, slots, slots[:, :1]), bias
+    is_visible = np.arange(width) < np.array([row.length for row in rows])[:, None]
+    bias = np.where(is_visible, np.float32(0), np.float32(-np.inf))
+    return np.where(is_visible, slots, slots[:, :1]), bias
 
 
 # Returns the attention in a layer, [rows, heads * head size]. The arguments are the rows' heads
@@ -349,8 +349,8 @@ class Run(NamedTuple):
         if span.start and (span.is_prompt or span.size > 1):
             shape = padded_count(span.size) if span.is_prompt else span.size, span.length
             mask = torch.ones(shape, dtype=torch.bool, device=device).tril(span.start)
-        scattered = torch.tensor(blocks, device=device) if is_scattered else None
-        return cls(span.first_row, span.size, span.length, blocks[0] * block_size, scattered, mask)
+        block_ids = torch.tensor(blocks, device=device) if is_scattered else None
+        return cls(span.first_row, span.size, span.length, blocks[0] * block_size, block_ids, mask)
 
 
 def padded_count(count: int) -> int:
@@ -418,17 +418,17 @@ class SparseAttention(Attention):
         decode_rows = find_decode_rows(rows, cache)
         if not decode_rows:
             return super().for_rows(rows)
-        visible = VisibleKeys.of(decode_rows, len(rows.tokens), cache)
+        visible_keys = VisibleKeys.of(decode_rows, len(rows.tokens), cache)
         indices = {row.row_index for row in decode_rows}
         row_count = rows.spans[-1].first_row + rows.spans[-1].size
         runs = self._runs(rows, (span for span in rows.spans if span.first_row not in indices))
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
-            sparse = visible.attend(heads, *cache.flat_layers[layer])
+            sparse = visible_keys.attend(heads, *cache.flat_layers[layer])
             if not runs:
                 return _pad(sparse, heads.shape[0])
             output = heads.new_empty(row_count, sparse.shape[1])
-            output[visible.row_indices] = sparse
+            output[visible_keys.row_indices] = sparse
             for run in runs:
                 end = run.first_row + run.size
                 output[run.first_row : end] = self._attend_run(heads, layer, run)
