@@ -19,7 +19,6 @@ from tests.support.wire.raw_http import json_request
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     repository = tmp_path / "models"
-    repository.mkdir()
     repositories.add_slow(repository, "gated")
     repositories.add(repository, "simple")
     running_server = Server([repository])
@@ -56,7 +55,6 @@ def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
 def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None:
     """Requests of the model are rejected, and those of other models are answered."""
     repository = tmp_path / "models"
-    repository.mkdir()
     folder = repositories.add_as(repository, "once", "gated")
     repositories.add(repository, "simple")
     mark = tmp_path / "loaded"
@@ -88,7 +86,6 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
 def test_a_model_that_crashes_every_time_becomes_unavailable(tmp_path: Path, mode: str) -> None:
     """After ten crashes in a row the model is unavailable until it is loaded again or changes."""
     repository = tmp_path / "models"
-    repository.mkdir()
     folder = repositories.add_as(repository, "bad", "simple")
     code = folder / "1" / "model.py"
     good_code = code.read_text()

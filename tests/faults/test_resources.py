@@ -20,7 +20,6 @@ instance_group [ { kind: KIND_CPU count: 1
 def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
     """Its resources are granted to another model at once, and its execution is retried."""
     repository = tmp_path / "models"
-    repository.mkdir()
     for name in ("holder", "other"):
         config = repositories.add_as(repository, name, "gated") / "config.pbtxt"
         lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]

@@ -133,7 +133,6 @@ def test_a_server_that_loads_nothing_on_request_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repository = tmp_path / "models"
-    repository.mkdir()
     repositories.write(repository, "slow", CONFIG, SLOW_MODEL)
     with running(repository) as server:
         assert main(["tune", "slow", "--p99=9ms", f"--url=http://{server.url}"]) == 1

@@ -68,7 +68,6 @@ def assert_unnoticed(counts_by_protocol: dict[str, dict[str, int]]) -> None:
 
 @pytest.fixture
 def folder(run_dir: Path) -> Path:
-    (run_dir / "models").mkdir()
     repositories.add(run_dir / "models", "simple", "identity")
     return run_dir
 

@@ -23,7 +23,6 @@ from tests.support.wire.raw_http import Http, UnixHttp, raw_connection, read_rep
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "models"
-    folder.mkdir()
     repositories.add(folder, "simple")
     return folder
 
@@ -154,7 +153,6 @@ def test_a_server_on_inherited_sockets(repository: Path, short_folder: Path) -> 
 
 def test_a_client_connected_in_a_load_is_answered_after(tmp_path: Path, short_folder: Path) -> None:
     repository = tmp_path / "models"
-    repository.mkdir()
     repositories.add_slow(repository, "slow")
     gate = Gate(short_folder / "gate")
     with socket.create_server(("127.0.0.1", 0)) as http:
