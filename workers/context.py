@@ -62,13 +62,13 @@ class ModelContext(WorkerStart):
 
     control: SupervisorLink
     arena: Arena
-    output_memory: OutputMemory  # blocks of `arena` for outputs
-    mappings: Mappings  # views of other processes' memory
+    output_memory: OutputMemory
+    mappings: Mappings
     workspace: Workspace
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     device_memory: DeviceMemory | None = None
     copy_counter: CopyCounter = field(default_factory=CopyCounter)
-    spans: list[bytes] = field(default_factory=list)  # of the model's calls, packed
+    spans: list[bytes] = field(default_factory=list)
 
     @property
     def version_dir(self) -> Path:

@@ -60,9 +60,9 @@ class ReadyOutput(NamedTuple):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: Any  # wire form, array or tensor
+    data: Any
     byte_size: int
-    returned_range: Range | None = None  # of the input that is returned as this output
+    returned_range: Range | None = None
 
 
 # The destination of an output in responses of one template: None for the message, "" for the range

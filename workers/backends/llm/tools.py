@@ -44,7 +44,7 @@ class ToolRequest:
     """
 
     tools: tuple[Tool, ...]
-    required: bool = False  # whether the message must consist of calls
+    required: bool = False
     allows_parallel_calls: bool = True
 
     @property
