@@ -322,8 +322,8 @@ class MessageParser:
         """
         yield from self.skip()
         for expected_character in text:
-            found = yield from self.peek()
-            if found != expected_character and (found or not may_be_cut):
+            character = yield from self.peek()
+            if character != expected_character and (character or not may_be_cut):
                 raise MalformedCall
             self.pull(1)
 

@@ -328,7 +328,7 @@ class WorkerEngine:
         logits = self._forward(plans)
         computed_ns = time.perf_counter_ns()
         results = self._sample_rows(plans, logits)
-        skipped = [row.sequence for row in message.rows if row.sequence not in self._sequences]
+        skipped_numbers = [r.sequence for r in message.rows if r.sequence not in self._sequences]
         for sequence in message.ended:
             self._sequences.pop(sequence, None)
         return Stepped(
@@ -338,7 +338,7 @@ class WorkerEngine:
             forward_ns=computed_ns - planned_ns,
             sample_ns=time.perf_counter_ns() - computed_ns,
             draft_ns=planned_ns - prepared_ns,
-            skipped=skipped,
+            skipped=skipped_numbers,
         )
 
     def fail_step(self, message: Step, error: Exception) -> Stepped:
