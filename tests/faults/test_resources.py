@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import repositories
 from tests.support.servers import Server, running
-from tests.support.wire.raw_http import json_input
+from tests.support.wire.raw_http import json_request
 
 _LIMITED_GROUP = """
 instance_group [ { kind: KIND_CPU count: 1
@@ -28,8 +28,7 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
 
     def send_request(server: Server, model: str, value: int) -> int:
         with server.http() as http:
-            tensors = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
-            return http.infer(model, {"inputs": tensors}).status
+            return http.infer(model, json_request(INPUT0=np.full((1, 16), value, np.int32))).status
 
     with running(repository, "--rate-limit=execution_count") as server:
         gate = server.gate

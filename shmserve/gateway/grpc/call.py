@@ -33,7 +33,6 @@ from shmserve.gateway.grpc.framing import (
     SUCCEEDED,
     ArrivingMessage,
     Assembly,
-    BrokenMessage,
     CallHead,
     CreateSink,
     ReceivedMessage,
@@ -230,9 +229,7 @@ class GrpcCall(ABC):
                 self._assemble(piece)
             if is_last and not self.is_done:
                 self._handle_half_close()
-        except BrokenMessage as error:
-            self._abort(error.status)
-        except ShmserveError as error:  # the memory for messages is exhausted
+        except ShmserveError as error:
             self._abort(status_from_error(error))
         except Exception:
             text = "a message of gRPC call %s could not be handled; the call fails with INTERNAL"
@@ -448,8 +445,8 @@ class UnaryCall(GrpcCall):
     async def _inflate(self, message: ReceivedMessage) -> None:
         try:
             data = await self._inflate_message(message)
-        except BrokenMessage as error:
-            self.fail(error.status)
+        except ShmserveError as error:
+            self.fail(status_from_error(error))
             return
         if not self.is_done:
             self.on_message(data, self)
@@ -503,8 +500,6 @@ class StreamingCall(GrpcCall):
     async def _run(self, handler: StreamHandler) -> None:
         try:
             final_status = await handler(self)
-        except BrokenMessage as error:
-            final_status = error.status
         except ShmserveError as error:
             final_status = status_from_error(error)
         except Exception:

@@ -415,7 +415,7 @@ class Instances:
         self._send(instance, m.Stop())
         instance.transition("stop")
         patience_s = max(self._context.config.exit_timeout_s, _MIN_STOP_PATIENCE_S)
-        if not await self._context.end(instance.child, patience_s):
+        if instance.child is not None and not await instance.child.end(patience_s):
             logger.error(
                 "instance '%s' is killed: its `unload`, `finalize` or execution exceeds %g s",
                 instance.name,
