@@ -76,7 +76,7 @@ class ControlInput(Record):
     name: str
     kind: str
     datatype: str
-    values: tuple[bytes, bytes] = (b"", b"")  # encoded (false, true)
+    values: tuple[bytes, bytes] = (b"", b"")
 
     def encode(self, row: SequenceRow) -> bytes:
         """Return the bytes of the control for a row."""

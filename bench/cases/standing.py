@@ -157,18 +157,18 @@ def _load(client: Client, config: dict[str, Any], count: int) -> float:
     """Return the milliseconds of loading the model with `count` instances."""
     groups = [group | {"count": count} for group in config["instance_group"]]
     override = json.dumps(config | {"instance_group": groups})
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     path = f"/v2/repository/models/{config['name']}/load"
     client.call("POST", path, {"parameters": {"config": override}})
-    return (time.perf_counter() - started) * 1000
+    return (time.perf_counter() - start_s) * 1000
 
 
 def _settled_processes(server: Server) -> int:
     """Return the number of the server's processes once it has been the same for a while."""
     count, since_s = -1, time.monotonic()
     while time.monotonic() - since_s < _SETTLE_S:
-        if (now := len(processes.tree(server.pid))) != count:
-            count, since_s = now, time.monotonic()
+        if (new_count := len(processes.tree(server.pid))) != count:
+            count, since_s = new_count, time.monotonic()
         time.sleep(0.05)
     return count
 

@@ -86,8 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     ledger = Ledger()
     print(f"seed {options.seed}", flush=True)
     with _host() as (host, prefix, environment):
-        for missing in host.missing:
-            print(f"not injected: {missing}")
+        for missing_fault in host.missing_faults:
+            print(f"not injected: {missing_fault}")
         _run(options, ledger, host, prefix, environment)
     if ledger.has_failed:
         print("\n".join(["the last events:", *ledger.events, *ledger.failures]))
@@ -192,13 +192,13 @@ def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
     """
     host, prefix, environment = Host(private_shm=_PRIVATE in os.environ), [], {}
     if not host.private_shm:
-        host.missing.append("full /dev/shm (no permission to create a mount namespace)")
+        host.missing_faults.append("full /dev/shm (no permission to create a mount namespace)")
     group = _CGROUP / f"chaos-{os.getpid()}"
     with contextlib.ExitStack() as stack:
         try:
             group.mkdir()
         except OSError:
-            host.missing.append("leak (no permission to create a control group, version 1)")
+            host.missing_faults.append("leak (no permission to create a control group, version 1)")
         else:
             host.cgroup = group
             stack.callback(_remove, group)
@@ -213,7 +213,7 @@ def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
             host.clock.write_bytes(bytes(8))
             environment = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(host.clock)}
         else:
-            host.missing.append("clock jumps (no C compiler)")
+            host.missing_faults.append("clock jumps (no C compiler)")
         yield host, prefix, environment
 
 

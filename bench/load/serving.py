@@ -91,12 +91,12 @@ class Serving:
         self.clock = 0.0
         self.times: dict[int, list[float]] = {}
 
-    def add(self, tokens: list[int], new: int = NEW_TOKENS) -> int:
+    def add(self, tokens: list[int], new_tokens: int = NEW_TOKENS) -> int:
         """Submit a request, and return its key."""
         key = next(self._next_key)
-        parameters = GenerationParameters(max_tokens=new, temperature=0.0)
+        parameters = GenerationParameters(max_tokens=new_tokens, temperature=0.0)
         self._prompts[key] = Prompt(key, tokens, parameters, ())
-        self._engine.add(Generation(None, key, key, array("i", tokens), new))
+        self._engine.add(Generation(None, key, key, array("i", tokens), new_tokens))
         self.times[key] = [self.clock]
         return key
 
@@ -205,10 +205,10 @@ def tight(rounds: int) -> dict[str, Any]:
 def prefix(rounds: int) -> dict[str, Any]:
     """Measure the second of two prompts that share their first 500 tokens."""
 
-    def load(second: bool) -> float:
+    def load(is_second: bool) -> float:
         served = Serving(model())
         shared = prompt(PREFIX)
-        for _ in range(1 + second):
+        for _ in range(1 + is_second):
             key = served.add(shared + prompt(12), 1)
             served.run()
         return served.times[key][1] - served.times[key][0]

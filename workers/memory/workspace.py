@@ -42,8 +42,8 @@ class Workspace:
     _control: SupervisorLink
     mappings: Mappings
     _device: str
-    _synchronize: Callable[[int], None]  # waits for a CUDA device
-    coroutine_count: int = 0  # number of coroutines with a lease
+    _synchronize: Callable[[int], None]
+    coroutine_count: int = 0
 
     def lease(self, byte_size: int, convert: Callable[[Any], Any] = _identity) -> LeasedWorkspace:
         """Return a lease for a `with` block. The contents of its memory are undefined.

@@ -297,11 +297,7 @@ class LifecycleExecutor(LifecycleActions):
             if spec.model_dir not in used_folders:
                 self.planner.discard(spec)
         if self.planner.has_environments():
-            self._remove_environments()
-
-    @_in_background
-    async def _remove_environments(self) -> None:
-        await asyncio.to_thread(self.planner.remove_unused_environments)
+            self.context.background(asyncio.to_thread(self.planner.remove_unused_environments))
 
     def _finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
         """Return the final configuration of a version; raise InvalidArgument if it is invalid.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shmserve.cli import main
-from shmserve.model_config import parse_pbtxt
+from tests.rigs.marked_configs import parse_pbtxt
 from tests.support import repositories
 from tests.support.servers import ROOT, Server, Start, running
 

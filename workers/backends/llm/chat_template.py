@@ -179,16 +179,16 @@ class _CompiledTemplate(NamedTuple):
     """
 
     template: Template
-    iterates_parts: bool  # over the parts of a content
-    distinguishes_parts: bool  # a list of parts from a string
+    iterates_parts: bool
+    distinguishes_parts: bool
     has_developer_role: bool
-    names_content: bool  # contains the name `content`
-    names_thinking: bool  # contains a tag or a variable of reasoning
-    checks_content: bool  # whether a message has a content
-    checks_null: bool  # whether a content is null
-    takes_argument_text: bool  # writes the arguments of a call as a text
+    names_content: bool
+    names_thinking: bool
+    checks_content: bool
+    checks_null: bool
+    takes_argument_text: bool
     requires_tool_name: bool
-    variables: frozenset[str]  # names
+    variables: frozenset[str]
 
     @property
     def takes_only_parts(self) -> bool:

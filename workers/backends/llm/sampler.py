@@ -47,10 +47,10 @@ class SampledRow:
     """
 
     parameters: GenerationParameters
-    sample: int  # index in the request
-    tokens: Sequence[int]  # of the sequence up to the sampled one
+    sample: int
+    tokens: Sequence[int]
     prompt_length: int
-    end_tokens: tuple[int, ...]  # tokens that end a text
+    end_tokens: tuple[int, ...]
     allowed_bits: Tensor | None = None
 
     @property
@@ -76,8 +76,8 @@ class TokenLogprobs(NamedTuple):
 
     token: int
     logprob: float
-    top: list[tuple[int, float]]  # the likeliest (token, log probability)
-    rank: int = 1  # 1: the likeliest token
+    top: list[tuple[int, float]]
+    rank: int = 1
 
 
 def _mix(value: int) -> int:

@@ -55,9 +55,9 @@ class CallGrammar(NamedTuple):
         end: The expression after the last call.
     """
 
-    first_calls: list[tuple[str, str]]  # (opening text, expression for the rest)
-    separator: str  # expression between calls
-    call: str  # expression for each further call
+    first_calls: list[tuple[str, str]]
+    separator: str
+    call: str
     end: str = ""
 
 
@@ -70,7 +70,7 @@ class Lark:
         rules: The rules that were added.
     """
 
-    special_tokens: Mapping[str, int]  # by text
+    special_tokens: Mapping[str, int]
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str, is_lazy: bool = False) -> str:

@@ -44,11 +44,11 @@ class ToolRequest:
     """
 
     tools: tuple[Tool, ...]
-    required: bool = False  # whether the message must consist of calls
+    required: bool = False
     allows_parallel_calls: bool = True
 
     @property
-    def constrained(self) -> bool:
+    def is_constrained(self) -> bool:
         """Return whether a grammar restricts calls."""
         return self.required or any(tool.strict for tool in self.tools)
 
@@ -290,7 +290,7 @@ class MessageFormats:
             request.allows_parallel_calls if request else True,
             hides_reasoning,
             frozenset(self._added_tokens[marker] for marker in markers),
-            request is not None and (request.constrained or has_grammar),
+            request is not None and (request.is_constrained or has_grammar),
             request is not None and not (request.required or has_grammar),
             request is not None and request.required,
         )

@@ -63,9 +63,9 @@ class Argument:
     """
 
     name: str
-    required: bool = True  # whether the argument has no default
+    required: bool = True
     is_keyword_only: bool = False
-    is_text: bool = False  # whether the argument is a list of strings
+    is_text: bool = False
 
 
 class ArgumentBinding:
@@ -251,9 +251,9 @@ class Program:
     """
 
     call: Callable[..., Any]
-    arguments: Sequence[Argument] | None  # None: unknown
+    arguments: Sequence[Argument] | None
     result_count: int | None  # None: unknown
-    takes_dict: bool = False  # whether the only argument is a dict of the inputs
+    takes_dict: bool = False
     module: torch.nn.Module | None = None
 
 

@@ -150,18 +150,18 @@ class Architecture:
     """
 
     family: str
-    hidden: int  # size of the hidden states
-    intermediate: int  # size of the feed-forward part
+    hidden: int
+    intermediate: int
     layers: int  # number
     heads: int  # number
-    kv_heads: int  # number
+    kv_heads: int
     head_dim: int
     vocab_size: int
-    epsilon: float  # of norms
-    positions: int  # maximum length of a sequence
-    window: int  # maximum length without a sliding window; 0: `positions`
-    tied_embeddings: bool  # whether the head is the embedding
-    qkv_bias: bool  # whether these projections have biases
+    epsilon: float
+    positions: int
+    window: int
+    tied_embeddings: bool
+    qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     rope: Rope

@@ -102,11 +102,11 @@ class RowSpan(NamedTuple):
             have the same bits in a span as in steps of one token (decode).
     """
 
-    first_row: int  # index
-    size: int  # number of rows
-    start: int  # position of the first row in the sequence
-    block_table: list[int]  # of the sequence
-    is_prompt: bool  # whether the tokens are from the prompt
+    first_row: int
+    size: int
+    start: int
+    block_table: list[int]
+    is_prompt: bool
 
     @property
     def length(self) -> int:
@@ -139,12 +139,12 @@ class Pass:
         slots: The index in the cache's pool for the keys and values of each row.
     """
 
-    block_size: int  # in tokens
+    block_size: int
     device: str = "cpu"
-    spans: list[RowSpan] = field(default_factory=list)  # the rows by sequence
-    tokens: list[int] = field(default_factory=list)  # the token of each row
-    positions: list[int] = field(default_factory=list)  # of each row in its sequence
-    slots: list[int] = field(default_factory=list)  # indices in the cache's pool
+    spans: list[RowSpan] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
 
     def add(
         self, tokens: Sequence[int], start: int, block_table: list[int], is_prompt: bool = False
@@ -203,9 +203,9 @@ class DecodeRow(NamedTuple):
         block_table: The block table of the sequence.
     """
 
-    row_index: int  # in the pass
-    length: int  # number of keys that the row sees
-    width: int  # `length` rounded up
+    row_index: int
+    length: int
+    width: int
     block_table: list[int]
 
 
@@ -238,9 +238,9 @@ class VisibleKeys(NamedTuple):
 
     row_indices: torch.Tensor
     mask_matrix: torch.Tensor
-    columns: torch.Tensor  # of each stored element of the matrix
-    offsets: torch.Tensor  # of each query head's first stored element
-    width_groups: tuple[list[int], list[int]]  # (element counts, widths)
+    columns: torch.Tensor
+    offsets: torch.Tensor
+    width_groups: tuple[list[int], list[int]]
 
     @classmethod
     def of(cls, decode_rows: list[DecodeRow], row_count: int, cache: KvCache) -> Self:
@@ -335,10 +335,10 @@ class Run(NamedTuple):
 
     first_row: int
     size: int
-    length: int  # number of keys that the last row sees
-    first_slot: int  # of the keys
+    length: int
+    first_slot: int
     blocks: torch.Tensor | None
-    mask: torch.Tensor | None  # the keys that each row sees
+    mask: torch.Tensor | None
 
     @classmethod
     def of(cls, span: RowSpan, block_size: int, device: str) -> Run:

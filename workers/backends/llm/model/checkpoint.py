@@ -109,7 +109,8 @@ class Checkpoint:
         quantisation: The quantisation of the weights.
         end_tokens: The tokens that end a text.
         eos: The tokenizer's end token; -1 if it has none.
-        defaults: The content of generation_config.json or, in older folders, of config.json.
+        defaults: The defaults of requests' parameters: the content of generation_config.json or,
+            in older folders, of config.json.
         defaults_file: The name of the file with the defaults.
         templates: The chat templates by name; the name of an unnamed template is "default".
         special_tokens: The texts of special tokens by their names in templates ("eos_token").
@@ -117,14 +118,14 @@ class Checkpoint:
 
     architecture: Architecture
     tokenizer: Tokenizer
-    stored_tensors: dict[str, StoredTensor]  # tensors in the files by name
+    stored_tensors: dict[str, StoredTensor]
     quantisation: Quantisation
-    end_tokens: tuple[int, ...]  # tokens that end a text
-    eos: int  # token; -1: none
-    defaults: dict[str, Any] = field(default_factory=dict)  # of requests' parameters
+    end_tokens: tuple[int, ...]
+    eos: int
+    defaults: dict[str, Any] = field(default_factory=dict)
     defaults_file: str = "generation_config.json"
-    templates: dict[str, str] = field(default_factory=dict)  # chat templates by name
-    special_tokens: dict[str, str] = field(default_factory=dict)  # texts by name ("eos_token")
+    templates: dict[str, str] = field(default_factory=dict)
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> Self:
