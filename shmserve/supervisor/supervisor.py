@@ -378,5 +378,5 @@ class Supervisor:
         for child in children:
             if not child.title.endswith("zygote"):
                 child.kill()
-        await asyncio.gather(*(self.context.end(child, 1.0) for child in children))
+        await asyncio.gather(*(child.end(1.0) for child in children))
         await self.processes.wait_for_trackers(1.0)

@@ -152,9 +152,6 @@ class LifecycleRig(Audience):
 
         self.pending_actions.append((f"start {version.spec.name}", finish_start))
 
-    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
-        return spec.config
-
     def update(self, order: Order) -> None:
         pass
 

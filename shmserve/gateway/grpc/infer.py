@@ -117,7 +117,7 @@ class Inferences(ActiveCount):
 
     async def _infer_once_loaded(self, received_message: MessageContent, call: UnaryCall) -> None:
         try:
-            await self.load_model(received_message, call.time_remaining())
+            await self.load_model(received_message, call.remaining_us())
         except Exception as error:
             call.fail(_status_from_error(error, call))
         else:
@@ -141,8 +141,6 @@ class Inferences(ActiveCount):
             InvalidArgument: A name is reserved.
         """
         pattern = self.gateway.settings.grpc_header_forward_pattern
-        if not pattern:
-            return _NO_HEADERS
         metadata = sorted((key, value) for key, value in head.metadata if type(value) is str)
         return select_forwarded_headers(pattern, metadata)
 
@@ -182,7 +180,7 @@ class Inferences(ActiveCount):
             create_inference = partial(StreamingInference, on_response=on_streamed)
         call_limit = UNLIMITED
         if call.head.timeout_s is not None:
-            call_limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
+            call_limit = (call.remaining_us(), "the deadline of the gRPC call")
         try:
             inference: UnaryInference | StreamingInference = submit_inference(
                 *(self.gateway, built_request, call.client, arrived_ns, create_inference),
@@ -364,8 +362,10 @@ class Inferences(ActiveCount):
             return False
         return needs_load(self.gateway, message.model_name, version)
 
-    async def load_model(self, received_message: MessageContent, remaining_s: float | None) -> None:
+    async def load_model(self, received_message: MessageContent, remaining_us: int) -> None:
         """Load the model of a request, within the time limits of the request and its call.
+
+        `remaining_us` is the remaining time of the call in microseconds; 0 means no limit.
 
         Raises:
             RequestRefused: The request is invalid, or the load failed or took too long.
@@ -383,7 +383,7 @@ class Inferences(ActiveCount):
                 request_id, name, version = request.id, model.name, model.version
             is_deadline = self.gateway.settings.request_timeout_is_deadline
             timeout_us = request.timeout_us if is_deadline else 0
-            limits = (request.deadline_us, timeout_us, _limit_us(remaining_s))
+            limits = (request.deadline_us, timeout_us, remaining_us)
             await resolve_model(self.gateway, name, version, *limits)
         except BaseException as error:
             release_message(received_message)
@@ -408,11 +408,6 @@ def _status_from_error(error: Exception, call: GrpcCall) -> Status:
         # status.
         return DEADLINE_EXPIRED
     return status_from_error(error)
-
-
-def _limit_us(remaining_s: float | None) -> int:
-    """Return the remaining time of a call in microseconds; 0 means no limit."""
-    return 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
 
 
 def _input_size(tensor: InferInput) -> int:

@@ -119,7 +119,7 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
         # The received part of an incomplete or malformed head; None: unknown, or no such head.
         self._head: bytes | None = None
         self._ends_request = False  # whether the last received bytes end a head or a chunked body
-        self.closes_next = False  # whether the connection ends with the next request
+        self.closes_with_next = False  # whether the connection ends with the next request
         # --- read timeouts
         self._read_timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # the time limit of the missing bytes, by the loop's clock
@@ -325,7 +325,7 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
     def _parse_without_length(self, head: bytes) -> bool:
         """Parse a malformed request again without its Content-Length; return whether that works."""
         if (
-            self.closes_next
+            self.closes_with_next
             or len(head) > _MAX_PENDING_HEAD_BYTES
             or len(_FRAMING_HEADER.findall(head)) < 2
         ):
@@ -337,7 +337,7 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
         request = remove_length(head)
         if request is None:
             return False
-        self.closes_next, self._parser = True, self._new_parser()
+        self.closes_with_next, self._parser = True, self._new_parser()
         self._parse(request, False)
         return True
 

@@ -61,8 +61,8 @@ class ModelRegistry:
     def failures(self) -> LoadsFailed:
         """Return the versions that should serve and do not, and the number of failed loads."""
         summaries = sorted(self._summaries.items())
-        failed = [[name, version] for name, s in summaries for version in sorted(s.problems)]
-        return LoadsFailed(failed, self.failed_loads)
+        versions = [[name, version] for name, s in summaries for version in sorted(s.problems)]
+        return LoadsFailed(versions, self.failed_loads)
 
     # --- versions
 
@@ -259,7 +259,7 @@ class ModelSummary(NamedTuple):
 
     states: dict[str, Status]
     is_ready: bool
-    problems: dict[str, str]  # why versions do not serve, by number
+    problems: dict[str, str]
     progress: str
 
     @classmethod

@@ -487,12 +487,11 @@ async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInp
 
 def _check_capacity(model: GatewayModel, count: int) -> None:
     """Raise InvalidArgument if a model can never process so many prompts at a time."""
-    config = orjson.loads(model.config)
-    engine = config.get("parameters", {}).get(ENGINE_PARAMETER)
+    engine = model.config.get("parameters", {}).get(ENGINE_PARAMETER)
     if engine is None or model.backend != LLM_BACKEND:
         return
     settings = EngineSettings.read(engine["string_value"])
-    instance_count = sum(group["count"] for group in config["instance_group"])
+    instance_count = sum(group["count"] for group in model.config["instance_group"])
     max_count = settings.max_batch_size * instance_count + settings.max_waiting_requests
     if count > max_count:
         raise InvalidArgument(

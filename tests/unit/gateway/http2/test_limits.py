@@ -270,7 +270,7 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
     for number in range(1, 1000, 2):
         engine.take(begin(number, end=True))
         if number in engine.requests:
-            engine.http2.sender.send_head(engine.stream(number), b"\x88", ends_stream=True)
+            engine.http2.sender.send_trailers(engine.stream(number), b"\x88")
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.sent) - sent_before <= LIMITS.resets + 1
 

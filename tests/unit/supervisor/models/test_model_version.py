@@ -216,7 +216,7 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     processes, model = await start_version()
     worker = processes.children[0]
     waiting_ends: list[asyncio.Future[Any]] = [
-        asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)
+        asyncio.ensure_future(worker.end(0)) for _ in range(2)
     ]
     worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
     waiting_ends += [asyncio.ensure_future(model.kill())]
@@ -233,7 +233,7 @@ async def test_a_worker_that_does_not_stop_is_killed_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     processes, model = await start_version()
-    monkeypatch.setattr(type(processes.context), "end", AsyncMock(return_value=False))
+    monkeypatch.setattr(type(processes.children[0]), "end", AsyncMock(return_value=False))
     await model.stop()
     await processes.end()
     assert "instance 'm_0_0' is killed: its `unload`" in caplog.text
