@@ -1,7 +1,7 @@
 """The cost of large numbers: `python -m bench.large connections|regions|models [--count N]`.
 
-connections   10,000 idle connections over HTTP, then over gRPC, and 100 beside them that send a
-              request per second: the gateway's memory for each, and the latency of the requests
+connections   10,000 idle connections over HTTP, then over gRPC: the gateway's memory for each, and
+              the latencies of 100 further connections with one request per second each
 regions       10,000 regions registered over HTTP: time of each, of a status, of a request; memory
 models        200 Python models: time to start, memory of each, time to unload one and all
 """

@@ -91,7 +91,7 @@ class Runner:
                 for server in servers[:: -1 if turn % 2 else 1]:
                     self._attempt(servers, server, case, sample)
         self._add(row)
-        for column, figure in case.more:
+        for column, figure in case.further_figures:
             samples = {
                 server: [report[column] for report in reports]
                 for server, reports in row.details.items()

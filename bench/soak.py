@@ -37,13 +37,13 @@ class Run:
 
     samples: list[resources.Sample] = field(default_factory=list)
     medians: list[float] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
     latencies: dict[str, list[float]] = field(default_factory=dict)
 
     def record(self, line: str) -> None:
         """Record a line of the load generator."""
         report = json.loads(line)
-        self.failed += report["failed"]
+        self.failures += report["failures"]
         for protocol, times_ms in report["ms"].items():
             self.latencies.setdefault(protocol, []).extend(times_ms)
 
@@ -107,7 +107,7 @@ def soak(seconds: float, rate: float) -> int:
                     print(f"{len(run.samples):3} {run.close_window(server)}", flush=True)
                     window_end += window
         if load.returncode:
-            run.failed.append(f"the load ended with status {load.returncode}")
+            run.failures.append(f"the load ended with status {load.returncode}")
     return report(run, notes)
 
 
@@ -119,10 +119,10 @@ def report(run: Run, notes: Sequence[str]) -> int:
         previous = statistics.median(run.medians[-2 * third : -third])
         print(f"p50 of the last third {statistics.median(run.medians[-third:]):.1f} ms, ", end="")
         print(f"of the one before {previous:.1f} ms")
-    for line in (*(f"grew: {resource}" for resource in growth), *run.failed[:20], *notes):
+    for line in (*(f"grew: {resource}" for resource in growth), *run.failures[:20], *notes):
         print(line)
-    print(f"{len(growth)} grew, {len(run.failed)} requests failed")
-    return int(bool(growth or run.failed or notes))
+    print(f"{len(growth)} grew, {len(run.failures)} requests failed")
+    return int(bool(growth or run.failures or notes))
 
 
 def main() -> int:

@@ -48,38 +48,42 @@ def picture(number: int, image: np.ndarray) -> None:
     image[(y - HEIGHT / 2) ** 2 + (x - centre) ** 2 < (HEIGHT / 4) ** 2] = (200, 160, 60)
 
 
-def camera(regions: Sequence[Region], free: Connection, full: Connection, frames: int) -> None:
+def camera(
+    regions: Sequence[Region], free_regions: Connection, full_regions: Connection, frames: int
+) -> None:
     """Produce frames. This process has no connection to the server."""
     for number in range(frames):
-        index = free.recv()
+        index = free_regions.recv()
         picture(number, regions[index]["image"][0])
-        full.send(index)
+        full_regions.send(index)
     for _ in regions:  # the viewer would end with this process, before it has drawn all frames
-        free.recv()
+        free_regions.recv()
 
 
-def inference(regions: Sequence[Region], run_dir: Path, full: Connection, done: Connection) -> None:
+def inference(
+    regions: Sequence[Region], run_dir: Path, full_regions: Connection, done_regions: Connection
+) -> None:
     """Run the model on each frame, in place."""
     with shmserve.client.connect(run_dir) as server:
         while True:
-            index = full.recv()
+            index = full_regions.recv()
             server.infer("edges", regions[index])
-            done.send(index)
+            done_regions.send(index)
 
 
-def viewer(regions: Sequence[Region], done: Connection, free: Connection) -> None:
+def viewer(regions: Sequence[Region], done_regions: Connection, free_regions: Connection) -> None:
     """Draw each output in the terminal, or only the last one if there is no terminal."""
     start_s, count, drawing = time.monotonic(), 0, ""
     try:
         while True:
-            index = done.recv()
+            index = done_regions.recv()
             blocks = regions[index]["output"].reshape(HEIGHT // 20, 20, WIDTH // 10, 10)
             small = blocks.max(axis=(1, 3)) // 52  # the brightness, 0 to 255, becomes a level
             drawing = "\n".join("".join(" .:*#"[value] for value in row) for row in small)
             count += 1
             if sys.stdout.isatty():
                 print("\033[H\033[J" + drawing, flush=True)
-            free.send(index)
+            free_regions.send(index)
     finally:
         rate = count / (time.monotonic() - start_s)
         print(f"{drawing}\n{count} frames, {rate:.0f} per second", flush=True)

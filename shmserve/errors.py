@@ -52,9 +52,9 @@ class ShmserveError(Exception):
     """
 
     code = "INTERNAL"
-    status = 500  # of HTTP
-    title = "Internal"  # in logs
-    server_fault = False  # whether the server or a model failed
+    status = 500
+    title = "Internal"
+    server_fault = False
     traceparent = ""
 
     def __init__(self, message: str) -> None:
@@ -175,6 +175,7 @@ class IllegalEvent(Exception):
 # them.
 KINDS = tuple(ShmserveError.__subclasses__())
 _KIND_BY_CODE = {kind.code: kind for kind in KINDS}
+_KIND_BY_STATUS = {kind.status: kind for kind in reversed(KINDS)}  # the first one of a status
 
 
 def from_code(code: str, message: str) -> ShmserveError:
@@ -184,8 +185,7 @@ def from_code(code: str, message: str) -> ShmserveError:
 
 def from_status(status: int, message: str) -> ShmserveError:
     """Return the exception of an HTTP status; an unknown status is an `Internal`."""
-    kinds = [kind for kind in KINDS if kind.status == status]
-    return (kinds or [Internal])[0](message)
+    return _KIND_BY_STATUS.get(status, Internal)(message)
 
 
 def clip(text: str, limit: int = 60) -> str:

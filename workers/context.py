@@ -62,13 +62,13 @@ class ModelContext(WorkerStart):
 
     control: SupervisorLink
     arena: Arena
-    output_memory: OutputMemory  # blocks of `arena` for outputs
-    mappings: Mappings  # views of other processes' memory
+    output_memory: OutputMemory
+    mappings: Mappings
     workspace: Workspace
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     device_memory: DeviceMemory | None = None
     copy_counter: CopyCounter = field(default_factory=CopyCounter)
-    spans: list[bytes] = field(default_factory=list)  # of the model's calls, packed
+    spans: list[bytes] = field(default_factory=list)
 
     @property
     def version_dir(self) -> Path:
@@ -105,11 +105,11 @@ class ModelContext(WorkerStart):
 
 def found_files(version_dir: Path) -> str:
     """Return a hint at a version's files for the error of a missing file, or ""."""
-    found = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*") if path.exists()))
+    names = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*") if path.exists()))
     if version_dir.is_symlink():  # a class on the command line: it has no configuration
-        return f" in '{version_dir.resolve()}' (found {clip(found) or 'no file'})"
-    if found:
-        return f" (found {clip(found)}: set default_model_filename)"
+        return f" in '{version_dir.resolve()}' (found {clip(names) or 'no file'})"
+    if names:
+        return f" (found {clip(names)}: set default_model_filename)"
     for path in version_dir.parent.glob("model.*"):
         return f" (found {path.name} beside the folder '{version_dir.name}': move it into it)"
     return ""

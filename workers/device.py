@@ -126,8 +126,8 @@ def open_device(name: str) -> Device:
     if kind == "cpu":
         return Device("cpu")
     if not number.isdecimal():
-        allowed = "'cpu', or KIND:NUMBER such as 'cuda:0' or 'npu:1'"
-        raise InvalidArgument(f"'{name}' is not a device (allowed: {allowed})")
+        allowed_text = "'cpu', or KIND:NUMBER such as 'cuda:0' or 'npu:1'"
+        raise InvalidArgument(f"'{name}' is not a device (allowed: {allowed_text})")
     torch = import_torch(f"device '{name}'")
     _import_support(kind, name)
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -358,16 +358,16 @@ class InstanceLink:
     _control: SupervisorLink  # to the supervisor
     _index: int  # of the instance
     _pid: int  # of this process
-    _on_released: Callable[[ReleaseOutputs | ReaderExited], None]  # called for released outputs
-    commands: deque[Command] = field(default_factory=deque)  # received messages for the loop
-    loop_messages: Collection[type[Any]] = ()  # message types for the loop
+    _on_released: Callable[[ReleaseOutputs | ReaderExited], None]
+    commands: deque[Command] = field(default_factory=deque)
+    loop_messages: Collection[type[Any]] = ()
     _dealer: Dealer | None = None  # socket to the scheduler
     _last_flush_ns: int = 0
     _holds_messages: bool = False  # whether unsent messages wait for the timer
     _open_requests: dict[int, WorkerRequest] = field(default_factory=dict)  # by key
     _waiting_by_eventfd: dict[int, WorkerRequest] = field(default_factory=dict)
-    _reader_eventfd: int = 0  # of the thread that reads the socket; 0: none
-    loop_reads: bool = False  # whether the loop reads the socket
+    _reader_eventfd: int = 0
+    loop_reads: bool = False
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()

@@ -9,12 +9,12 @@ state is an output that returns as an input of the sequence's next request:
                                          └── its output <──────┘
 
 The value of a state stays on the device where the model has computed it, in one buffer while its
-size is constant. It is never sent to the scheduler. It is released with its sequence: after an END
-was executed, or when the scheduler sends `EndSequences`.
+size is constant. The worker never sends the value to the scheduler, and releases the value with its
+sequence: after the execution of an END, or when the scheduler sends `EndSequences`.
 
 The scheduler assigns rows of a batch to sequences. A request that a model has received has changed
-its state. It is therefore never executed again, and a request whose client has disconnected is
-executed, too.
+the state of its sequence. The request is therefore never executed again. A request whose client has
+disconnected is executed, too, because the next requests of its sequence depend on the state.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ControlInput(Record):
     name: str
     kind: str
     datatype: str
-    values: tuple[bytes, bytes] = (b"", b"")  # encoded (false, true)
+    values: tuple[bytes, bytes] = (b"", b"")
 
     def encode(self, row: SequenceRow) -> bytes:
         """Return the bytes of the control for a row."""
@@ -143,8 +143,8 @@ class StateSpec(Record):
     output_name: str
     datatype: str
     shape: tuple[int, ...]
-    initial_value: bytes  # of the state
-    same_buffer: bool  # whether the model writes its output to the input's buffer
+    initial_value: bytes
+    same_buffer: bool
 
 
 class _StateValue(Record):

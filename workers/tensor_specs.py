@@ -78,7 +78,7 @@ class FileTensor:
     name: str
     datatype: str
     dims: tuple[int, ...]
-    symbols: tuple[str, ...] = ()  # names of variable dimensions, or ""
+    symbols: tuple[str, ...] = ()
 
     @property
     def leading_symbol(self) -> str:

@@ -37,10 +37,10 @@ def memcpy_sample() -> float:
             return statistics.median(_copy(source_view, target_view) for _ in range(_COPIES))
 
 
-def _copy(read: memoryview, write: memoryview) -> float:
-    started = time.perf_counter_ns()
-    write[:] = read
-    return (time.perf_counter_ns() - started) / 1000
+def _copy(source_view: memoryview, target_view: memoryview) -> float:
+    start_ns = time.perf_counter_ns()
+    target_view[:] = source_view
+    return (time.perf_counter_ns() - start_ns) / 1000
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The cost of a server without load: start, memory, instances, idling, the queue delay.
 
 Each measurement returns one list of samples for every figure of its case in tables.py, in that
-order. It appends warnings for the reader to `notes`.
+order, and appends warnings for the reader to `notes`.
 """
 
 from __future__ import annotations
@@ -136,11 +136,11 @@ def _queue_delays(client: Client, model: str, requests: int) -> list[float]:
         client.infer(model)
         # The statistics may be updated shortly after the response.
         deadline = time.monotonic() + _DEADLINE_S
-        while (now := client.queue_time(model))[0] == count:
+        while (new_totals := client.queue_time(model))[0] == count:
             if time.monotonic() > deadline:
                 raise ServerFailed("the statistics do not count the requests")
-        delays.append((now[1] - total_ns) / (now[0] - count) / 1000)
-        count, total_ns = now
+        delays.append((new_totals[1] - total_ns) / (new_totals[0] - count) / 1000)
+        count, total_ns = new_totals
     return delays
 
 
@@ -157,18 +157,18 @@ def _load(client: Client, config: dict[str, Any], count: int) -> float:
     """Return the milliseconds of loading the model with `count` instances."""
     groups = [group | {"count": count} for group in config["instance_group"]]
     override = json.dumps(config | {"instance_group": groups})
-    started = time.perf_counter()
+    start_s = time.perf_counter()
     path = f"/v2/repository/models/{config['name']}/load"
     client.call("POST", path, {"parameters": {"config": override}})
-    return (time.perf_counter() - started) * 1000
+    return (time.perf_counter() - start_s) * 1000
 
 
 def _settled_processes(server: Server) -> int:
     """Return the number of the server's processes once it has been the same for a while."""
     count, since_s = -1, time.monotonic()
     while time.monotonic() - since_s < _SETTLE_S:
-        if (now := len(processes.tree(server.pid))) != count:
-            count, since_s = now, time.monotonic()
+        if (new_count := len(processes.tree(server.pid))) != count:
+            count, since_s = new_count, time.monotonic()
         time.sleep(0.05)
     return count
 

@@ -15,14 +15,14 @@ class LoadCase:
     """A load for perf_analyzer, and the column of its report that is the figure.
 
     Attributes:
-        more: Further columns of the same reports, which are separate figures.
+        further_figures: Further columns of the same reports, which are separate figures.
     """
 
     name: str
     load: Load
     column: str
     figure: Figure
-    more: tuple[tuple[str, Figure], ...] = ()
+    further_figures: tuple[tuple[str, Figure], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,13 @@ def main(arguments: Sequence[str]) -> int:
     ledger = Ledger()
     print(f"seed {options.seed}", flush=True)
     with _host() as (host, prefix, environment):
-        for missing in host.missing:
-            print(f"not injected: {missing}")
+        for missing_fault in host.missing_faults:
+            print(f"not injected: {missing_fault}")
         _run(options, ledger, host, prefix, environment)
-    if ledger.failed:
+    if ledger.has_failed:
         print("\n".join(["the last events:", *ledger.events, *ledger.failures]))
         print(f"FAILED: {len(ledger.failures)} findings, seed {options.seed}")
-    return int(ledger.failed)
+    return int(ledger.has_failed)
 
 
 def _run(
@@ -124,7 +124,7 @@ def _run(
             print(f"before: {resources_before.as_text()}", flush=True)
             ledger.recoveries.clear()
             _run_faults(stage, options, seconds)
-            if not ledger.failed:
+            if not ledger.has_failed:
                 for difference in resources_before.wait_restored(server):
                     ledger.fail(f"resources have grown: {difference}")
             print(f"after:  {ServerResources.of(server).as_text()}")
@@ -139,7 +139,7 @@ def _run_faults(stage: Stage, options: argparse.Namespace, seconds: float) -> No
     end = time.monotonic() + seconds
     with Clients(stage.server, ledger, options.seed, LOADS), Probe(stage.server) as probe:
         ledger.wait_recovered(ledger.begin("start"), time.monotonic(), 60.0)
-        while time.monotonic() < end and not ledger.failed:
+        while time.monotonic() < end and not ledger.has_failed:
             start_s = time.monotonic()
             draw(stage.rng)(stage)
             pause = stage.rng.random() * _MAX_PAUSE_S
@@ -153,13 +153,13 @@ def _run_faults(stage: Stage, options: argparse.Namespace, seconds: float) -> No
 
 def _report(stage: Stage) -> None:
     ledger = stage.ledger
-    print(f"{sum(ledger.correct.values())} correct responses, {stage.kills} kills")
-    for load, count in sorted(ledger.correct.items()):
+    print(f"{sum(ledger.correct_counts.values())} correct responses, {stage.kills} kills")
+    for load, count in sorted(ledger.correct_counts.items()):
         mean_ms = 1000 * ledger.total_s[load] / count
         print(f"  {count:8} {load:18} mean {mean_ms:6.1f} ms, max {ledger.slowest_s[load]:6.3f} s")
-    for (load, reason), count in sorted(ledger.refused.items()):
+    for (load, reason), count in sorted(ledger.allowed_errors.items()):
         print(f"  {count:8} allowed errors of {load}: {reason}")
-    for line in ledger.slow:
+    for line in ledger.slow_recoveries:
         print(f"slow: {line}")
     print("recovery times in s:                n     p50     p99     max")
     total = [time_s for times in ledger.recoveries.values() for time_s in times]
@@ -192,13 +192,13 @@ def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
     """
     host, prefix, environment = Host(private_shm=_PRIVATE in os.environ), [], {}
     if not host.private_shm:
-        host.missing.append("full /dev/shm (no permission to create a mount namespace)")
+        host.missing_faults.append("full /dev/shm (no permission to create a mount namespace)")
     group = _CGROUP / f"chaos-{os.getpid()}"
     with contextlib.ExitStack() as stack:
         try:
             group.mkdir()
         except OSError:
-            host.missing.append("leak (no permission to create a control group, version 1)")
+            host.missing_faults.append("leak (no permission to create a control group, version 1)")
         else:
             host.cgroup = group
             stack.callback(_remove, group)
@@ -213,7 +213,7 @@ def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
             host.clock.write_bytes(bytes(8))
             environment = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(host.clock)}
         else:
-            host.missing.append("clock jumps (no C compiler)")
+            host.missing_faults.append("clock jumps (no C compiler)")
         yield host, prefix, environment
 
 

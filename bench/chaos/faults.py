@@ -1,6 +1,6 @@
 """The table of faults.
 
-Each fault occurs under load. It has ended when every client receives correct responses again.
+Each fault occurs under load, and ends when every client receives correct responses again.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Host:
         private_shm: Whether /dev/shm belongs to this run alone, and may be filled.
         cgroup: The control group (version 1) of the server, or None.
         clock: The file with the offset of the server's wall clock in seconds, or None.
-        missing: The faults that cannot be injected, with the reasons.
+        missing_faults: The faults that cannot be injected, with the reasons.
     """
 
     private_shm: bool = False
     cgroup: Path | None = None
     clock: Path | None = None
-    missing: list[str] = field(default_factory=list)
+    missing_faults: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -177,17 +177,17 @@ def _fill(stage: Stage) -> None:
     if not stage.host.private_shm:
         return
     filler = _SHM / "full"
-    with stage.fault("full /dev/shm") as fault, SharedObject(1 << 20) as empty:
+    with stage.fault("full /dev/shm") as fault, SharedObject(1 << 20) as empty_object:
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(bytes(1 << 20)):
                 pass
         with stage.server.http() as http:
-            reply = http.register(empty.name, empty.key, 1 << 20)
+            reply = http.register(empty_object.name, empty_object.key, 1 << 20)
             if reply.status not in (200, 400, 503):
                 text = f"{reply.status} {reply.body!r}, expected 200, 400 or 503"
                 stage.ledger.fail(f"registration while /dev/shm is full: {text}")
             if reply.status == 200:
-                http.unregister(empty.name)
+                http.unregister(empty_object.name)
         time.sleep(0.2)
         filler.unlink()
         fault.since = time.monotonic()
@@ -215,8 +215,8 @@ def _unload(stage: Stage) -> None:
 def _descriptors(stage: Stage) -> None:
     """Exhaust the file descriptors of a gateway while clients connect."""
     gateway = stage.rng.choice(stage.server.find("gateway"))
-    grpc = "grpc" in servers.title(gateway)
-    port = stage.server.grpc_port if grpc else stage.server.http_port
+    is_grpc = "grpc" in servers.title(gateway)
+    port = stage.server.grpc_port if is_grpc else stage.server.http_port
     with (
         stage.fault("descriptors of a gateway") as fault,
         contextlib.ExitStack() as stack,

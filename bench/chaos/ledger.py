@@ -111,29 +111,35 @@ class Fault:
 class Ledger:
     """The record of a test run, shared by all threads of the run.
 
-    `correct`, `total_s` and `slowest_s` describe correct responses, by load. `refused` counts
-    allowed errors, by load and reason. `recoveries` has the recovery times in seconds, by kind of
-    fault. `slow` has a line for each recovery that took longer than `_SLOW_S`.
+    Attributes:
+        correct_counts: The number of correct responses, by load.
+        total_s: The total duration of the requests with correct responses, by load.
+        slowest_s: The duration of the slowest of these requests, by load.
+        allowed_errors: The number of allowed errors, by load and reason.
+        failures: The errors that no fault allows.
+        recoveries: The recovery times in seconds, by kind of fault.
+        slow_recoveries: A line for each recovery that took longer than `_SLOW_S`.
+        events: The last events.
     """
 
     started_at: float = field(default_factory=time.monotonic)
-    correct: Counter[str] = field(default_factory=Counter)
+    correct_counts: Counter[str] = field(default_factory=Counter)
     total_s: dict[str, float] = field(default_factory=dict)
     slowest_s: dict[str, float] = field(default_factory=dict)
-    refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    allowed_errors: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     recoveries: dict[str, list[float]] = field(default_factory=dict)
-    slow: list[str] = field(default_factory=list)
+    slow_recoveries: list[str] = field(default_factory=list)
     events: deque[str] = field(default_factory=lambda: deque(maxlen=_EVENTS))
 
     def __post_init__(self) -> None:
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._faults: deque[Fault] = deque(maxlen=_WINDOWS)
         # By client: the start of the latest request that received a correct response.
-        self._served: dict[str, float] = {}
+        self._served_since: dict[str, float] = {}
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Return whether an error has occurred that no fault allows."""
         return bool(self.failures)
 
@@ -143,39 +149,39 @@ class Ledger:
 
     def fail(self, text: str) -> None:
         """Record a failure of the run."""
-        with self._changed:
+        with self._condition:
             self.note(f"FAILURE {text}")
             self.failures.append(text)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     # --- requests
 
     def add_client(self, client: str) -> None:
         """Add a client. Each recovery waits for a response to this client."""
-        with self._changed:
-            self._served[client] = 0.0
+        with self._condition:
+            self._served_since[client] = 0.0
 
     def record_response(self, load: str, client: str, started_at: float) -> None:
         """Record a correct response to a request that began at this time."""
         duration_s = time.monotonic() - started_at
-        with self._changed:
-            self.correct[load] += 1
+        with self._condition:
+            self.correct_counts[load] += 1
             self.total_s[load] = self.total_s.get(load, 0.0) + duration_s
             self.slowest_s[load] = max(duration_s, self.slowest_s.get(load, 0.0))
-            self._served[client] = max(started_at, self._served[client])
-            self._changed.notify_all()
+            self._served_since[client] = max(started_at, self._served_since[client])
+            self._condition.notify_all()
 
     def record_error(self, load: str, client: str, started_at: float, error: str) -> None:
         """Record an incorrect or missing response, which is a failure unless a fault allows it."""
         ended = time.monotonic()
-        with self._changed:
+        with self._condition:
             fault_names = [
                 fault.name for fault in self._faults if fault.overlaps(started_at, ended)
             ]
         rule = next(filter(None, (is_allowed(name, load, error) for name in fault_names)), "")
         self.note(f"{client}: {error} ({ended - started_at:.3f} s after its request)")
         if rule:
-            self.refused[load, rule] += 1
+            self.allowed_errors[load, rule] += 1
         else:
             duration = f"{ended - started_at:.3f} s after its request"
             self.fail(f"{client}: {error} ({duration}, faults: {fault_names or 'none'})")
@@ -185,7 +191,7 @@ class Ledger:
     def begin(self, fault_name: str) -> Fault:
         """Record a fault that is about to occur."""
         fault = Fault(fault_name, time.monotonic())
-        with self._changed:
+        with self._condition:
             self.note(f"FAULT {fault_name}")
             self._faults.append(fault)
         return fault
@@ -207,14 +213,14 @@ class Ledger:
         def are_all_served() -> bool:
             nonlocal last_late_client
             late_clients = [
-                client for client, started_at in self._served.items() if started_at < since
+                client for client, started_at in self._served_since.items() if started_at < since
             ]
             last_late_client = late_clients[0] if late_clients else last_late_client
-            return self.failed or not late_clients
+            return self.has_failed or not late_clients
 
-        with self._changed:
-            is_recovered = self._changed.wait_for(are_all_served, within_s)
-        while is_recovered and not self.failed and not is_ready():
+        with self._condition:
+            is_recovered = self._condition.wait_for(are_all_served, within_s)
+        while is_recovered and not self.has_failed and not is_ready():
             is_recovered, last_late_client = time.monotonic() < since + within_s, "readiness"
             time.sleep(_STEP_S)
         recovery_s = time.monotonic() - since
@@ -222,11 +228,11 @@ class Ledger:
         line = f"recovered after {recovery_s:.3f} s ({last_late_client} last): {fault.name}"
         self.note(line)
         if recovery_s > _SLOW_S:
-            self.slow.append(f"{fault.since - self.started_at:9.3f}  {line}")
+            self.slow_recoveries.append(f"{fault.since - self.started_at:9.3f}  {line}")
         if not is_recovered:
             text = f"not recovered within {within_s:g} s after {fault.name}: {last_late_client}"
             self.fail(text)
-        elif not self.failed:
+        elif not self.has_failed:
             self.recoveries.setdefault(_kind(fault.name), []).append(recovery_s)
 
 

@@ -91,18 +91,18 @@ def count(server: Server, folder: Path, requests: Sequence[bytes], number: int) 
     """Send `number` requests for each kind of count, and return the counts of each process."""
     pids = _roles(server)
     with Connections(server.ports.http, requests) as connections:
-        connections.run(lambda sent: sent < _WARM_UP)
+        connections.run(lambda sent_count: sent_count < _WARM_UP)
         for step in (1, 2):
             _begin_step(folder, list(pids.values()), step)
-            connections.run(lambda sent: sent < number)
+            connections.run(lambda sent_count: sent_count < number)
         _begin_step(folder, list(pids.values()), 3)
         with _trace(folder, pids) as system_calls:
-            connections.run(lambda sent: sent < number)
+            connections.run(lambda sent_count: sent_count < number)
     counts = []
     for role in _ROLES:
-        counted = json.loads((folder / f"{pids[role]}.3").read_text())
-        calls = Counter(counted["calls"])
-        figures = (counted["python"], counted["allocations"])
+        report = json.loads((folder / f"{pids[role]}.3").read_text())
+        calls = Counter(report["calls"])
+        figures = (report["python"], report["allocations"])
         counts.append(Counts(role, number, calls, *figures, system_calls[role]))
     return counts
 

@@ -130,4 +130,4 @@ def latencies(port: int, request: bytes, in_flight: int, seconds: float) -> list
     """
     with Connections(port, [request] * in_flight) as connections:
         end_s = time.perf_counter() + seconds
-        return connections.run(lambda sent: sent < in_flight or time.perf_counter() < end_s)
+        return connections.run(lambda count: count < in_flight or time.perf_counter() < end_s)

@@ -2,9 +2,9 @@
 
     python -m bench.load.ensemble_cost [--profile]
 
-The first figure is for the ensemble and the schedulers of three steps. It includes the stand-in for
-the workers, whose time is the second figure. The third figure is for the ensemble alone, whose
-steps respond at once.
+The first figure is the time of the ensemble, of the schedulers of three steps, and of the stand-in
+for the workers. The second figure is the part of the stand-in. The third figure is for the ensemble
+alone, whose steps respond at once.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
         for number in range(1, 1_000_000):
             start_s = time.thread_time()
             step = engine.plan(number)
-            planned = time.thread_time()
+            planned_s = time.thread_time()
             if step is None:
                 break
             results = [
@@ -218,9 +218,9 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
                 if row.samples_next
             ]
             stepped = Stepped(number, results, 0, 20_000_000, 0)
-            responded = time.thread_time()
+            responded_s = time.thread_time()
             engine.finish_step(stepped)
-            step_s.append(time.thread_time() - responded + planned - start_s)
+            step_s.append(time.thread_time() - responded_s + planned_s - start_s)
             if len(results) == sequences:
                 decode_s.append(step_s[-1])
     return {

@@ -39,7 +39,7 @@ class Mixed:
         self._url = f"http://127.0.0.1:{http_port}/v2/models/simple"
         self._grpc = f"127.0.0.1:{grpc_port}"
         self._latencies_ms: dict[str, list[float]] = {}
-        self._failed: list[str] = []
+        self._failures: list[str] = []
 
     async def run(self, rate: float, seconds: float) -> None:
         """Send `rate` requests per second over each transport for some seconds."""
@@ -113,7 +113,7 @@ class Mixed:
             async with asyncio.timeout(_PATIENCE_S):
                 await send(number)
         except Exception as error:
-            self._failed.append(f"{protocol}: {error!r}"[:200])
+            self._failures.append(f"{protocol}: {error!r}"[:200])
         self._latencies_ms.setdefault(protocol, []).append((time.perf_counter() - due_s) * 1e3)
 
     def _report(self) -> None:
@@ -121,8 +121,8 @@ class Mixed:
             protocol: [round(ms, 2) for ms in times_ms]
             for protocol, times_ms in self._latencies_ms.items()
         }
-        print(json.dumps({"ms": latencies, "failed": self._failed}), flush=True)
-        self._latencies_ms, self._failed = {}, []
+        print(json.dumps({"ms": latencies, "failures": self._failures}), flush=True)
+        self._latencies_ms, self._failures = {}, []
 
 
 if __name__ == "__main__":

@@ -39,9 +39,13 @@ class LoadFailed(Exception):
 class Load:
     """The requests of perf_analyzer.
 
-    A load has the model, the number of requests in flight, the flags for the tensors, the listener
-    ("http" or "grpc"), and the number of rows of a request. `steps` are the models that the model
-    needs.
+    Attributes:
+        model: The model.
+        in_flight: The number of requests in flight.
+        flags: The flags of perf_analyzer for the tensors.
+        listener: The listener, "http" or "grpc".
+        batch: The number of rows of a request.
+        steps: The models that the model, an ensemble, needs.
     """
 
     model: str

@@ -71,8 +71,8 @@ def _one_row(schema: bytes) -> BatchProperties:
 class BusyQueue:
     """A scheduler with `queued` queued requests of all priorities, whose only instance is busy.
 
-    `turn` keeps it in this state: requests arrive, one in the middle of the queue is cancelled,
-    some are delayed, one in the middle expires, and the running batch ends.
+    `turn` keeps the scheduler in this state: requests arrive, one in the middle of the queue is
+    cancelled, another one expires, some are delayed, and the running batch ends.
     """
 
     def __init__(self, queued: int, config: dict[str, Any] | None = None) -> None:

@@ -91,24 +91,24 @@ class Serving:
         self.clock = 0.0
         self.times: dict[int, list[float]] = {}
 
-    def add(self, tokens: list[int], new: int = NEW_TOKENS) -> int:
+    def add(self, tokens: list[int], new_tokens: int = NEW_TOKENS) -> int:
         """Submit a request, and return its key."""
         key = next(self._next_key)
-        parameters = GenerationParameters(max_tokens=new, temperature=0.0)
+        parameters = GenerationParameters(max_tokens=new_tokens, temperature=0.0)
         self._prompts[key] = Prompt(key, tokens, parameters, ())
-        self._engine.add(Generation(None, key, key, array("i", tokens), new))
+        self._engine.add(Generation(None, key, key, array("i", tokens), new_tokens))
         self.times[key] = [self.clock]
         return key
 
     def step(self) -> bool:
         """Plan and compute one step; return whether there was one."""
-        start_s, wall_began = time.thread_time(), time.perf_counter()
+        start_s, wall_start_s = time.thread_time(), time.perf_counter()
         self._steps += 1
         step = self._engine.plan(self._steps)
         if step is None:
             return False
         stepped = self._worker.step(step)
-        cpu_s, wall_s = time.thread_time() - start_s, time.perf_counter() - wall_began
+        cpu_s, wall_s = time.thread_time() - start_s, time.perf_counter() - wall_start_s
         self._engine.finish_step(_scale_to_cpu_time(stepped, cpu_s / wall_s))
         self.clock += cpu_s
         keys = {number: s.prompt.key for number, s in self._worker._sequences.items()}
@@ -166,20 +166,20 @@ def late(rounds: int) -> dict[str, Any]:
             other_keys = [served.add(prompt(), 150) for _ in range(4)]
             for _ in range(30):
                 served.step()
-            arrived = served.clock
+            arrived_s = served.clock
             key = served.add(prompt(LATE), 1)
             served.run()
-        waits.append(served.times[key][1] - arrived)
-        times = [[t for t in served.times[other_key] if t >= arrived] for other_key in other_keys]
+        waits.append(served.times[key][1] - arrived_s)
+        times = [[t for t in served.times[other_key] if t >= arrived_s] for other_key in other_keys]
         gaps += [max(b - a for a, b in itertools.pairwise(token_times)) for token_times in times]
-    alone = Serving(model())
-    alone.add(prompt(LATE), 1)
+    served_alone = Serving(model())
+    served_alone.add(prompt(LATE), 1)
     return {
         "worst_itl_ms": round(max(gaps) * 1e3, 1),
         "median_of_worst_ms": round(statistics.median(gaps) * 1e3, 1),
         "target_ms": TARGET_MS,
         "first_token_ms": round(statistics.median(waits) * 1e3),
-        "alone_ms": round(alone.run() * 1e3),
+        "alone_ms": round(served_alone.run() * 1e3),
     }
 
 
@@ -195,18 +195,20 @@ def tight(rounds: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for rows in (32, 64):
         blocks = count_blocks(rows, NEW_TOKENS)
-        quarter, ample = (functools.partial(load, rows, n) for n in (blocks // 4, 2 * blocks))
-        figures[f"time_{rows}"] = ratio(quarter, ample, rounds)
+        quarter_load, ample_load = (
+            functools.partial(load, rows, n) for n in (blocks // 4, 2 * blocks)
+        )
+        figures[f"time_{rows}"] = ratio(quarter_load, ample_load, rounds)
     return figures
 
 
 def prefix(rounds: int) -> dict[str, Any]:
     """Measure the second of two prompts that share their first 500 tokens."""
 
-    def load(second: bool) -> float:
+    def load(is_second: bool) -> float:
         served = Serving(model())
         shared = prompt(PREFIX)
-        for _ in range(1 + second):
+        for _ in range(1 + is_second):
             key = served.add(shared + prompt(12), 1)
             served.run()
         return served.times[key][1] - served.times[key][0]
@@ -247,7 +249,7 @@ def _speculate(
     rounds: int,
     draw: Callable[[], list[int]],
 ) -> dict[str, float]:
-    accepted: list[float] = []
+    acceptance_rates: list[float] = []
     prompts = itertools.cycle([[draw() for _ in range(rows)] for _ in range(rounds)])
     prompt_turns = itertools.chain.from_iterable((prompt_, prompt_) for prompt_ in prompts)
 
@@ -256,12 +258,12 @@ def _speculate(
         served = Serving(target, draft, speculative_decoding=speculation)
         for tokens in next(prompt_turns):
             served.add(tokens, 128)
-        took = served.run()
-        accepted.append(served.counts.accepted / max(served.counts.drafted, 1))
-        return took
+        duration_s = served.run()
+        acceptance_rates.append(served.counts.accepted / max(served.counts.drafted, 1))
+        return duration_s
 
-    speed = ratio(lambda: load(None), lambda: load(draft_model), rounds)
-    return {"speed": speed, "accepted": round(accepted[-1], 2)}
+    speed_ratio = ratio(lambda: load(None), lambda: load(draft_model), rounds)
+    return {"speed": speed_ratio, "accepted": round(acceptance_rates[-1], 2)}
 
 
 def _pair(agrees: bool) -> tuple[Transformer, Transformer]:

@@ -89,14 +89,14 @@ class Row:
     def verdict(self) -> str:
         """Return the name of the target reached, else `BELOW`; "" without target or measurement."""
         target = self.figure.target
-        measured = self.ratio() if target.of == "ratio" else self.of(SHMSERVE)
-        if target.of == "nothing" or measured is None:
+        spread = self.ratio() if target.of == "ratio" else self.of(SHMSERVE)
+        if target.of == "nothing" or spread is None:
             return ""
         sign = 1 if self.figure.better == "higher" else -1
-        if target.aim is not None and sign * measured.median >= sign * target.aim:
+        if target.aim is not None and sign * spread.median >= sign * target.aim:
             return "aim"
-        reached = target.must is not None and sign * measured.median >= sign * target.must
-        return "must" if reached else "BELOW"
+        reaches_must = target.must is not None and sign * spread.median >= sign * target.must
+        return "must" if reaches_must else "BELOW"
 
 
 @dataclass(frozen=True)

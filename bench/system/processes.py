@@ -17,13 +17,13 @@ _WAIT_S = 0.01
 
 @dataclass(frozen=True)
 class Process:
-    """A process at one moment; (pid, started) identifies it even after the pid is reused."""
+    """A process at one moment; (pid, started_ticks) identifies it even after the pid is reused."""
 
     pid: int
     parent: int
     session: int
     cpu_s: float
-    started: int
+    started_ticks: int
 
 
 def _read(pid: int) -> Process | None:
@@ -102,7 +102,7 @@ def outsiders_mapping(library: str, root: int) -> int:
 
 def running_processes(members: list[Process]) -> list[Process]:
     """Return the processes of `members` that still run; a reused pid does not count."""
-    return [p for p in members if (now := _read(p.pid)) is not None and now.started == p.started]
+    return [p for p in members if (new := _read(p.pid)) and new.started_ticks == p.started_ticks]
 
 
 def wait_exited(members: list[Process], timeout_s: float) -> bool:

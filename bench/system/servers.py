@@ -186,15 +186,15 @@ def stop_on_signal(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _wait_ready(server: Server, started: float) -> None:
+def _wait_ready(server: Server, start_s: float) -> None:
     """Poll the server until it is ready, or until its process has exited."""
     with server.client() as client, _exit_poll(server.process) as exit_poll:
         while not client.is_ready():
             if exit_poll.poll(_POLL_MS):
                 raise ServerFailed(f"{server.name} ended while starting: {_tail(server.log)}")
-            if time.perf_counter() - started > _READY_S:
+            if time.perf_counter() - start_s > _READY_S:
                 raise ServerFailed(f"{server.name} not ready in {_READY_S} s: {_tail(server.log)}")
-    server.ready_s = time.perf_counter() - started
+    server.ready_s = time.perf_counter() - start_s
 
 
 @contextlib.contextmanager

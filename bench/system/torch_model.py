@@ -1,7 +1,7 @@
 """A program that writes a small TorchScript network: `python -m bench.system.torch_model DIR`.
 
-It is a separate program, because a process that has loaded torch shares its pages with the server
-under test and would make the server's proportional memory look smaller than it is.
+A process that has loaded torch shares its pages with the server under test, which reduces the
+server's proportional memory. The program is therefore separate from the benchmark.
 """
 
 from __future__ import annotations

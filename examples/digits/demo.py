@@ -52,9 +52,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="shmserve-demo-") as folder:
         scratch = Path(folder)
         train(scratch)
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         with shmserve.serve(_MODELS, set=f"weights={scratch / 'weights.npz'}") as server:
-            print(f"the server is ready after {time.perf_counter() - began:.1f} s")
+            print(f"the server is ready after {time.perf_counter() - start_s:.1f} s")
             measure_digits(server, scratch)
             measure_frames(server, scratch)
     print(_NOTE, end="")
@@ -80,10 +80,10 @@ def measure_digits(server: LocalServer, scratch: Path) -> None:
     print(_ROW.format("batches of", "transport", "images/s", "p50 ms", "p90 ms", "p99 ms", ""))
     for model, batch in (("digits", "up to 32"), ("digitsonebyone", "one image")):
         for transport in _TRANSPORTS:
-            before = count_executions(server, model)
+            counts_before = count_executions(server, model)
             order = make_order(server, model, scratch / "digits.npz", transport, _CLIENTS_EACH)
             measured = run_processes(order)
-            inferences, batches = count_executions(server, model) - before
+            inferences, batches = count_executions(server, model) - counts_before
             correct = sum(client.correct for client in measured)
             accuracy = correct / sum(len(client.latencies) for client in measured)
             note = f"accuracy {accuracy:.1%}, mean batch {inferences / batches:.1f}"

@@ -60,17 +60,17 @@ def run(order: Order) -> list[Measured]:
     """Run all clients of a load in this process."""
     with np.load(order.data) as data:
         images, expected = data["images"], data["expected"]
-    started = threading.Barrier(order.clients, timeout=_START_WITHIN_S)
+    barrier = threading.Barrier(order.clients, timeout=_START_WITHIN_S)
     with ThreadPoolExecutor(order.clients) as pool:
         clients = [
-            pool.submit(_run_client, order, images, expected, client, started)
+            pool.submit(_run_client, order, images, expected, client, barrier)
             for client in range(order.clients)
         ]
         return [client.result() for client in clients]
 
 
 def _run_client(
-    order: Order, images: np.ndarray, expected: np.ndarray, client: int, started: threading.Barrier
+    order: Order, images: np.ndarray, expected: np.ndarray, client: int, barrier: threading.Barrier
 ) -> Measured:
     measured = Measured()
     # The output is either the scores of labels, or an image.
@@ -78,16 +78,16 @@ def _run_client(
     output = np.empty((1, 10), np.float32) if has_labels else images[0]
     name = f"demo-{os.getpid()}-{client}"
     with _TRANSPORTS[order.transport](order, name, images, output) as send:
-        started.wait()
-        start = time.perf_counter() + order.warm_up
+        barrier.wait()
+        start_s = time.perf_counter() + order.warm_up
         index = client * len(images) // order.clients  # the clients begin with different images
-        while (began := time.perf_counter()) < start + order.seconds:
+        while (sent_s := time.perf_counter()) < start_s + order.seconds:
             index = (index + 1) % len(images)
             response = send(index)
-            latency = time.perf_counter() - began
-            if began >= start:
+            latency_s = time.perf_counter() - sent_s
+            if sent_s >= start_s:
                 result = response.argmax() if has_labels else response[0]
-                measured.latencies.append(latency)
+                measured.latencies.append(latency_s)
                 measured.correct += bool(np.array_equal(result, expected[index]))
             del response  # a view of shared memory would prevent the region from being closed
     return measured

@@ -99,21 +99,21 @@ def measure(port: int, clients: int) -> Measured:
     def run(number: int) -> None:
         for turn in range(2):
             prompt = _PROMPTS[(number + turn) % len(_PROMPTS)]
-            began = last = time.monotonic()
+            sent_s = last_s = time.monotonic()
             for _, at in stream(port, prompt, _TOKENS):
                 with lock:
-                    (measured.first if last == began else measured.between).append(at - last)
-                last = at
+                    (measured.first if last_s == sent_s else measured.between).append(at - last_s)
+                last_s = at
             with lock:
                 measured.tokens += _TOKENS
 
-    began = time.monotonic()
+    start_s = time.monotonic()
     threads = [threading.Thread(target=run, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    measured.seconds = time.monotonic() - began
+    measured.seconds = time.monotonic() - start_s
     return measured
 
 

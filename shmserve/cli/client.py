@@ -41,7 +41,7 @@ class Verb(NamedTuple):
     """
 
     help: str
-    takes_model: bool = False  # whether the verb has the argument MODEL
+    takes_model: bool = False
     version_default: str = ""
     model_default: str = ""
 

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import argparse
 import time
-import urllib.request
 from collections import defaultdict
 from typing import NamedTuple
 from urllib.parse import urlsplit
+from urllib.request import Request
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.cli.arguments import with_scheme
-from shmserve.cli.top import open_page
+from shmserve.cli.top import create_request, open_page
 from shmserve.errors import InvalidArgument, Unavailable, convert_os_errors
-from shmserve.protocols.servers import read_token
 
 _PREFIX = "shmserve_llm_"
 _BAR_WIDTH = 40  # width of a bar in characters
@@ -44,12 +43,12 @@ class Profile(NamedTuple):
         was_interrupted: Whether the interval was ended by a signal.
     """
 
-    seconds: float  # length of the interval
-    steps: float  # number
-    tokens: float  # number of generated tokens
-    rows: float  # number of sequences, over all steps
-    phases: dict[str, float]  # total seconds by phase
-    throughput: list[float]  # tokens per second, in each second
+    seconds: float
+    steps: float
+    tokens: float
+    rows: float
+    phases: dict[str, float]
+    throughput: list[float]
     was_interrupted: bool = False
 
 
@@ -68,17 +67,19 @@ def run(args: argparse.Namespace) -> int:
         InvalidArgument: The model is unknown.
         Unavailable: The server is unreachable.
     """
-    token = read_token(args.token_file) if args.token_file else ""
-    profile = watch(args.metrics_url, token, args.model, args.seconds)
+    url = with_scheme(args.metrics_url)
+    if urlsplit(url).path in ("", "/") and url.startswith("http"):
+        url = url.rstrip("/") + "/metrics"
+    profile = watch(create_request(url, args.token_file), args.model, args.seconds)
     print(format_table(args.model, profile))
     if args.plot and profile.steps:
         plot(args.plot, args.model, profile)
     return 130 if profile.was_interrupted else 0
 
 
-def watch(url: str, token: str, model: str, seconds: float) -> Profile:
+def watch(request: Request, model: str, seconds: float) -> Profile:
     """Observe a model for `seconds`, or until KeyboardInterrupt, and return its profile."""
-    first_sample = _scrape(url, token, model)
+    first_sample = _scrape(request, model)
     began_s = last_s = time.monotonic()
     last_sample, throughput = first_sample, []
     was_interrupted = False
@@ -87,7 +88,7 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
             time.sleep(min(1.0, remaining_s))
         except KeyboardInterrupt:
             was_interrupted = True
-        sample, sampled_s = _scrape(url, token, model), time.monotonic()
+        sample, sampled_s = _scrape(request, model), time.monotonic()
         generated_tokens = sample["tokens_generated_total"] - last_sample["tokens_generated_total"]
         throughput.append(generated_tokens / (sampled_s - last_s))
         last_sample, last_s = sample, sampled_s
@@ -100,24 +101,18 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
     return Profile(last_s - began_s, *counts, phases, throughput, was_interrupted)
 
 
-def _scrape(url: str, token: str, model: str) -> defaultdict[str, float]:
+def _scrape(request: Request, model: str) -> defaultdict[str, float]:
     """Return the current metrics of a model by name; absent metrics are 0.
 
     A metric of a phase has the name NAME.PHASE.
     """
-    url = with_scheme(url)
-    if urlsplit(url).path in ("", "/") and url.startswith("http"):
-        url = url.rstrip("/") + "/metrics"
-    with convert_os_errors(f"--metrics-url: cannot use '{url}'", "it is not a URL"):
-        request = urllib.request.Request(url)
-    if token:
-        request.add_header("Authorization", f"Bearer {token}")
     with open_page(request, timeout_s=30) as response:
         metrics_text = response.read().decode()
     try:
         families = list(text_string_to_metric_families(metrics_text))
     except ValueError as error:
-        raise InvalidArgument(f"--metrics-url: {url} does not return metrics: {error}") from None
+        text = f"--metrics-url: {request.full_url} does not return metrics: {error}"
+        raise InvalidArgument(text) from None
     samples: defaultdict[str, float] = defaultdict(float)
     for family in families:
         for sample in family.samples if family.name.startswith(_PREFIX) else ():
@@ -127,7 +122,8 @@ def _scrape(url: str, token: str, model: str) -> defaultdict[str, float]:
                 name = f"{name}.{phase}" if phase else name
                 samples[name] += sample.value
     if not samples:
-        raise InvalidArgument(f"{url} has no metrics of a model '{model}' that generates text")
+        text = f"{request.full_url} has no metrics of a model '{model}' that generates text"
+        raise InvalidArgument(text)
     return samples
 
 

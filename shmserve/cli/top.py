@@ -70,10 +70,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise Unavailable(missing_package("shmserve top", error, "top")) from None
     address = with_scheme(args.metrics_url).rstrip("/").removesuffix("/metrics") + "/live"
-    with convert_os_errors(f"--metrics-url: cannot use '{args.metrics_url}'", "it is not a URL"):
-        request = urllib.request.Request(address)
-    if args.token_file:
-        request.add_header("Authorization", f"Bearer {read_token(args.token_file)}")
+    request = create_request(address, args.token_file)
     top, console = Top(), Console(highlight=False)
     # On a dumb terminal, rich displays nothing before the program ends, so the figures are shown
     # once.
@@ -98,6 +95,19 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
                     raise ValueError("this port is not the metrics port of shmserve")
                 yield figures
     raise Unavailable(f"{request.full_url}: the server has exited")
+
+
+def create_request(url: str, token_file: str | None) -> urllib.request.Request:
+    """Return a request for a page of the metrics port, with the token of --token-file if given.
+
+    Raises:
+        InvalidArgument: The URL or the file is invalid.
+    """
+    with convert_os_errors(f"--metrics-url: cannot use '{url}'", "it is not a URL"):
+        request = urllib.request.Request(url)
+    if token_file:
+        request.add_header("Authorization", f"Bearer {read_token(token_file)}")
+    return request
 
 
 @contextlib.contextmanager

@@ -41,7 +41,6 @@ from shmserve.client.session import (
     Tensors,
     call_of,
     check_in_flight,
-    model_path,
     open_session,
     signature_of,
 )
@@ -57,10 +56,7 @@ class _LoopChannel:
         self.requests = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
-        self.loop.add_reader(fd, self._receive, fd)
-
-    def _receive(self, fd: int) -> None:
-        self.requests.process_events((fd,))
+        self.loop.add_reader(fd, lambda: self.requests.process_events((fd,)))
 
     def _unwatch(self, fd: int) -> None:
         if not self.loop.is_closed():
@@ -128,7 +124,7 @@ class ResponseStream:
         remaining_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
         try:
             async with asyncio.timeout(remaining_s):
-                while not pending.ready():
+                while not pending.is_ready():
                     self._arrived.clear()
                     await self._arrived.wait()
         except TimeoutError:
@@ -207,8 +203,8 @@ class Server:
         except TimedOut:
             raise
         except ShmserveError:
-            attempt_state = (channel.connection, call[4], packed)
-            if not await asyncio.to_thread(self._session.should_retry, *attempt_state):
+            arguments = (channel.connection, call, packed)
+            if not await asyncio.to_thread(self._session.should_retry, *arguments):
                 raise
         channel = await self._get_channel()
         await self._load_on_demand(channel, *call)
@@ -443,9 +439,7 @@ class Server:
             NotFound: The server has no such model or version.
             Unavailable: The server does not listen for HTTP.
         """
-        path = model_path(model, version)
-        model_metadata: dict[str, Any] = await asyncio.to_thread(self._session.control, "GET", path)
-        return model_metadata
+        return await asyncio.to_thread(self._session.metadata, model, version)
 
     async def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
         """Return the statistics of each version of one model, or of all models.
@@ -479,7 +473,7 @@ class Server:
                 self._former_channels.append(channel)
             for former in self._former_channels[:]:
                 is_draining = former.connection.is_draining and former.connection.alive
-                if not (is_draining and former.requests.waiting):
+                if not (is_draining and former.requests.pending_ids):
                     self._former_channels.remove(former)
                     former.close()
             try:

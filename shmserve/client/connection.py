@@ -209,7 +209,7 @@ class ServerConnection(ServerState):
         self._poll.register(self._link, select.EPOLLIN)
         self._channel = RequestChannel(self, self._watch, self._poll.unregister)
         # The deadlines of the channel's requests, by request id; only the thread uses them.
-        self.timers: Timers[int] = Timers(lambda number: number not in self._channel.waiting)
+        self.timers: Timers[int] = Timers(lambda number: number not in self._channel.pending_ids)
         self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
         self._thread.start()
 
@@ -232,7 +232,7 @@ class ServerConnection(ServerState):
                 case m.ModelWithdrawn(name, version):
                     self.models.withdraw(name, version)
                 case m.SchedulerLost(endpoint, successor):
-                    self.on_scheduler_lost(endpoint, successor)
+                    self.record_lost_scheduler(endpoint, successor)
                 case OwnerExited(pid):
                     self.mappings.unmap_process(pid)
                 case ServerEnding():
@@ -291,7 +291,7 @@ class ServerConnection(ServerState):
 
     def share(self, segment: AnySegment) -> None:
         """Share a segment with the server and wait for its confirmation."""
-        segment.on_shared(self._send_request(segment.make_share_request)["memory"])
+        segment.set_memory(self._send_request(segment.make_share_request)["memory"])
 
     def _read_until(self, response_future: Future[Any]) -> None:
         try:

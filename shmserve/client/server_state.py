@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any, Never, Protocol
 
-from shmserve.client.request.prepared import ClientTemplate
+from shmserve.client.request.client_templates import ClientTemplate
 from shmserve.errors import Disconnected, InvalidArgument, NotFound, Unavailable, Unsupported
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.publications import ModelPublished
@@ -34,7 +34,7 @@ class ClientModel:
     """
 
     def __init__(self, publication: ModelPublished, source: ClientModels | None = None) -> None:
-        self.source = source  # the table that contains this model
+        self.source = source
         self.name = publication.name
         self.version = publication.version
         self.endpoint = publication.endpoint
@@ -189,9 +189,9 @@ class ServerState(ABC):
     def __init__(self) -> None:
         self.models = ClientModels()
         self.successors = Successors()
-        self.loss_count = 0  # of schedulers
+        self.loss_count = 0
         self.alive = True
-        self.start_ended = threading.Event()  # set when the startup models are loaded
+        self.start_ended = threading.Event()
         self.is_draining = False  # new requests must go to another server
         self.identity = ""  # this client's number and token, by which schedulers identify it
         self.is_in_other_pid_namespace = False  # than the server; set before threads start
@@ -205,7 +205,7 @@ class ServerState(ABC):
     def is_closed(self) -> bool:
         """Check whether the server has disconnected, even if `alive` is not updated yet."""
 
-    def on_scheduler_lost(self, endpoint: str, successor: str) -> None:
+    def record_lost_scheduler(self, endpoint: str, successor: str) -> None:
         """Record that the scheduler at `endpoint` is gone."""
         self.successors.add(endpoint, successor)
         self.loss_count += 1

@@ -47,6 +47,7 @@ Outputs = Sequence[str] | Mapping[str, Any]
 # A call: model, inputs, outputs, version, options, and the inputs given by keyword.
 Call = tuple[str, Tensors | None, Outputs | None, str, Options, Tensors]
 
+_REPOSITORY = "/v2/repository/models"  # the path of the models to load and unload
 _DEFAULT_CONNECT_TIMEOUT_S = 10.0
 _MIN_CONNECT_TIMEOUT_S = 0.1
 _RETRY_PAUSE_S = 0.05  # seconds between two attempts to find a server
@@ -127,15 +128,17 @@ def _check_names(model: ClientModel, inputs: Any, by_keyword: bool) -> None:
             )
 
 
-def model_path(model: str, version: str = "", *subpath: str) -> str:
-    """Return the path of a model, or of one of its versions, in the HTTP API."""
+def _model_path(
+    model: str, version: str = "", *subpath: str, collection: str = "/v2/models"
+) -> str:
+    """Return the path of a model, or of one of its versions, in a collection of the HTTP API."""
     from urllib.parse import quote
 
     for name, value in (("model", model), ("version", version)):
         if not isinstance(value, str):
             raise InvalidArgument(f"{name} must be a string, got {value!r:.80}")
     path_segments = [model, *(("versions", version) if version else ()), *subpath]
-    return "/v2/models/" + "/".join(quote(part, safe="") for part in path_segments)
+    return "/".join([collection, *(quote(part, safe="") for part in path_segments)])
 
 
 def check_number(name: str, value: Any) -> None:
@@ -192,7 +195,7 @@ class Session:
         timeout_s: float,
         token: str = "",
     ) -> None:
-        """Connect to the server; `token` is sent with the requests of `control`.
+        """Connect to the server; `token` is sent with the requests of `request_api`.
 
         Raises:
             Disconnected: There is no server.
@@ -244,9 +247,9 @@ class Session:
                 raise Unavailable("the server still loads its models; wait longer")
 
     def should_retry(
-        self, connection: ServerConnection, options: Options, packed: PackedRequest | None
+        self, connection: ServerConnection, call: Call, packed: PackedRequest | None
     ) -> bool:
-        """Return whether to retry a request that failed on `connection`.
+        """Return whether to retry a call that failed on `connection`.
 
         A request is retried if its on-demand model was unloaded before the request reached it, or
         if a successor has replaced the server. In the second case, the session connects to the
@@ -256,6 +259,7 @@ class Session:
         Raises:
             Disconnected: The session cannot connect to the successor.
         """
+        _, _, _, _, options, _ = call
         if options.sequence or (packed is not None and runs_once(packed.schema, packed.data)):
             return False
         if packed is not None and connection.models.needs_load(*packed.model.key):
@@ -324,9 +328,9 @@ class Session:
             Disconnected: There is no server.
             Unauthenticated, PermissionDenied: The client's token does not permit health checks.
         """
-        path = model_path(model, version, "ready") if model else "/v2/health/ready"
+        path = _model_path(model, version, "ready") if model else "/v2/health/ready"
         try:
-            self.control("GET", path)
+            self.request_api("GET", path)
         except (Disconnected, Unauthenticated, PermissionDenied):
             raise
         except ShmserveError:
@@ -338,19 +342,24 @@ class Session:
         from json import dumps
 
         body = {"parameters": {"config": dumps(config)}} if config else {}
-        self.control("POST", model_path(model, "", "load").replace("v2", "v2/repository", 1), body)
+        self.request_api("POST", _model_path(model, "", "load", collection=_REPOSITORY), body)
 
     def unload_model(self, model: str) -> None:
         """Unload a model with a request to the server's HTTP API."""
-        self.control("POST", model_path(model, "", "unload").replace("v2", "v2/repository", 1), {})
+        self.request_api("POST", _model_path(model, "", "unload", collection=_REPOSITORY), {})
+
+    def metadata(self, model: str, version: str) -> dict[str, Any]:
+        """Return the metadata of a model version; of the latest one if `version` is ""."""
+        model_metadata: dict[str, Any] = self.request_api("GET", _model_path(model, version))
+        return model_metadata
 
     def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
         """Return the statistics of each version of a model; of all models if `model` is ""."""
-        path = model_path(model, version, "stats") if model else "/v2/models/stats"
-        model_stats: list[dict[str, Any]] = self.control("GET", path)["model_stats"]
+        path = _model_path(model, version, "stats") if model else "/v2/models/stats"
+        model_stats: list[dict[str, Any]] = self.request_api("GET", path)["model_stats"]
         return model_stats
 
-    def control(self, method: str, path: str, body: Any = None) -> Any:
+    def request_api(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request to the HTTP API of this server, and return the decoded body.
 
         Raises:

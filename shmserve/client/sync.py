@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from shmserve.client.session import (
     Tensors,
     call_of,
     check_in_flight,
-    model_path,
     signature_of,
 )
 from shmserve.errors import ShmserveError, TimedOut, Unavailable
@@ -97,7 +97,7 @@ class Server:
         except TimedOut:
             raise
         except ShmserveError:
-            if not self._session.should_retry(channel.connection, call[4], packed):
+            if not self._session.should_retry(channel.connection, call, packed):
                 raise
         channel = self._get_thread_channel()
         return channel.wait(channel.submit(self._session.pack(channel.connection, call)))
@@ -351,8 +351,7 @@ class Server:
             NotFound: The server has no such model or version.
             Unavailable: The server does not listen for HTTP.
         """
-        model_metadata: dict[str, Any] = self._session.control("GET", model_path(model, version))
-        return model_metadata
+        return self._session.metadata(model, version)
 
     def statistics(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
         """Return the statistics of each version of one model, or of all models.
@@ -385,6 +384,11 @@ class Server:
         return channel
 
     def _new_channel(self, thread: threading.Thread, connection: ServerConnection) -> Channel:
+        """Return the channel of a thread, or the connection's channel if there are too many.
+
+        Raises:
+            Unavailable: There are too many channels, and the caller is the connection's thread.
+        """
         with self._lock:
             for owner, channel in list(self._channels.items()):
                 is_obsolete = channel.connection is not connection and not owner.is_alive()
@@ -397,13 +401,13 @@ class Server:
                 if not owner.is_alive() and not channel.lock.locked():
                     self._channels[thread] = self._channels.pop(owner)
                     return channel
-            if len(self._channels) >= _MAX_CHANNELS:
-                return _shared_channel(connection)
-            try:
-                channel = self._channels[thread] = ThreadChannel(connection)
-            except OSError:  # no free descriptor for another channel
-                return _shared_channel(connection)
-            return channel
+            if len(self._channels) < _MAX_CHANNELS:
+                with contextlib.suppress(OSError):  # no free descriptor for another channel
+                    channel = self._channels[thread] = ThreadChannel(connection)
+                    return channel
+        shared_channel = SharedChannel(connection)
+        shared_channel.check_may_wait()
+        return shared_channel
 
     def close(self) -> None:
         """Disconnect; the server frees all resources of this client. This method is idempotent.
@@ -428,7 +432,7 @@ class Server:
     def _close_former_channels(self) -> None:
         for channel in self._former_channels[:]:
             connection = channel.connection
-            if not (connection.is_draining and connection.alive and channel.requests.waiting):
+            if not (connection.is_draining and connection.alive and channel.requests.pending_ids):
                 self._former_channels.remove(channel)
                 channel.close()
 
@@ -447,14 +451,3 @@ class Server:
 
 def _keep_client(server: Server, future: Future[Result]) -> None:
     """Do nothing. As a callback, it keeps a reference to `server` until the future completes."""
-
-
-def _shared_channel(connection: ServerConnection) -> SharedChannel:
-    """Return the channel that threads without their own channel share.
-
-    Raises:
-        Unavailable: The caller is the connection's own thread.
-    """
-    shared_channel = SharedChannel(connection)
-    shared_channel.check_may_wait()
-    return shared_channel

@@ -96,17 +96,15 @@ class ShmPolicy:
         max_byte_size_per_uid: The maximum total size of one user's regions.
         sparse_byte_size: The maximum bytes of pages that the server allocates because clients have
             not.
-        overlap: The action for outputs of two requests in the same range: error, warn or ignore.
     """
 
-    allow: bool | None  # None: only for listeners of this host
-    group: int  # gid, or NO_GROUP
+    allow: bool | None
+    group: int
     max_regions: int
     max_regions_per_uid: int
     max_byte_size: int
     max_byte_size_per_uid: int
-    sparse_byte_size: int  # maximum bytes that the server allocates for clients
-    overlap: str  # "error", "warn" or "ignore"
+    sparse_byte_size: int
 
 
 @dataclass(frozen=True, slots=True)

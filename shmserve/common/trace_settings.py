@@ -60,16 +60,16 @@ class TraceSettings:
         log_frequency: The number of traces per file; 0: all traces are in one file.
         trace_file: The file of traces.
         trace_mode: The exporter: Triton's files or OpenTelemetry.
-        exporter: Settings of the OpenTelemetry exporter.
+        exporter: Pairs (setting, value) of the OpenTelemetry exporter.
     """
 
     trace_level: tuple[str, ...] = (OFF,)
     trace_rate: int = 1000
     trace_count: int = -1
-    log_frequency: int = 0  # traces per file; 0: one file
+    log_frequency: int = 0
     trace_file: str = ""
     trace_mode: str = TRITON
-    exporter: tuple[tuple[str, str], ...] = ()  # (setting, value) of OpenTelemetry
+    exporter: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_on(self) -> bool:
@@ -219,8 +219,8 @@ class Sampler:
     """
 
     settings: TraceSettings
-    remaining_count: int = field(init=False)  # requests still to trace; -1: unlimited
-    pending: list[Any] = field(default_factory=list)  # traces not written yet
+    remaining_count: int = field(init=False)
+    pending: list[Any] = field(default_factory=list)
     _request_count: int = 0
     _is_enabled: bool = field(init=False)
 

@@ -36,10 +36,10 @@ class FlagValues:
         positions: The position of each flag that a file sets: "'FILE' line N".
     """
 
-    values: dict[str, Value | None] = field(default_factory=dict)  # by flag
-    repeated: dict[str, list[str]] = field(default_factory=dict)  # values by repeatable flag
-    without_effect: list[str] = field(default_factory=list)  # names of ignored flags
-    positions: dict[str, str] = field(default_factory=dict)  # position in the file, by flag
+    values: dict[str, Value | None] = field(default_factory=dict)
+    repeated: dict[str, list[str]] = field(default_factory=dict)
+    without_effect: list[str] = field(default_factory=list)
+    positions: dict[str, str] = field(default_factory=dict)
 
     def add(self, flag: Flag, value: Value) -> None:
         """Store a value of `flag`; the values of a repeatable flag are collected in order."""
@@ -61,8 +61,8 @@ class Parsed(FlagValues):
             value, the name of this flag.
     """
 
-    positional: list[str] = field(default_factory=list)  # arguments that are not flags
-    boolean_flag_before: dict[str, str] = field(default_factory=dict)  # by positional argument
+    positional: list[str] = field(default_factory=list)
+    boolean_flag_before: dict[str, str] = field(default_factory=dict)
 
     def with_position(self, problem: str) -> str:
         """Return `problem` prefixed with the flag's position in the file, if the file sets it."""

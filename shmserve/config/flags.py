@@ -53,16 +53,16 @@ class Flag:
     help: str = ""
     kind: type = str
     default: Value | None = None
-    low: float = 0  # lowest number allowed
-    high: float = 2**63 - 1  # highest number allowed
-    choices: tuple[str, ...] = ()  # values allowed; empty: any
+    low: float = 0
+    high: float = 2**63 - 1
+    choices: tuple[str, ...] = ()
     is_repeatable: bool = False
     has_effect: bool = True
-    allows_words: bool = False  # whether true and false stand for 1 and 0
-    metavar: str = ""  # name of the value in help texts
-    is_exclusive: bool = False  # whether only one flag of its group may be set
+    allows_words: bool = False
+    metavar: str = ""
+    is_exclusive: bool = False
     is_required: bool = False
-    prefix: str = ""  # precedes the value
+    prefix: str = ""
 
     def parse(self, text: str) -> Value:
         """Return the value of `text` as the flag's kind.

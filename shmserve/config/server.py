@@ -77,8 +77,8 @@ class ServerConfig:
     """
 
     model_repositories: tuple[Path, ...]
-    model_files: tuple[str, ...]  # "path/model.py:Class"
-    class_settings: Mapping[str, str]  # parameters of the models in `model_files`
+    model_files: tuple[str, ...]
+    class_settings: Mapping[str, str]
     model_control_mode: str
     load_models: tuple[str, ...]  # names
     load_on_demand: bool
@@ -90,7 +90,7 @@ class ServerConfig:
     # Tuples of backend, setting and value; the backend "" means all backends.
     backend_config: tuple[tuple[str, str, str], ...]
     model_defaults: ModelDefaults
-    on_cpu: bool = field(default=False, kw_only=True)  # whether KIND_GPU runs on the CPU
+    on_cpu: bool = field(default=False, kw_only=True)
     load_timeout_s: float
     http: HttpConfig
     gateways: int  # number of HTTP gateway processes
@@ -99,7 +99,7 @@ class ServerConfig:
     metrics_address: str
     metrics_port: int
     metrics: MetricsConfig
-    tokens: Tokens  # accepted tokens; empty: none is required
+    tokens: Tokens
     insecure: bool
     shm: ShmPolicy
     gateway: GatewaySettings
@@ -119,7 +119,7 @@ class ServerConfig:
     trace: TraceSettings
     visible_devices: str | None
     without_effect: tuple[str, ...]  # flags that are accepted and ignored
-    flags: Mapping[str, Any]  # value of each flag
+    flags: Mapping[str, Any]
 
     @property
     def allows_remote(self) -> bool:
@@ -302,7 +302,6 @@ def _read_shm_policy(values: Mapping[str, Any]) -> ShmPolicy:
         max_byte_size=byte_limit,
         max_byte_size_per_uid=byte_limit if uid_limit is None else uid_limit,
         sparse_byte_size=values["shm-sparse-byte-size"],
-        overlap=values["shm-overlap"],
     )
 
 

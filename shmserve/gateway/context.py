@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Never
 
-import orjson
-
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.links import GatewaySchedulers, GatewaySupervisorLink
@@ -47,6 +45,7 @@ class GatewayModel:
         is_ready: The readiness in health responses. A version that is not ready still accepts
             requests.
         has_ready_check: Whether the model's code defines `is_ready`.
+        config: The configuration, as `GET /v2/models/NAME/config` returns it.
         immutable_config: The part of the configuration that is fixed while the version serves.
         tags: Additional labels of the version's nv_* metrics.
         labels: The classification labels of each output, by index.
@@ -60,8 +59,8 @@ class GatewayModel:
         self.is_published = True
         self.name = publication.name
         self.version = publication.version
-        self.config: bytes = orjson.dumps(publication.config.source)
-        self.immutable_config = orjson.dumps(publication.config.immutable_config)
+        self.config: dict[str, Any] = publication.config.source
+        self.immutable_config = publication.config.immutable_config
         self.metadata = publication.metadata
         self.labels: dict[str, list[str]] = publication.metadata.get("labels", {})
         self.is_ready = publication.ready
@@ -130,9 +129,9 @@ class ModelTable:
         versions = self._models.setdefault(message.name, {})
         previous = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message)
-        withdrawn = self._withdrawn_versions.get(message.name, set())
-        withdrawn -= {message.version, ""}
-        if not withdrawn:
+        withdrawn_versions = self._withdrawn_versions.get(message.name, set())
+        withdrawn_versions -= {message.version, ""}
+        if not withdrawn_versions:
             self._withdrawn_versions.pop(message.name, None)
         was_latest = previous is not None and self._latest_models.get(message.name) is previous
         if message.latest or was_latest:

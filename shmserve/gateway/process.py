@@ -46,7 +46,6 @@ from shmserve.ipc.messages.publications import (
     RegionWithdrawn,
     SchedulerLost,
 )
-from shmserve.ipc.messages.supervision import decode_start
 from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
@@ -148,7 +147,7 @@ def run(start_record: bytes, fds: Sequence[int], title: str, create_server: Crea
         title: The title of the process, to which the name of the gateway is appended.
         create_server: Creates the protocol server.
     """
-    start = decode_start(GatewayStart, start_record)
+    start = m.decode_start(GatewayStart, start_record)
     name = start.gateway_name
     processes.set_up(f"gateway {name}", f"{title} {name}", start.log)
     processes.keep_freed_blocks()

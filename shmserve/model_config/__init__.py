@@ -27,7 +27,6 @@ from shmserve.model_config.completion import (
 )
 from shmserve.model_config.message_builder import (
     from_json,
-    parse_pbtxt,
     read_json,
     read_pbtxt,
     to_dict,
@@ -57,7 +56,6 @@ __all__ = [
     "merge_autocomplete",
     "merge_duplicates",
     "normalise",
-    "parse_pbtxt",
     "plugin_backends",
     "read_json",
     "read_labels",

@@ -71,8 +71,8 @@ class ModelDefaults:
     """
 
     dynamic_batching: bool = False
-    max_batch_size: int | None = None  # None: the default is 0
-    max_queue_delay_us: int | None = None  # None: the default is 0
+    max_batch_size: int | None = None
+    max_queue_delay_us: int | None = None
 
 
 def detect_backend(config: ModelConfig, model_name: str, files: Collection[str]) -> ModelConfig:

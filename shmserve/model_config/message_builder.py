@@ -108,20 +108,13 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
     return _build(Builder(is_json=True), partial(tree_from_json, decoded, text), origin)
 
 
-def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
-    """Return the configuration in a protobuf text.
+def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfig:
+    """Return the configuration in proto3 JSON; see `read_json`.
 
     Raises:
         InvalidArgument: The text has mistakes. Each has a line in the message:
-            `file_name:LINE:COLUMN: key.path[0]: problem, value found, nearest known name`.
+            `origin:LINE:COLUMN: key.path[0]: problem, value found, nearest known name`.
     """
-    config, source = read_pbtxt(text, file_name)
-    source.raise_for_problems(config)
-    return config
-
-
-def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfig:
-    """Return the configuration in proto3 JSON; see `read_json` and `parse_pbtxt`."""
     config, source = read_json(value, origin)
     source.raise_for_problems(config)
     return config
@@ -152,8 +145,8 @@ class Builder:
         problems: The problems, as in `Source`.
     """
 
-    is_json: bool = False  # whether the text is JSON
-    positions: dict[Key, str] = field(default_factory=dict)  # in the text
+    is_json: bool = False
+    positions: dict[Key, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def fill(self, message: Message, block: MessageValue, path: Key = ()) -> None:

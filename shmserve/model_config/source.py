@@ -40,8 +40,8 @@ class Problem(NamedTuple):
 
     key: Key
     text: str
-    related_keys: tuple[Key, ...] = ()  # to which the message refers
-    at: str = ""  # position of an unreadable value ("12:7")
+    related_keys: tuple[Key, ...] = ()
+    at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Source:
         python_class_source: The source of the Python class that completes the configuration.
     """
 
-    origin: str = ""  # name of the text
-    positions: Mapping[Key, str] = field(default_factory=dict)  # in the text
-    problems: tuple[Problem, ...] = ()  # of values that could not be read
+    origin: str = ""
+    positions: Mapping[Key, str] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
     python_class_source: Source | None = None
 
     def with_problem(self, key: Key, text: str) -> Source:

@@ -53,8 +53,8 @@ class ModelInterface:
     outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     supports_batching: bool = False
     decoupled: bool = False
-    steps: tuple[str, ...] = ()  # models of an ensemble's steps
-    config_error: str = ""  # why the server sent no configuration
+    steps: tuple[str, ...] = ()
+    config_error: str = ""
 
 
 @dataclass(frozen=True)

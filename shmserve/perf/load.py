@@ -41,22 +41,22 @@ class Records:
     All times are nanoseconds of the same clock.
 
     Attributes:
-        scheduled_ns: The scheduled time.
-        delays_ns: The delay between the scheduled time and the sending.
-        first_ns: The time of the first response.
-        ended_ns: The time of completion.
-        responses: The number of responses.
-        gaps_ns: The times between consecutive responses of any request.
+        scheduled_ns: The scheduled time of each request.
+        delays_ns: The delay between the scheduled time and the sending of each request.
+        first_ns: The time of each request's first response.
+        ended_ns: The time of each request's completion.
+        responses: The number of responses to each request.
+        gaps_ns: The times between consecutive responses to the same request, for all requests.
         errors: The number of failures by error text.
     """
 
-    scheduled_ns: array[int] = field(default_factory=_column)  # by request
-    delays_ns: array[int] = field(default_factory=_column)  # delays of the sending, by request
-    first_ns: array[int] = field(default_factory=_column)  # times of the first response, by request
-    ended_ns: array[int] = field(default_factory=_column)  # by request
-    responses: array[int] = field(default_factory=_column)  # counts by request
-    gaps_ns: array[int] = field(default_factory=_column)  # between responses of a request
-    errors: Counter[str] = field(default_factory=Counter)  # by text
+    scheduled_ns: array[int] = field(default_factory=_column)
+    delays_ns: array[int] = field(default_factory=_column)
+    first_ns: array[int] = field(default_factory=_column)
+    ended_ns: array[int] = field(default_factory=_column)
+    responses: array[int] = field(default_factory=_column)
+    gaps_ns: array[int] = field(default_factory=_column)
+    errors: Counter[str] = field(default_factory=Counter)
 
     def failed_count(self) -> int:
         """Return the number of failed requests."""
@@ -74,11 +74,11 @@ class Mark(NamedTuple):
         cpu_s: The CPU time of this process.
     """
 
-    at_ns: int  # time of the boundary
-    requests: int  # number of successful requests
-    gaps: int  # length of `Records.gaps_ns`
-    failed: int  # number of failed requests
-    cpu_s: float  # of this process
+    at_ns: int
+    requests: int
+    gaps: int
+    failed: int
+    cpu_s: float
 
 
 class LoadSlot:

@@ -136,26 +136,26 @@ class Point:
         interrupted: Whether the user ended the measurement.
     """
 
-    kind: str  # "concurrency" or "rate"
-    value: float  # of the load
-    requests: int  # number of successful requests
-    errors: int  # number of failed requests
-    error: str  # the most frequent error
-    seconds: float  # duration of the measured windows
-    per_second: float  # successful requests
-    confidence: float | None  # half the width of the confidence interval
-    settled: bool  # whether the last windows agreed
-    latency: dict[str, float]  # ms, by statistic
-    late: dict[str, float]  # ms of delay of the sending, by statistic
-    client_us: float  # CPU time of this program per request
-    client_busy: float  # CPU utilisation of this program; 1: a core
-    load_average: float  # of the host, in one minute
-    first: dict[str, float] = field(default_factory=dict)  # ms to the first response
-    gap: dict[str, float] = field(default_factory=dict)  # ms between responses
-    per_response: dict[str, float] = field(default_factory=dict)  # mean ms
+    kind: str
+    value: float
+    requests: int
+    errors: int
+    error: str
+    seconds: float
+    per_second: float
+    confidence: float | None
+    settled: bool
+    latency: dict[str, float]
+    late: dict[str, float]
+    client_us: float
+    client_busy: float
+    load_average: float
+    first: dict[str, float] = field(default_factory=dict)
+    gap: dict[str, float] = field(default_factory=dict)
+    per_response: dict[str, float] = field(default_factory=dict)
     responses_per_second: float = 0.0
-    server: dict[str, dict[str, float]] = field(default_factory=dict)  # us by model
-    interrupted: bool = False  # by the user
+    server: dict[str, dict[str, float]] = field(default_factory=dict)
+    interrupted: bool = False
 
     @property
     def name(self) -> str:

@@ -228,7 +228,7 @@ def _svg(title: str, x_label: str, lines: Sequence[ChartLine], *, has_ticks: boo
     ]
     ticks = _log_ticks(min_y, max_y)
     parts += [_grid(_LEFT, pixel_y(y), _WIDTH - _RIGHT, pixel_y(y)) for y in ticks]
-    parts += [_text(_LEFT - 6, pixel_y(y) + 4, f"{y:g}", "end") for y in _log_ticks(min_y, max_y)]
+    parts += [_text(_LEFT - 6, pixel_y(y) + 4, f"{y:g}", "end") for y in ticks]
     if has_ticks:
         for x in _linear_ticks(max_x):
             parts.append(_grid(pixel_x(x), _TOP, pixel_x(x), _HEIGHT - _BOTTOM))

@@ -49,12 +49,12 @@ class Candidate:
             1 if a batch waits until it is full, 2 if the next one fills during an execution.
     """
 
-    instances: int  # number
-    batch: int  # maximum batch size; 0: no batching
-    strategy: str = ""  # of batching; "": as configured
-    delay_us: int = 0  # maximum queue delay
-    threads: int = 0  # per instance; 0: as configured
-    depth: int = 2  # batches in flight per instance
+    instances: int
+    batch: int
+    strategy: str = ""
+    delay_us: int = 0
+    threads: int = 0
+    depth: int = 2
 
     @property
     def in_flight(self) -> int:
@@ -81,9 +81,9 @@ class SearchSpace:
         largest_batch: The largest batch size.
     """
 
-    instances: Sequence[int]  # numbers of instances to try
-    variants: Sequence[Mapping[str, Any]]  # settings to try
-    largest_batch: int  # maximum batch size to try
+    instances: Sequence[int]
+    variants: Sequence[Mapping[str, Any]]
+    largest_batch: int
 
 
 class _OutOfTrials(Exception):

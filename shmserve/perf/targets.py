@@ -55,9 +55,9 @@ class LoadTarget:
     """
 
     lane_factory: LaneFactory
-    requests: Callable[[int], Requests]  # those of a slot, given the concurrency
-    statistics: Callable[[], dict[str, Mapping[str, Any]]]  # by model
-    title: str  # in reports
+    requests: Callable[[int], Requests]
+    statistics: Callable[[], dict[str, Mapping[str, Any]]]
+    title: str
 
 
 def connect(args: Namespace, loop: EventLoop, stack: ExitStack) -> LoadTarget:

@@ -82,9 +82,18 @@ class InputTensor:
 class OutgoingRequest:
     """One inference request.
 
-    If `outputs` is empty, all outputs are requested. `timeout_us` 0 means no limit, `version` ""
-    the latest version, and `sequence` 0 or "" no sequence. `output_parts` has the range of each
-    output that the server writes to a region.
+    Attributes:
+        model: The model's name.
+        version: The model's version; "": the latest.
+        id: The name of the request in the server's errors.
+        timeout_us: The timeout in microseconds; 0: no limit.
+        inputs: The inputs.
+        outputs: The names of the requested outputs; empty: all.
+        sequence: The id of the request's sequence; 0 or "": none.
+        is_start: Whether the request is the first one of its sequence.
+        is_end: Whether the request is the last one of its sequence.
+        output_parts: The range of each output that the server writes to a region, by output.
+        parameters: The parameters by name.
     """
 
     model: str
@@ -92,11 +101,11 @@ class OutgoingRequest:
     id: str
     timeout_us: int
     inputs: list[InputTensor]
-    outputs: list[str]  # names; empty: all
-    sequence: int | str = ""  # id; 0 or "": none
+    outputs: list[str]
+    sequence: int | str = ""
     is_start: bool = False
     is_end: bool = False
-    output_parts: Mapping[str, RegionPart] = field(default_factory=dict)  # by output
+    output_parts: Mapping[str, RegionPart] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def request_parameters(self) -> dict[str, Parameter]:
@@ -115,7 +124,7 @@ class Credentials:
     client_cert: str | None = None
     client_key: str | None = None
 
-    def tls(self) -> ssl.SSLContext:
+    def create_tls_context(self) -> ssl.SSLContext:
         """Return the TLS context of the PEM files. Raises InvalidArgument if a file is invalid."""
         with convert_os_errors(f"--root-cert: cannot use '{self.root_cert}'"):
             context = ssl.create_default_context(cafile=self.root_cert)
@@ -130,14 +139,18 @@ class Credentials:
 class Address:
     """The address of a listener.
 
-    `protocol` is "http" or "grpc". `target` is HOST:PORT, or "" if `unix_socket` is set.
-    `address_text` is the address as text, for error messages.
+    Attributes:
+        address_text: The address as text, for error messages.
+        protocol: "http" or "grpc".
+        target: HOST:PORT, or "" if `unix_socket` is set.
+        uses_tls: Whether the listener uses TLS.
+        unix_socket: The path of a unix socket, or "".
     """
 
-    address_text: str  # for error messages
-    protocol: str  # "http" or "grpc"
-    target: str = ""  # HOST:PORT; "": `unix_socket` is set
-    tls: bool = False  # whether the listener uses TLS
+    address_text: str
+    protocol: str
+    target: str = ""
+    uses_tls: bool = False
     unix_socket: str = ""
 
 

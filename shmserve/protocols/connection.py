@@ -178,9 +178,9 @@ def create_tls_context(
     address: Address, credentials: Credentials, protocol: str
 ) -> ssl.SSLContext | None:
     """Return the TLS context of an address, None without TLS. `protocol` is the name in ALPN."""
-    if not address.tls:
+    if not address.uses_tls:
         return None
-    context = credentials.tls()
+    context = credentials.create_tls_context()
     context.set_alpn_protocols([protocol])
     return context
 

@@ -66,7 +66,7 @@ class GrpcTransport:
         self._metadata = [(name.lower(), value) for name, value in credentials.headers]
         self._channel = (
             grpc.secure_channel(address.target, _channel_credentials(credentials), _NO_SIZE_LIMITS)
-            if address.tls
+            if address.uses_tls
             else grpc.insecure_channel(address.target, _NO_SIZE_LIMITS)
         )
 
@@ -161,7 +161,7 @@ def _transport_errors() -> Iterator[None]:
 
 
 def _channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
-    credentials.tls()  # gRPC's own error does not name the invalid file
+    credentials.create_tls_context()  # gRPC's own error does not name the invalid file
     files = (credentials.root_cert, credentials.client_key, credentials.client_cert)
     pem_contents = (Path(file).read_bytes() if file else None for file in files)
     return grpc.ssl_channel_credentials(*pem_contents)
@@ -234,7 +234,7 @@ class GrpcLaneFactory:
         self._connect = partial(ClientConnection, address, tls, loop)
         fields = {
             ":method": "POST",
-            ":scheme": "https" if address.tls else "http",
+            ":scheme": "https" if address.uses_tls else "http",
             ":path": _SERVICE + ("ModelStreamInfer" if is_decoupled else "ModelInfer"),
             ":authority": address.target,
             "content-type": "application/grpc",
@@ -388,45 +388,45 @@ class Http2Client:
             lane: The lane that receives the data of the stream.
             head: The header block of the call.
         """
-        stream = self._next_stream_id
+        stream_id = self._next_stream_id
         self._next_stream_id += 2
-        self._streams[stream] = _LaneStream(lane, self._initial_window)
-        frame_header = h2.encode_frame_header(len(head), h2.HEADERS, h2.END_HEADERS, stream)
+        self._streams[stream_id] = _LaneStream(lane, self._initial_window)
+        frame_header = h2.encode_frame_header(len(head), h2.HEADERS, h2.END_HEADERS, stream_id)
         self._queue_output(frame_header + head)
-        return stream
+        return stream_id
 
-    def send(self, stream: int, message: bytes, *, is_last: bool) -> None:
+    def send(self, stream_id: int, message: bytes, *, is_last: bool) -> None:
         """Send a message on a stream; with `is_last`, also end this client's side of the stream."""
         size = len(message)
-        lane_stream = self._streams[stream]
-        sendable_bytes = min(self._window, lane_stream.window, self._max_frame_size)
+        stream = self._streams[stream_id]
+        sendable_bytes = min(self._window, stream.window, self._max_frame_size)
         if size <= sendable_bytes and not self._waiting_messages:
             self._window -= size
-            lane_stream.window -= size
+            stream.window -= size
             flags = h2.END_STREAM if is_last else 0
-            self._queue_output(h2.encode_frame_header(size, h2.DATA, flags, stream) + message)
+            self._queue_output(h2.encode_frame_header(size, h2.DATA, flags, stream_id) + message)
         else:
-            self._waiting_messages.append((stream, memoryview(message), is_last))
+            self._waiting_messages.append((stream_id, memoryview(message), is_last))
             self._send_waiting()
 
     def _send_waiting(self) -> None:
         for _ in range(len(self._waiting_messages)):
-            stream, message, is_last = self._waiting_messages.popleft()
-            state = self._streams.get(stream)
-            if state is None:
+            stream_id, message, is_last = self._waiting_messages.popleft()
+            stream = self._streams.get(stream_id)
+            if stream is None:
                 continue  # the stream has ended in the meantime
             while (
                 message
-                and (sendable_bytes := min(self._window, state.window, self._max_frame_size)) > 0
+                and (sendable_bytes := min(self._window, stream.window, self._max_frame_size)) > 0
             ):
                 sendable_part, message = message[:sendable_bytes], message[sendable_bytes:]
                 self._window -= len(sendable_part)
-                state.window -= len(sendable_part)
+                stream.window -= len(sendable_part)
                 flags = h2.END_STREAM if is_last and not message else 0
-                frame_header = h2.encode_frame_header(len(sendable_part), h2.DATA, flags, stream)
+                frame_header = h2.encode_frame_header(len(sendable_part), h2.DATA, flags, stream_id)
                 self._queue_output(frame_header + bytes(sendable_part))
             if message:
-                self._waiting_messages.append((stream, message, is_last))
+                self._waiting_messages.append((stream_id, message, is_last))
 
     def _queue_output(self, data: bytes) -> None:
         if not self._output:
@@ -442,98 +442,98 @@ class Http2Client:
         data = self._partial_frame + data if self._partial_frame else data
         position, data_size = 0, len(data)
         while data_size - position >= h2.FRAME_HEADER_SIZE:
-            high, low, frame_type, flags, stream = h2.FRAME_HEADER.unpack_from(data, position)
+            high, low, frame_type, flags, stream_id = h2.FRAME_HEADER.unpack_from(data, position)
             next_position = position + h2.FRAME_HEADER_SIZE + (high << 8 | low)
             if next_position > data_size:
                 break
             payload = data[position + h2.FRAME_HEADER_SIZE : next_position]
-            self._handle_frame(frame_type, flags, stream, payload)
+            self._handle_frame(frame_type, flags, stream_id, payload)
             position = next_position
         self._partial_frame = data[position:]
 
-    def _handle_frame(self, frame_type: int, flags: int, stream: int, payload: bytes) -> None:
+    def _handle_frame(self, frame_type: int, flags: int, stream_id: int, payload: bytes) -> None:
         if flags & h2.PADDED and frame_type in (h2.DATA, h2.HEADERS):
             raise Unavailable("the server sent padded HTTP/2 frames, which are not supported")
         match frame_type:
             case h2.DATA:
-                self._handle_data(stream, payload)
+                self._handle_data(stream_id, payload)
             case h2.HEADERS | h2.CONTINUATION:
                 self._header_block += payload
                 if flags & h2.END_HEADERS:
-                    self._handle_headers(stream, flags)
+                    self._handle_headers(stream_id, flags)
             case h2.SETTINGS | h2.PING if not flags & h2.ACK:
                 if frame_type == h2.SETTINGS:
                     self._handle_settings(payload)
                 content = payload if frame_type == h2.PING else b""
                 self._queue_output(h2.encode_frame(frame_type, h2.ACK, 0, content))
             case h2.WINDOW_UPDATE:
-                self._enlarge_window(stream, h2.parse_uint32(payload, "WINDOW_UPDATE"))
+                self._enlarge_window(stream_id, h2.parse_uint32(payload, "WINDOW_UPDATE"))
             case h2.RST_STREAM:
                 self._finish_stream(
-                    stream, f"the server reset the call ({int.from_bytes(payload)})"
+                    stream_id, f"the server reset the call ({int.from_bytes(payload)})"
                 )
             case h2.GOAWAY:
                 self._connection.close()
                 reason = payload[8:].decode(errors="replace")
                 self.on_lost(f"the server ended a connection: {reason}")
 
-    def _handle_data(self, stream: int, payload: bytes) -> None:
+    def _handle_data(self, stream_id: int, payload: bytes) -> None:
         size = len(payload)
         self._unacknowledged_bytes += size
         if self._unacknowledged_bytes > _WINDOW_REFILL_BYTES:
             self._queue_output(_encode_window_update(0, self._unacknowledged_bytes))
             self._unacknowledged_bytes = 0
-        lane_stream = self._streams.get(stream)
-        if lane_stream is not None:
-            lane_stream.unacknowledged_bytes += size
-            if lane_stream.unacknowledged_bytes > _WINDOW_REFILL_BYTES:
-                self._queue_output(_encode_window_update(stream, lane_stream.unacknowledged_bytes))
-                lane_stream.unacknowledged_bytes = 0
-            lane_stream.lane.receive_data(payload)
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            stream.unacknowledged_bytes += size
+            if stream.unacknowledged_bytes > _WINDOW_REFILL_BYTES:
+                self._queue_output(_encode_window_update(stream_id, stream.unacknowledged_bytes))
+                stream.unacknowledged_bytes = 0
+            stream.lane.receive_data(payload)
 
-    def _handle_headers(self, stream: int, flags: int) -> None:
+    def _handle_headers(self, stream_id: int, flags: int) -> None:
         block, self._header_block = self._header_block, b""
         error = self._errors_by_block.get(block)
         if error is None:
             error = self._errors_by_block[block] = _response_error(self._decoder.decode(block))
         if flags & h2.END_STREAM:
-            self._finish_stream(stream, error)
+            self._finish_stream(stream_id, error)
 
     def _handle_settings(self, payload: bytes) -> None:
         for key, value in h2.parse_settings(payload):
             if key == h2.INITIAL_WINDOW_SIZE:
-                for state in self._streams.values():
-                    state.window += value - self._initial_window
+                for stream in self._streams.values():
+                    stream.window += value - self._initial_window
                 self._initial_window = value
             elif key == h2.MAX_FRAME_SIZE:
                 self._max_frame_size = value
         self._send_waiting()
 
-    def _enlarge_window(self, stream: int, size: int) -> None:
-        if not stream:
+    def _enlarge_window(self, stream_id: int, size: int) -> None:
+        if not stream_id:
             self._window += size
-        elif stream in self._streams:
-            self._streams[stream].window += size
+        elif stream_id in self._streams:
+            self._streams[stream_id].window += size
         if self._waiting_messages:
             self._send_waiting()
 
-    def _finish_stream(self, stream: int, error: str) -> None:
-        lane_stream = self._streams.pop(stream, None)
-        if lane_stream is not None:
-            lane_stream.lane.handle_end(error)
+    def _finish_stream(self, stream_id: int, error: str) -> None:
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None:
+            stream.lane.handle_end(error)
 
     def on_lost(self, reason: str) -> None:
         """Fail all calls, because the connection has ended."""
-        for stream in list(self._streams):
-            self._finish_stream(stream, reason)
+        for stream_id in list(self._streams):
+            self._finish_stream(stream_id, reason)
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
 
-def _encode_window_update(stream: int, size: int) -> bytes:
-    return h2.encode_frame(h2.WINDOW_UPDATE, 0, stream, h2.pack_uint32(size))
+def _encode_window_update(stream_id: int, size: int) -> bytes:
+    return h2.encode_frame(h2.WINDOW_UPDATE, 0, stream_id, h2.pack_uint32(size))
 
 
 def _response_error(decoded_fields: Iterable[Any]) -> str:

@@ -56,7 +56,7 @@ _has_text = re.compile(rb'"(?:content|text|reasoning_content)" ?: ?"(?!")').sear
 _find_completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
 
 
-class _Exchange(http.client.HTTPConnection):
+class _OneTimeConnection(http.client.HTTPConnection):
     """A connection for one HTTP request and its response."""
 
     def __init__(
@@ -77,7 +77,11 @@ class HttpTransport:
     def __init__(self, address: Address, credentials: Credentials) -> None:
         self.address_text = address.address_text
         self._headers = dict(credentials.headers)
-        self._connect = partial(_Exchange, address, credentials.tls() if address.tls else None)
+        self._connect = partial(
+            _OneTimeConnection,
+            address,
+            credentials.create_tls_context() if address.uses_tls else None,
+        )
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """Send GET /v2/models/NAME and return the inputs by name."""
@@ -101,8 +105,8 @@ class HttpTransport:
         except TransportError as error:
             if _DECOUPLED_ERROR not in error.message:
                 raise
-        call = _encode_inference(request, binary=False)
-        with self._open_response(*call, accept=_JSON_LINES) as reply:
+        call_arguments = _encode_inference(request, binary=False)
+        with self._open_response(*call_arguments, accept=_JSON_LINES) as reply:
             for line in reply:
                 yield _decode_response(line, None)
 
@@ -187,8 +191,7 @@ class HttpTransport:
         timeout_s: float | None = None,
     ) -> tuple[bytes, int | None]:
         """Return the body of a response and its `Inference-Header-Content-Length`."""
-        call = self._open_response(method, path, body, header_length, timeout_s=timeout_s)
-        with call as reply:
+        with self._open_response(method, path, body, header_length, timeout_s=timeout_s) as reply:
             length = reply.getheader(HEADER_LENGTH)
             return reply.read(), int(length) if length and length.isdecimal() else None
 
@@ -515,11 +518,12 @@ class EventLane(HttpLane):
 class GenerateLaneFactory(HttpLaneFactory):
     """A factory of lanes for `generate_stream`: inputs as JSON, any number of responses.
 
-    `is_response(event)` returns whether an event is a response.
+    Attributes:
+        is_response: A function that returns whether a server-sent event counts as a response.
     """
 
     is_decoupled = True
-    is_response: Callable[[bytes], Any] = bool  # whether an event is a response
+    is_response: Callable[[bytes], Any] = bool
 
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return the bytes of a POST request to .../generate_stream."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.memory.views import noop
-from shmserve.client.request.arrays import Array, dtype_of
+from shmserve.client.request.arrays import Array
 from shmserve.client.request.channel import ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PLAIN
 from shmserve.client.request.waiting import ClientStream
@@ -23,7 +23,7 @@ from shmserve.client.server_state import ClientModel
 from shmserve.client.session import Call, Session, call_of
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
-from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes, encode_bytes
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.protocols import (
     InputTensor,
@@ -114,7 +114,7 @@ def tensor_array(tensor: InputTensor, model: str) -> Array:
     """Return an input as an array for a request of the client."""
     if tensor.datatype == "BYTES":
         return decode_bytes(tensor.raw, tuple(tensor.shape), tensor.name, model)
-    return np.frombuffer(tensor.raw, dtype_of(tensor.datatype)).reshape(tensor.shape)
+    return np.frombuffer(tensor.raw, STORAGE_DTYPES[tensor.datatype]).reshape(tensor.shape)
 
 
 def _encode_output(name: str, datatype: str, array: Array) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Start reading at `main.py:serve`; `models/` has the path of a model load:
     context.py          the objects that all parts share, such as the control socket
     kept.py             permanent processes: gateways, and workspace holders of CUDA devices
     control_api.py      requests about regions, readiness and log settings (models/manager.py
-                        handles those about models)
+                        handles the other requests about models)
     reload.py           changes on disk: SIGHUP for settings, the poller for repositories
     handover.py         the handover to a successor while both servers run
     health.py           liveness, readiness, and the service manager's watchdog

@@ -16,7 +16,6 @@ from shmserve.ipc.endpoints import Capabilities
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.children import Child
 from shmserve.supervisor.processes.control_socket import (
     ControlSocket,
     LogControl,
@@ -67,21 +66,3 @@ class SupervisorContext:
     def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in a task that is cancelled when the server ends."""
         return in_background(coroutine, self.tasks)
-
-    async def end(self, child: Child | None, patience_s: float) -> bool:
-        """Wait for a process that was sent `Stop`; kill it after `patience_s` seconds.
-
-        Returns:
-            Whether the process exited by itself.
-        """
-        if child is None or not child.alive:
-            return True
-        child.is_stopping = True
-        try:
-            async with asyncio.timeout(patience_s):
-                await child.until_exit()
-        except TimeoutError:
-            child.kill()
-            await child.until_exit()
-            return False
-        return True

@@ -1,14 +1,16 @@
 """The control API: requests of gateways and models about regions, readiness and settings.
 
-`models/manager.py` handles the requests about models.
+`models/manager.py` handles the other requests about models.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import typing
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.common.peers import Peer
 from shmserve.ipc.messages import control_requests as m
@@ -19,16 +21,82 @@ from shmserve.ipc.messages.control_requests import (
     RegisterCudaRegion,
     RegisterRegion,
 )
-from shmserve.ipc.messages.supervision import MemoryChecked, ReadyChecked, RequestTraced
+from shmserve.ipc.messages.supervision import CheckReady, MemoryChecked, ReadyChecked, RequestTraced
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.regions.opener import HandleCheck
 from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 
+PATIENCE_S = 5.0  # maximum seconds of a readiness check
 _Requests = m.RegionRequest | m.AskReady | m.ChangeLogging | m.ChangeTracing
 _Notifications = m.RegionUse | MemoryChecked | ReadyChecked
+
+
+class _Check(NamedTuple):
+    """A readiness check in flight; its outcome is None if the worker has ended."""
+
+    number: int
+    outcome: asyncio.Future[bool | None]
+
+
+class ReadinessCheck:
+    """The readiness checks of models that implement `is_ready`, by worker.
+
+    A check may take longer than its caller waits, so a worker has at most one check in flight.
+    Further callers wait for the response to that check.
+    """
+
+    def __init__(self, send: Callable[[int, Any], None]) -> None:
+        """Create an empty table of checks; `send(pid, message)` sends a message to a worker."""
+        self._send = send
+        self._check_numbers = itertools.count(1)
+        self._in_flight: dict[int, _Check] = {}
+
+    async def check(self, pids: Sequence[int]) -> bool:
+        """Check whether a worker reports the model as ready, and no worker as not ready.
+
+        Workers that end, or send no response within `PATIENCE_S`, are ignored.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE_S
+        pending_outcomes = {self._request_readiness(pid) for pid in pids}
+        any_ready = False
+        while pending_outcomes:
+            completed, pending_outcomes = await asyncio.wait(
+                pending_outcomes,
+                timeout=max(0.0, deadline - loop.time()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            outcomes = {future.result() for future in completed}
+            if False in outcomes:
+                return False
+            any_ready = any_ready or True in outcomes
+            if not completed:
+                break
+        return any_ready
+
+    def _request_readiness(self, pid: int) -> asyncio.Future[bool | None]:
+        check = self._in_flight.get(pid)
+        if check is None:
+            outcome: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
+            check = self._in_flight[pid] = _Check(next(self._check_numbers), outcome)
+            self._send(pid, CheckReady(check.number))
+        return check.outcome
+
+    def handle_response(self, pid: int, message: ReadyChecked) -> None:
+        """Complete the readiness check of a worker that has responded."""
+        check = self._in_flight.get(pid)
+        if check is not None and check.number == message.id:
+            del self._in_flight[pid]
+            check.outcome.set_result(message.ready)
+
+    def process_exited(self, pid: int) -> None:
+        """Complete the readiness check of a worker that has ended."""
+        check = self._in_flight.pop(pid, None)
+        if check is not None:
+            check.outcome.set_result(None)
 
 
 @dataclass(slots=True, eq=False)

@@ -233,7 +233,7 @@ class Gateways(PermanentProcesses):
                 self._context.control.send(child.pid, m.Stop())
             else:
                 child.kill()  # the process has not connected yet, so it cannot receive `Stop`
-        await asyncio.gather(*(self._context.end(child, 2.0) for child in self._children()))
+        await asyncio.gather(*(child.end(2.0) for child in self._children()))
 
 
 class WorkspaceHolders(PermanentProcesses):

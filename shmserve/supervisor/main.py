@@ -34,7 +34,7 @@ from shmserve.ipc.processes import set_process_title, with_mark, with_uncached_c
 from shmserve.supervisor.checks import table
 from shmserve.supervisor.checks.access import configured_run_directory, tcp_listeners
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.control_api import ControlApi
+from shmserve.supervisor.control_api import ControlApi, ReadinessCheck
 from shmserve.supervisor.events import EventFeed, EventPublisher
 from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.health import Health, Snapshot, Watchdog, announce
@@ -48,7 +48,7 @@ from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMem
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, ModelPublisher
-from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.children import ProcessTable
 from shmserve.supervisor.processes.control_socket import (
     Address,

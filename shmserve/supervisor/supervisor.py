@@ -21,6 +21,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.messages.publications import ProcessEnded, ProcessExited
 from shmserve.ipc.processes import trim_heap
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
+from shmserve.supervisor.control_api import ReadinessCheck
 from shmserve.supervisor.events import EventFeed
 from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.health import Health, Watchdog, announce
@@ -36,7 +37,7 @@ from shmserve.supervisor.kept import GRPC, Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.server import LocalMemory
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.children import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload, RepositoryPoller
@@ -377,5 +378,5 @@ class Supervisor:
         for child in children:
             if not child.title.endswith("zygote"):
                 child.kill()
-        await asyncio.gather(*(self.context.end(child, 1.0) for child in children))
+        await asyncio.gather(*(child.end(1.0) for child in children))
         await self.processes.wait_for_trackers(1.0)

@@ -16,7 +16,6 @@ MODELS = ("simple", "identity", "crimes", "gated")
 
 def make_repository(folder: Path) -> Path:
     repository = folder / "models"
-    repository.mkdir()
     repositories.add(repository, *MODELS)
     return repository
 

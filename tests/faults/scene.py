@@ -16,7 +16,7 @@ from tests.support.load import Load
 from tests.support.request_pool import RequestPool, request_pool
 from tests.support.servers import Server, without_short_lived
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, Reply, json_input
+from tests.support.wire.raw_http import Http, Reply, json_request
 
 # Maximum seconds after any fault until every client receives correct responses again.
 RECOVERY_S = 1.0
@@ -34,8 +34,7 @@ VALUES = np.array([[1, 2, 3, 4]], np.int32)
 
 
 def crime(command: str) -> dict:
-    tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [command]}
-    return {"inputs": [tensor, json_input("INPUT0", VALUES)]}
+    return json_request(COMMAND=np.array([[command]], object), INPUT0=VALUES)
 
 
 def start_processes(server: Server) -> tuple[psutil.Process, list[psutil.Process]]:

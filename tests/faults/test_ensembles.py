@@ -1,12 +1,10 @@
 """Processes of an ensemble die under load: responses, resources and readiness stay correct."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import http.client
-import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +12,10 @@ import pytest
 
 from tests.faults.scene import RECOVERY_S, State, assert_is_as_it_was, wait_replaced
 from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy_step
+from tests.support.load import Load
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Reply, binary_request
+from tests.support.wire.raw_http import Http, Reply, binary_request
 
 ELEMENT_COUNT = 50_000
 SLOWLY_READ = 8_000_000  # number of elements of a response that exceeds the socket buffers
@@ -29,6 +28,7 @@ INITIALIZE = """\
 
     def """
 CLIENTS = 4
+BINARY_OUTPUT = [{"name": "OUT", "parameters": {"binary_data": True}}]
 
 
 @pytest.fixture(scope="module")
@@ -70,51 +70,18 @@ def separate_server(repository: Path, load_lock: Path, start: Start) -> Server:
     return start(repository, flag, environment={"GO": str(load_lock)})
 
 
-class Asking:
-    """Clients that ask the ensemble continuously and record the times of correct responses."""
+def clients(server: Server) -> Load:
+    return Load(server, senders=[partial(infer_pipe, factor + 1) for factor in range(CLIENTS)])
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._stopped = threading.Event()
-        self.response_times: list[list[float]] = [[] for _ in range(CLIENTS)]
-        self.wrong_responses: list[str] = []
-        self._threads = [
-            threading.Thread(target=self._send_requests, args=(i,)) for i in range(CLIENTS)
-        ]
 
-    def __enter__(self) -> Asking:
-        for thread in self._threads:
-            thread.start()
-        self.wait_right(time.monotonic())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _send_requests(self, client_index: int) -> None:
-        values = np.arange(ELEMENT_COUNT, dtype=np.float32) * (client_index + 1)
-        tensors = [("IN", "FP32", [ELEMENT_COUNT], values.tobytes())]
-        requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
-        with self._server.http() as http:
-            while not self._stopped.is_set():
-                sent_at = time.monotonic()
-                reply = http.infer_binary("pipe", tensors, outputs=requested_outputs)
-                if reply.status != 200:
-                    self.wrong_responses.append(f"{reply.status} {reply.error}")
-                elif (reply.tensors()["OUT"] != values + 3).any():
-                    self.wrong_responses.append("wrong values")
-                else:
-                    self.response_times[client_index].append(sent_at)
-
-    def wait_right(self, fault_time: float, within_s: float = 10.0) -> None:
-        """Wait until each client has a correct response to a request sent after `fault_time`."""
-        until(
-            "every client has a right answer",
-            lambda: all(times and times[-1] > fault_time for times in self.response_times),
-            within_s,
-        )
+def infer_pipe(factor: int, http: Http, _: int) -> str:
+    """Send a request to the ensemble; return "", or the difference from the correct response."""
+    values = np.arange(ELEMENT_COUNT, dtype=np.float32) * factor
+    tensors = [("IN", "FP32", [ELEMENT_COUNT], values.tobytes())]
+    reply = http.infer_binary("pipe", tensors, outputs=BINARY_OUTPUT)
+    if reply.status != 200:
+        return f"{reply.status} {reply.error}"
+    return "wrong values" if (reply.tensors()["OUT"] != values + 3).any() else ""
 
 
 @pytest.mark.parametrize(
@@ -129,17 +96,17 @@ class Asking:
 def test_a_process_dies(server: Server, separate_server: Server, mode: str, victim: str) -> None:
     """Requests are retried, or their results are in memory that survives; no response is wrong."""
     server = {"hosted": server, "separate": separate_server}[mode]
-    with Asking(server):  # memory that the first requests allocate permanently is not a leak
+    with clients(server):  # memory that the first requests allocate permanently is not a leak
         pass
     state_before = State.of(server)
-    with Asking(server) as asking_clients:
+    with clients(server) as load:
         for _ in range(3):
             old_process = server.find_one(victim)
             old_process.kill()
             killed_at = time.monotonic()
             wait_replaced(server, old_process, victim, 5.0)
-            asking_clients.wait_right(killed_at)
-    assert asking_clients.wrong_responses == []
+            load.wait_answered(killed_at)
+    assert load.troubles() == []
     until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
     assert_is_as_it_was(server, state_before, 0)
 
@@ -152,11 +119,9 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
     server = {"hosted": server, "separate": separate_server}[mode]
     values = np.arange(SLOWLY_READ, dtype=np.float32)
 
-    requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
-
     def slow_request(factor: int) -> tuple[bytes, dict[str, str]]:
         tensor = ("IN", "FP32", [SLOWLY_READ], (values * factor).tobytes())
-        return binary_request([tensor], outputs=requested_outputs)
+        return binary_request([tensor], outputs=BINARY_OUTPUT)
 
     with (
         contextlib.closing(http.client.HTTPConnection(server.url)) as slow,
@@ -187,6 +152,6 @@ def test_readiness_follows_its_steps(server: Server, load_lock: Path) -> None:
         until("it is not ready", lambda: server.answers(ready, 400), RECOVERY_S)
         assert not server.answers("/v2/health/ready")
     until("it is ready again", lambda: server.answers(ready), RECOVERY_S)
-    with Asking(server) as asking_clients:
+    with clients(server) as load:
         pass
-    assert asking_clients.wrong_responses == []
+    assert load.troubles() == []

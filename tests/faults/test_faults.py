@@ -28,7 +28,14 @@ from tests.faults.scene import (
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, is_running, wait_exited
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Reply, in_region, raw_connection, region_request, shm_input
+from tests.support.wire.raw_http import (
+    Reply,
+    binary_request,
+    in_region,
+    raw_connection,
+    region_request,
+    shm_input,
+)
 
 # Allowed growth in bytes: workers share torch's pages only with the zygote that forked them, not
 # with its successor.
@@ -290,25 +297,12 @@ def hang_up_in_a_batch(stage: Scene) -> None:
 def hang_up_instead_of_reading(stage: Scene) -> None:
     """Request large outputs, read a part, and disconnect."""
     values = np.zeros(4_000_000, np.float32).tobytes()
-    header = json.dumps(
-        {
-            "inputs": [
-                {
-                    "name": "INPUT0",
-                    "datatype": "FP32",
-                    "shape": [4_000_000],
-                    "parameters": {"binary_data_size": len(values)},
-                }
-            ],
-            "outputs": [{"name": "OUTPUT0", "parameters": {"binary_data": True}}],
-        }
-    ).encode()
-    head = infer_head(
-        "identity", len(header) + len(values), f"Inference-Header-Content-Length: {len(header)}"
-    )
+    outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
+    body, headers = binary_request([("INPUT0", "FP32", [4_000_000], values)], outputs=outputs)
+    head = infer_head("identity", len(body), *(f"{name}: {headers[name]}" for name in headers))
     for _ in range(3):
         with raw_connection(stage.server.http_port) as connection:
-            connection.sendall(head + header + values)
+            connection.sendall(head + body)
             assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 

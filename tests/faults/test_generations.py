@@ -25,7 +25,6 @@ from tests.support.wire.raw_http import Reply, binary_request
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the models of all tests, none of which is loaded initially."""
     folder = tmp_path_factory.mktemp("generations") / "models"
-    folder.mkdir()
     repositories.add(folder, "simple", "gated", "identity")
     repositories.add_slow(folder, "slow")
     config = repositories.add_slow(folder, "twin") / "config.pbtxt"

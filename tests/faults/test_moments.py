@@ -24,7 +24,6 @@ DRAINING_VICTIMS = (
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model that waits at the gate while loading, one that does not, one for requests."""
     folder = tmp_path_factory.mktemp("moments") / "models"
-    folder.mkdir()
     repositories.add_slow(folder, "slow")
     repositories.add(folder, "gated", "simple")
     return folder

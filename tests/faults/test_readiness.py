@@ -9,15 +9,16 @@ import pytest
 
 from tests.faults.scene import RECOVERY_S
 from tests.support import repositories
+from tests.support.load import infer_simple
 from tests.support.request_pool import request_pool, values
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import json_request
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     repository = tmp_path / "models"
-    repository.mkdir()
     repositories.add_slow(repository, "gated")
     repositories.add(repository, "simple")
     running_server = Server([repository])
@@ -54,7 +55,6 @@ def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
 def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None:
     """Requests of the model are rejected, and those of other models are answered."""
     repository = tmp_path / "models"
-    repository.mkdir()
     folder = repositories.add_as(repository, "once", "gated")
     repositories.add(repository, "simple")
     mark = tmp_path / "loaded"
@@ -74,9 +74,7 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
         assert http.get("/v2/health/live").status == 200
         assert http.get("/v2/health/ready").status == 400
         assert http.get("/v2/models/once/ready").status == 400
-        r = {"name": "", "datatype": "INT32", "shape": [1, 16], "data": np.zeros(16, int).tolist()}
-        request = {"inputs": [{**r, "name": "INPUT0"}, {**r, "name": "INPUT1"}]}
-        assert http.infer("simple", request).status == 200
+        assert infer_simple(http, 1) == ""
         states = {item["name"]: item for item in http.post("/v2/repository/index").json()}
         assert states["once"]["state"] == "UNAVAILABLE" and states["once"]["reason"]
         start_s = time.monotonic()
@@ -88,15 +86,14 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
 def test_a_model_that_crashes_every_time_becomes_unavailable(tmp_path: Path, mode: str) -> None:
     """After ten crashes in a row the model is unavailable until it is loaded again or changes."""
     repository = tmp_path / "models"
-    repository.mkdir()
     folder = repositories.add_as(repository, "bad", "simple")
     code = folder / "1" / "model.py"
     good_code = code.read_text()
     repositories.insert(folder, "    def execute(self, _):\n        os.abort()\n\n    def was(")
     code.write_text(f"import os\n{code.read_text()}")
     repositories.add(repository, "simple")
-    row = {"datatype": "INT32", "shape": [1, 16], "data": np.zeros(16, int).tolist()}
-    request = {"inputs": [{**row, "name": "INPUT0"}, {**row, "name": "INPUT1"}]}
+    row = np.zeros((1, 16), np.int32)
+    request = json_request(INPUT0=row, INPUT1=row)
     flags = ["--load-model=*"] if mode == "explicit" else ["--repository-poll-secs=1"]
     with running(repository, f"--model-control-mode={mode}", *flags) as server:
         server.gate.close()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import repositories
 from tests.support.servers import Server, running
-from tests.support.wire.raw_http import json_input
+from tests.support.wire.raw_http import json_request
 
 _LIMITED_GROUP = """
 instance_group [ { kind: KIND_CPU count: 1
@@ -20,7 +20,6 @@ instance_group [ { kind: KIND_CPU count: 1
 def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
     """Its resources are granted to another model at once, and its execution is retried."""
     repository = tmp_path / "models"
-    repository.mkdir()
     for name in ("holder", "other"):
         config = repositories.add_as(repository, name, "gated") / "config.pbtxt"
         lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
@@ -28,8 +27,7 @@ def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
 
     def send_request(server: Server, model: str, value: int) -> int:
         with server.http() as http:
-            tensors = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
-            return http.infer(model, {"inputs": tensors}).status
+            return http.infer(model, json_request(INPUT0=np.full((1, 16), value, np.int32))).status
 
     with running(repository, "--rate-limit=execution_count") as server:
         gate = server.gate

@@ -1,13 +1,12 @@
 """Faults in the middle of sequences: their clients are informed, others not affected."""
 
-from __future__ import annotations
-
 import contextlib
+import itertools
 import queue
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,8 @@ from tests.faults.scene import RECOVERY_S, State, wait_replaced
 from tests.support import repositories
 from tests.support.sequence_models import controls, instances
 from tests.support.servers import Server, running
-from tests.support.waiting import until
+from tests.support.waiting import repeating, until
+from tests.support.wire.triton import infer_inputs
 
 IDLE_S = 3
 IDLE_TIME = f"max_sequence_idle_microseconds: {IDLE_S}000000"
@@ -55,43 +55,38 @@ def add(
     return int(result["OUTPUT0"][0, 0])
 
 
-class CalledModels:
-    """A client that sums up one sequence after the other; `wrong_responses` are unexpected."""
+@dataclass
+class Sums:
+    """The sequences of a client, which sums them up one after the other."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._stop = threading.Event()
-        self.wrong_responses: list[Any] = []
-        self.lost_count = 0  # number of sequences whose worker died
-        self.done_count = 0
-        self._thread = threading.Thread(target=self._run)
+    done_count: int = 0
+    lost_count: int = 0  # number of sequences whose worker died
+    wrong_responses: list[Any] = field(default_factory=list)
 
-    def __enter__(self) -> CalledModels:
-        self._thread.start()
-        until("the others are served", lambda: self.done_count > 3)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        done_before = self.done_count
-        until("the others are served", lambda: self.done_count > done_before + 3)
-        self._stop.set()
-        self._thread.join()
+@contextlib.contextmanager
+def summing_client(server: Server) -> Iterator[Sums]:
+    """Run a client during the with block, which is served at its start and at its end."""
+    sums, numbers = Sums(), itertools.count(1_000_001)
 
-    def _run(self) -> None:
-        with shmserve.client.connect(self._server.run_dir) as client:
-            sequence = 1_000_000
-            while not self._stop.is_set():
-                sequence += 1
-                try:
-                    sums = [add(client, sequence, i + 1, i == 0, i == 3) for i in range(4)]
-                except ShmserveError as error:
-                    self.lost_count += 1
-                    if "is lost with it" not in str(error) and "was lost when" not in str(error):
-                        self.wrong_responses.append(error)
-                    continue
-                self.done_count += 1
-                if sums != [1, 3, 6, 10]:
-                    self.wrong_responses.append(sums)
+    def sum_up() -> None:
+        sequence = next(numbers)
+        try:
+            results = [add(summing, sequence, i + 1, i == 0, i == 3) for i in range(4)]
+        except ShmserveError as error:
+            sums.lost_count += 1
+            if "is lost with it" not in str(error) and "was lost when" not in str(error):
+                sums.wrong_responses.append(error)
+        else:
+            sums.done_count += 1
+            if results != [1, 3, 6, 10]:
+                sums.wrong_responses.append(results)
+
+    with shmserve.client.connect(server.run_dir) as summing, repeating(sum_up):
+        until("the others are served", lambda: sums.done_count > 3)
+        yield sums
+        done_before = sums.done_count
+        until("the others are served", lambda: sums.done_count > done_before + 3)
 
 
 @pytest.fixture
@@ -128,7 +123,7 @@ def test_sequences_of_a_killed_worker_fail(server: Server, client: shmserve.clie
 
 def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.Server) -> None:
     """Sequences started after the exit was detected run, and the model becomes ready again."""
-    with CalledModels(server) as called_models:
+    with summing_client(server) as sums:
         victim = server.find_one("worker summing.0")
         victim.kill()
         # Fails if the scheduler has not been notified of the exit yet.
@@ -137,7 +132,7 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
         assert add(client, 70, 3, start=True, end=True) == 3
         wait_replaced(server, victim, "worker summing.0")
         until("it is ready", lambda: server.answers("/v2/health/ready"), within_s=RECOVERY_S * 5)
-    assert not called_models.wrong_responses and called_models.lost_count <= 2
+    assert not sums.wrong_responses and sums.lost_count <= 2
 
 
 def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> None:
@@ -174,32 +169,30 @@ def test_a_client_ends_no_sequence(server: Server, client: shmserve.client.Serve
         assert [add(client, 2, 5), add(client, 2, 5, end=True)] == [10, 15]
     # The other client has disconnected, and its waiting sequences have been removed.
     until("nothing of it waits", lambda: server.metric("nv_inference_pending_request_count") == 0)
-    with CalledModels(server) as called_models:
+    with summing_client(server) as sums:
         pass
-    assert not called_models.wrong_responses and not called_models.lost_count
+    assert not sums.wrong_responses and not sums.lost_count
 
 
 def test_a_stream_ends_no_sequence(server: Server, client: shmserve.client.Server) -> None:
     """Connections of a gateway take turns, too: each waits only for its own sequences."""
     results: queue.Queue[Any] = queue.Queue()
-    x = grpc.InferInput("INPUT0", [1, 1], "INT32")
-    x.set_data_from_numpy(np.zeros((1, 1), np.int32))
+    inputs = infer_inputs(grpc, INPUT0=np.zeros((1, 1), np.int32))
     with (
         grpc.InferenceServerClient(server.grpc_url) as greedy,
         http.InferenceServerClient(server.url.removeprefix("http://")) as other_client,
     ):
         greedy.start_stream(lambda result, error: results.put(error))
         for sequence in range(1, STREAMED_COUNT):
-            greedy.async_stream_infer("summing", [x], sequence_id=sequence, sequence_start=True)
+            greedy.async_stream_infer("summing", inputs, sequence_id=sequence, sequence_start=True)
         for _ in range(4):  # the sequences that received slots
             assert results.get(timeout=30) is None
         began_at = time.monotonic()
-        infer_input = http.InferInput("INPUT0", [1, 1], "INT32")
         sums = []
         for index in range(3):
-            infer_input.set_data_from_numpy(np.full((1, 1), index + 1, np.int32))
+            values = infer_inputs(http, INPUT0=np.full((1, 1), index + 1, np.int32))
             flags = {"sequence_start": index == 0, "sequence_end": index == 2}
-            result = other_client.infer("summing", [infer_input], sequence_id=1_000_000, **flags)
+            result = other_client.infer("summing", values, sequence_id=1_000_000, **flags)
             sums.append(int(result.as_numpy("OUTPUT0")[0, 0]))
         assert sums == [1, 3, 6]
         assert time.monotonic() - began_at < 4 * IDLE_S  # much less than STREAMED / 4 * IDLE_S
@@ -208,7 +201,7 @@ def test_a_stream_ends_no_sequence(server: Server, client: shmserve.client.Serve
 
 def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server) -> None:
     """Both clients use the same sequence, as in Triton."""
-    with shmserve.client.connect(server.run_dir) as other, CalledModels(server) as models:
+    with shmserve.client.connect(server.run_dir) as other, summing_client(server) as sums:
         assert add(client, 5, 1, start=True) == 1
         assert [add(other, 5, 10), add(client, 5, 100), add(other, 5, 1000)] == [11, 111, 1111]
         # A START from either client restarts the sequence for both clients.
@@ -216,4 +209,4 @@ def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server)
         assert add(client, 5, 1, end=True) == 9
         with pytest.raises(ShmserveError, match="must specify the START flag"):
             add(other, 5, 1)
-    assert not models.wrong_responses and not models.lost_count
+    assert not sums.wrong_responses and not sums.lost_count

@@ -20,7 +20,6 @@ SHARED_MODELS = (
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Start a server that tests share and must leave unchanged."""
     repository = tmp_path_factory.mktemp("shared") / "models"
-    repository.mkdir()
     repositories.add(repository, *SHARED_MODELS)
     # "simple" in three versions of the same code, of which two are served.
     for version in ("2", "3"):

@@ -130,19 +130,17 @@ class Load:
     length_s: float = 0.0  # about
 
     def run(self, batcher: Batcher, curve: Curve, seed: int) -> Run:
-        simulation = Simulation(batcher, curve.timer(seed, self.length_s))
-        if self.clients:
-            pause = exponential_pauses(self.pause_ms, seed)
-            return simulation.closed_loop(self.clients, self.requests, pause)
-        return simulation.open_loop(self.per_second, self.requests, seed)
+        return Simulation(batcher, curve.timer(seed, self.length_s)).run(self.arriving(seed))
 
     def run_fixed(self, size: int, delay_ms: int, curve: Curve, seed: int) -> Run:
+        timer = curve.timer(seed, self.length_s)
+        return fixed_run(size, delay_ms * MS, timer, self.arriving(seed))
+
+    def arriving(self, seed: int) -> Arriving:
         if self.clients:
             pause = exponential_pauses(self.pause_ms, seed)
-            arriving = Arriving.closed_loop(self.clients, self.requests, pause)
-        else:
-            arriving = Arriving.open_loop(self.per_second, self.requests, seed)
-        return fixed_run(size, delay_ms * MS, curve.timer(seed, self.length_s), arriving)
+            return Arriving.closed_loop(self.clients, self.requests, pause)
+        return Arriving.open_loop(self.per_second, self.requests, seed)
 
 
 def loads(curve: Curve, seed: int, count: int) -> Iterator[Load]:

@@ -8,7 +8,6 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from shmserve.scheduler.batchers import Batch, Batcher, CloseReason, WaitUntil
 from shmserve.scheduler.requests.scheduled import NEVER
@@ -87,52 +86,41 @@ class Simulation:
         self._time_ns = time_ns
         self._free = instances
         self._queue: deque[Item] = deque()
-        self._events: list[tuple[int, int, Callable[..., None], Any]] = []
+        self._events: list[tuple[int, int, tuple[int, list[Item]] | None]] = []  # None: wake up
         self._order = itertools.count()
         self._now = 1
         self._waiting_count = 0
-        self._to_come = 0
-        self._think: Callable[[], float] | None = None
         self._run = Run()
 
     def closed_loop(self, clients: int, requests: int, think_ns: Callable[[], float]) -> Run:
-        """Simulate clients with one request at a time and a pause after each response."""
-        self._think, self._to_come = think_ns, requests - clients
-        for _ in range(clients):
-            self._at(self._now + think_ns(), self._arrive)
-        return self._run_events()
+        return self.run(Arriving.closed_loop(clients, requests, think_ns))
 
     def open_loop(self, per_second: float, requests: int, seed: int = 1) -> Run:
-        """Simulate requests that arrive as a Poisson process."""
-        gaps = random.Random(seed)
-        arrival_ns = float(self._now)
-        for _ in range(requests):
-            arrival_ns += gaps.expovariate(per_second) * 1e9
-            self._at(arrival_ns, self._arrive)
-        return self._run_events()
+        return self.run(Arriving.open_loop(per_second, requests, seed))
 
-    def _at(self, ns: float, callback: Callable[..., None], argument: Any = None) -> None:
-        heapq.heappush(self._events, (int(ns), next(self._order), callback, argument))
-
-    def _run_events(self) -> Run:
-        while self._events:
-            self._now, _, callback, argument = heapq.heappop(self._events)
-            callback(argument)
+    def run(self, load: Arriving) -> Run:
+        while load.due or self._events:
+            self._now = min([*load.due[:1], *(ns for ns, *_ in self._events[:1])])
+            while load.due and load.due[0] == self._now:
+                heapq.heappop(load.due)
+                self._arrive()
             while self._events and self._events[0][0] == self._now:
-                _, _, callback, argument = heapq.heappop(self._events)
-                callback(argument)
+                _, _, started_batch = heapq.heappop(self._events)
+                if started_batch is not None:
+                    self._finish(*started_batch)
+                    load.responses_returned(self._now, len(started_batch[1]))
             self._plan()
         assert not self._queue
         self._run.ended_ns = self._now
         return self._run
 
-    def _arrive(self, _: None) -> None:
+    def _at(self, ns: float, started_batch: tuple[int, list[Item]] | None) -> None:
+        heapq.heappush(self._events, (int(ns), next(self._order), started_batch))
+
+    def _arrive(self) -> None:
         self._queue.append(Item(self._now))
         self._waiting_count += 1
         self._batcher.record_arrival(self._now, self._waiting_count)
-
-    def _wake(self, _: None) -> None:
-        pass
 
     def _plan(self) -> None:
         while self._free and self._queue:
@@ -142,30 +130,21 @@ class Simulation:
                     self._free -= 1
                     self._run.sizes.append(count)
                     self._run.reasons.append(reason)
-                    self._at(
-                        self._now + self._time_ns(count, self._now),
-                        self._finish,
-                        (self._now, batch),
-                    )
+                    self._at(self._now + self._time_ns(count, self._now), (self._now, batch))
                 case WaitUntil(end_ns=ns):
                     assert ns > self._now
-                    self._at(ns, self._wake)
+                    self._at(ns, None)
                     return
                 case None:
                     raise AssertionError("there are requests")
 
-    def _finish(self, started_batch: tuple[int, list[Item]]) -> None:
-        began_ns, batch = started_batch
+    def _finish(self, began_ns: int, batch: list[Item]) -> None:
         self._free += 1
         self._waiting_count -= len(batch)
         delays = [self._now - item.enqueued_ns for item in batch]
         self._run.latencies += delays
         duration_ns = self._now - began_ns
         self._batcher.record_batch(self._now, self._waiting_count, len(batch), duration_ns, delays)
-        if self._think is not None:
-            for _ in batch[: self._to_come]:
-                self._at(self._now + self._think(), self._arrive)
-            self._to_come -= len(batch[: self._to_come])
 
 
 def fixed_run(size: int, wait_ns: int, time_ns: Callable[[int, int], float], load: Arriving) -> Run:

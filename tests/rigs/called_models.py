@@ -27,7 +27,8 @@ CONFIG = model_config(
 class Peer:
     """A bound socket: received messages in order; messages are sent to the last sender."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, name: str = "") -> None:
+        self.name = name
         self._router = router
         self._waiting: list[Any] = []
         self._peer = b""
@@ -82,7 +83,7 @@ class CalledModels:
 
     def scheduler(self, name: str) -> Peer:
         self._routers.append(Router(self.endpoint(name)))
-        return Peer(self._routers[-1])
+        return Peer(self._routers[-1], name)
 
     def answer_find(self, name: str, config: dict[str, Any] = CONFIG, **fields: Any) -> FindModel:
         question = self.supervisor.next(FindModel)

@@ -66,6 +66,7 @@ from shmserve.scheduler.requests.scheduled import NEVER
 from shmserve.workers.backends.python import PythonBackend
 from tests.rigs import gateway_rig, worker_rig
 from tests.rigs.arrivals import receive_arrived
+from tests.rigs.grpc_scene import Transport
 from tests.support.wire import http2
 from tests.support.wire.http2 import CLIENT_OPENING
 
@@ -323,29 +324,17 @@ def _run_turn(host: Host) -> None:
     host._run_turns(NEVER)
 
 
-class _Transport(asyncio.Transport):
-    """A transport that keeps the bytes written to a unix socket."""
+class _Transport(Transport):
+    """A transport that keeps the pieces written to a unix socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
         self._sock = sock
-        self.written: list[bytes] = []
-        self.write = self.written.append  # type: ignore[assignment]
+        self.pieces: list[bytes] = []
+        self.write = self.pieces.append  # type: ignore[assignment, method-assign]
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._sock if name == "socket" else default
-
-    def is_closing(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
 
 
 def _http(gateway: Gateway) -> Callable[[Acceptor], HttpConnection]:
@@ -435,9 +424,9 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
             for _ in range(3):
                 await _loop_turn()
         for _, transport in connections:
-            response = transport.written[-1]
+            response = transport.pieces[-1]
             assert b"grpc-status\x010" in response or response.startswith(b"HTTP/1.1 200")
-            transport.written.clear()
+            transport.pieces.clear()
     for link, _ in connections:
         link.connection_lost(None)
     for end in socket_pair:

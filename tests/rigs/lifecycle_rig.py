@@ -14,9 +14,11 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.manager import Audience, ModelPublisher, Publication
-from shmserve.supervisor.models.orders import LoadPlan, Order
+from shmserve.supervisor.models.orders import FOLDER, LoadPlan, LoadSource, Order
 from shmserve.supervisor.models.registry import ModelRegistry, statuses
 from shmserve.supervisor.models.scheduler_process import Group
+
+EVENTS = ("read", "start", "known", "end", "move")
 
 
 class FakeVersion:
@@ -89,6 +91,26 @@ class LifecycleRig(Audience):
                 self.pending_actions.remove(a)
                 a[1]()
 
+    def execute_all(self) -> None:
+        self.execute_pending(*EVENTS)
+
+    # --- orders that are executed to the end
+
+    def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> Order:
+        order = self.lifecycle.load(name, source, pins)
+        self.execute_all()
+        return order
+
+    def load_on_demand(self, name: str) -> Order | None:
+        order = self.lifecycle.load_on_demand(name)
+        self.execute_all()
+        return order
+
+    def unload(self, name: str, **options: Any) -> Order:
+        order = self.lifecycle.unload(name, **options)
+        self.execute_all()
+        return order
+
     # --- the executor
 
     def announce(self, publication: Publication) -> int:
@@ -129,9 +151,6 @@ class LifecycleRig(Audience):
             self.lifecycle.version_started(version, error)
 
         self.pending_actions.append((f"start {version.spec.name}", finish_start))
-
-    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
-        return spec.config
 
     def update(self, order: Order) -> None:
         pass

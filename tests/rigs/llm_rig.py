@@ -248,6 +248,11 @@ class Scheduler:
             self.step()
         self.finish()
 
+    def generate(self, key: int, resumed: Sequence[g.Resumed] = (), **fields: Any) -> None:
+        """Run a request, and those that were added before, to the end."""
+        self.add(key, resumed, **fields)
+        self.run()
+
     def finish(self) -> None:
         self._wait("all requests end", lambda: self.prepared.keys() <= self.ended)
 

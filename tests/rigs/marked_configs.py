@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shmserve.errors import InvalidArgument
-from shmserve.model_config import detect_backend, normalise, read_pbtxt, validate
+from shmserve.model_config import ModelConfig, detect_backend, normalise, read_pbtxt, validate
 
 TENSORS = """
 input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
@@ -34,3 +34,10 @@ def place(text: str) -> str:
     """Return the only one of `positions`, or the position of the whole file if there is no mark."""
     (only_position,) = positions(text) or ["f: "]
     return only_position
+
+
+def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
+    """Return the configuration in a protobuf text; raise InvalidArgument for its mistakes."""
+    config, source = read_pbtxt(text, file_name)
+    source.raise_for_problems(config)
+    return config

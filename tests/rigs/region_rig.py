@@ -13,7 +13,7 @@ from tests.rigs.process_rig import RecordedProcesses
 
 def policy(**limits: Any) -> ShmPolicy:
     """Return a policy with these limits and large default limits."""
-    large_policy = ShmPolicy(None, NO_GROUP, 100, 100, 1 << 30, 1 << 30, 1 << 20, "warn")
+    large_policy = ShmPolicy(None, NO_GROUP, 100, 100, 1 << 30, 1 << 30, 1 << 20)
     return replace(large_policy, **limits)
 
 

@@ -163,6 +163,10 @@ class Rig:
         self.worker(peer, m.InstanceReady(index, pid))
         return peer
 
+    def start_two(self) -> list[bytes]:
+        """Start two instances, in the processes 100 and 101; return their workers' addresses."""
+        return [self.start(0, 100), self.start(1, 101)]
+
     # --- out --------------------------------------------------------------------------------------
 
     def take_batches(self) -> list[tuple[bytes, m.Execute]]:
@@ -173,6 +177,10 @@ class Rig:
         """Return the only batch sent since the last call."""
         (message,) = self.take_batches()
         return message
+
+    def submit_batch(self, count: int = 1, **fields: Any) -> tuple[list[int], m.Execute]:
+        """Submit requests that run at once as one batch; return their numbers and the batch."""
+        return self.submit(count, **fields), self.execute()[1]
 
     def submit_and_take_batch(self, **fields: Any) -> tuple[int, m.Execute]:
         """Submit a request that runs at once: its number, and its batch."""
@@ -234,6 +242,13 @@ class Rig:
 def ready_rig(*args: Any, **options: Any) -> tuple[Rig, bytes]:
     rig = Rig(*args, **options)
     return rig, rig.start()
+
+
+def stream_rig(**options: Any) -> tuple[Rig, bytes, int, int]:
+    """Return a decoupled model, its worker, and the number and key of a request at the worker."""
+    rig, peer = ready_rig(decoupled=True, **options)
+    number, batch = rig.submit_and_take_batch()
+    return rig, peer, number, batch.requests[0].key
 
 
 def schema_of(batch_size: int = 1, shape_key: bytes = b"") -> bytes:

@@ -1,7 +1,6 @@
 """A decoupled model in an instance, asked by a scheduler that the test plays."""
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from shmserve.ipc.tensors.schemas import (
     unpack_inferred,
 )
 from tests.rigs.worker_rig import CLIENT_PID, Rig, model_config, tensor, tensor_config
-from tests.support.waiting import until
+from tests.support.waiting import repeating, until
 
 DECOUPLED_CONFIG = model_config(
     [tensor_config("X", "FP32", [-1])],
@@ -94,18 +93,11 @@ class Streams:
     @contextlib.contextmanager
     def pumping(self) -> Iterator[None]:
         """Run a thread that reads the socket as the loop does while no batch runs."""
-        stop = threading.Event()
 
         def pump() -> None:
-            while not stop.is_set():
-                self.rig.context.control.wait(0.05)
-                self.rig.instance.link.pump()
-                self.rig.instance._writer.end_abandoned()
+            self.rig.context.control.wait(0.05)
+            self.rig.instance.link.pump()
+            self.rig.instance._writer.end_abandoned()
 
-        thread = threading.Thread(target=pump)
-        thread.start()
-        try:
+        with repeating(pump):
             yield
-        finally:
-            stop.set()
-            thread.join()

@@ -18,7 +18,7 @@ from tests.support.hf_folders import write_folder
 from tests.support.load import infer_simple
 from tests.support.sequence_models import controls, instances
 from tests.support.servers import Server
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
 
 IDLE_TIME = "max_sequence_idle_microseconds: 60000000"
 FEW_MODELS = ("simple", "cached", "pipeline", "half", "crimes", "sums")
@@ -48,12 +48,11 @@ def _simple(http: Http, number: int) -> None:
 
 def _infer_cached(http: Http, number: int) -> None:
     values = np.full((1, 16), number % 4, np.int32)
-    tensors = [json_input("INPUT0", values), json_input("INPUT1", values)]
-    http.infer("cached", {"inputs": tensors}).ok()
+    http.infer("cached", json_request(INPUT0=values, INPUT1=values)).ok()
 
 
 def _pipeline(http: Http, number: int) -> None:
-    http.infer("pipeline", {"inputs": [json_input("IN", np.ones(3, np.float32))]}).ok()
+    http.infer("pipeline", json_request(IN=np.ones(3, np.float32))).ok()
 
 
 def _crimes(http: Http, number: int) -> None:
@@ -61,15 +60,15 @@ def _crimes(http: Http, number: int) -> None:
 
 
 def command(http: Http, name: str) -> None:
-    tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [name]}
-    http.infer("crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
+    zeros = np.zeros((1, 4), np.int32)
+    http.infer("crimes", json_request(COMMAND=np.array([[name]], object), INPUT0=zeros))
 
 
 def _infer_sums(http: Http, number: int) -> None:
     parameters = {"sequence_id": 1 + number // 8, "sequence_start": number % 8 == 0}
     parameters["sequence_end"] = number % 8 == 7
-    tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
-    http.infer("sums", {"inputs": [tensor], "parameters": parameters}).ok()
+    body = json_request(INPUT0=np.ones((1, 1), np.int32)) | {"parameters": parameters}
+    http.infer("sums", body).ok()
 
 
 def _complete_tiny(http: Http, number: int) -> None:

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,8 @@ from tests.support.messages import inferred_of
 
 MIB = 1024 * 1024
 CLIENT_PID = 4242
+
+ModelFunction = Callable[[list[Request]], Any]
 
 
 def tensor_config(name: str, data_type: str, dims: Sequence[int], **fields: Any) -> dict[str, Any]:
@@ -116,10 +118,15 @@ class Reply:
     message: str
     answer: Inferred | None
 
+    @property
+    def outputs(self) -> tuple[TensorRef, ...]:
+        """The outputs of a request that has not failed."""
+        assert self.answer is not None, self.message
+        return self.answer.outputs
+
     def array(self, name: str, rig: Rig | None = None) -> np.ndarray[Any, Any]:
         """Return an output as an array; an output in the worker's arena is read through `rig`."""
-        assert self.answer is not None, self.message
-        ref = next(ref for ref in self.answer.outputs if ref.name == name)
+        ref = next(ref for ref in self.outputs if ref.name == name)
         if isinstance(ref.data, bytes):
             raw: Any = ref.data
         else:
@@ -171,6 +178,10 @@ class Rig:
         self._timers += (self.instance.link._timer, self.instance._metrics.timer)
         return self.attach()
 
+    def serve_function(self, execute: ModelFunction, config: dict[str, Any]) -> Rig:
+        """Serve a backend whose `execute` is a function of the test."""
+        return self.serve(FunctionBackend(self.context, execute), config)
+
     def attach(self) -> Rig:
         """Attach a scheduler to the instance: the first one or a successor."""
         self._served += 1
@@ -184,6 +195,13 @@ class Rig:
         # Kept: a socket that is collected unclosed is a warning, at any later moment.
         self._dealers.append(self._dealer)
         return self
+
+    def infer(
+        self, *inputs: TensorRef, outputs: Sequence[RequestedOutput] = (), **fields: Any
+    ) -> Reply:
+        """Run a batch of one request and return its reply."""
+        (reply,) = self.batch(inference(*inputs, outputs=outputs), **fields)
+        return reply
 
     def batch(self, *requests: Inference, pid: int = CLIENT_PID, **fields: Any) -> list[Reply]:
         """Run a batch that contains `requests`; return the replies in order."""

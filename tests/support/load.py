@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,19 +89,28 @@ http_error = http.client.HTTPException
 
 
 class Load:
-    """Threads that send requests continuously within a with block, each on its own connection."""
+    """Threads that send requests continuously within a with block, each on its own connection.
 
-    def __init__(self, server: Server, simple: int = 2, memory: int = 1) -> None:
+    Without `senders`, there are `simple` clients of the model "simple", and `memory` clients that
+    send tensors to "identity" through a region.
+    """
+
+    def __init__(
+        self, server: Server, simple: int = 2, memory: int = 1, senders: Sequence[SendRequest] = ()
+    ) -> None:
         self._server = server
-        self._kinds = ["simple"] * simple + ["memory"] * memory
+        self._senders: Sequence[SendRequest | type[InferInMemory]] = senders or [
+            *[infer_simple] * simple,
+            *[InferInMemory] * memory,
+        ]
         self._stop = threading.Event()
         self._answer_added = threading.Condition()
         self.answers: list[Answer] = []
 
     def __enter__(self) -> Load:
         self._threads = [
-            threading.Thread(target=self._run, args=(client, kind), name=f"load-{client}")
-            for client, kind in enumerate(self._kinds)
+            threading.Thread(target=self._run, args=(client, sender), name=f"load-{client}")
+            for client, sender in enumerate(self._senders)
         ]
         for thread in self._threads:
             thread.start()
@@ -117,12 +126,14 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, client: int, kind: str) -> None:
+    def _run(self, client: int, sender: SendRequest | type[InferInMemory]) -> None:
         with self._server.http(_PATIENCE_S) as connection, contextlib.ExitStack() as stack:
-            send_request: SendRequest = infer_simple
-            if kind == "memory":
-                send_request = infer_through = InferInMemory(connection)
+            if isinstance(sender, type):
+                infer_through = sender(connection)
                 stack.callback(infer_through.close, connection)
+                send_request: SendRequest = infer_through
+            else:
+                send_request = sender
             number = 1000 * client
             while not self._stop.is_set():
                 number += 1
@@ -138,7 +149,7 @@ class Load:
 
     def wait_answered(self, start_time: float, within_s: float = 10.0) -> float:
         """Return the seconds from `start_time` until each client has a correct later response."""
-        waiting = set(range(len(self._kinds)))
+        waiting = set(range(len(self._senders)))
         answer_count = 0
 
         def have_all_answered() -> bool:

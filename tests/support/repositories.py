@@ -59,9 +59,15 @@ def add(repository: Path, *names: str, config: str = "") -> None:
 
 
 def add_as(repository: Path, name: str, source: str, config: str = "") -> Path:
-    """Copy the model `source` as `name` with more `config`; return its folder."""
+    """Copy the model `source` as `name` with more `config`; return its folder.
+
+    A source without code has the code of "identity".
+    """
     folder = repository / name
-    shutil.copytree(MODELS / source, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(MODELS / source, folder, ignore=ignored)
+    if not (folder / "1").exists():
+        shutil.copytree(MODELS / "identity" / "1", folder / "1", ignore=ignored)
     path = folder / "config.pbtxt"
     if path.exists():
         path.write_text(

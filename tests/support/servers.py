@@ -411,6 +411,18 @@ def run_python(
 
 
 @contextlib.contextmanager
+def python_program(code: str, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a program with pipes as its input and its output; kill it at the end."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as program:
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
+@contextlib.contextmanager
 def reply_once(reply: bytes) -> Iterator[int]:
     """Answer the first connection to a port with these bytes; yield the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:

@@ -1,8 +1,11 @@
-"""Waits for conditions that have no event, and the turns of an event loop during a wait."""
+"""Waits for conditions that have no event, and actions that are repeated during a wait."""
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -40,6 +43,25 @@ async def until_async(condition: Callable[[], object], within_s: float = DEADLIN
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+@contextlib.contextmanager
+def repeating(*actions: Callable[[], object]) -> Iterator[None]:
+    """Repeat each action in a thread of its own until the with block ends; raise their errors."""
+    has_ended = threading.Event()
+
+    def repeat(action: Callable[[], object]) -> None:
+        while not has_ended.is_set():
+            action()
+
+    with ThreadPoolExecutor(len(actions)) as threads:
+        futures = [threads.submit(repeat, action) for action in actions]
+        try:
+            yield
+        finally:
+            has_ended.set()
+    for future in futures:
+        future.result()
 
 
 def run_and_count_turns(call: Coroutine[Any, Any, T]) -> tuple[T, int]:

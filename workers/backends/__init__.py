@@ -187,7 +187,7 @@ _BOOLEANS = {"0": False, "1": True, "false": False, "true": True, "off": False, 
 
 
 def parse_boolean(parameters: Mapping[str, str], key: str, default: bool) -> bool:
-    """Return a boolean parameter of a configuration; raise InvalidArgument if it is none."""
+    """Return a boolean parameter; raise InvalidArgument for a text that is not in `_BOOLEANS`."""
     value = parameters.get(key)
     if value is None:
         return default

@@ -81,14 +81,14 @@ class Input:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    raw: Any  # bytes in host or device memory
+    raw: Any
     memory_range: Range | None = None
-    model: str = ""  # name, for error texts
-    on_device: bool = False  # whether `raw` is in device memory
-    is_shared: bool = False  # whether other processes use `raw`, too
-    is_state: bool = False  # whether `raw` is a sequence's state, which must not change
-    is_private: bool = False  # whether only the model uses `raw`
-    batch: Any = None  # bytes of the whole batch; `raw` is a part of them
+    model: str = ""
+    on_device: bool = False
+    is_shared: bool = False
+    is_state: bool = False
+    is_private: bool = False
+    batch: Any = None
     array: Array | None = None
 
     def detach(self) -> int:
@@ -156,7 +156,7 @@ class Output(NamedTuple):
 
     name: str
     datatype: str
-    data: Any  # a numpy array or a torch tensor
+    data: Any
 
     @classmethod
     def of_values(cls, name: str, datatype: str, values: Iterable[Any]) -> Output:
@@ -228,16 +228,16 @@ class Request:
 
     work: Work
     schema: RequestSchema
-    batch_size: int  # rows of each input; 0: no batching
-    inputs: dict[str, Input]  # by name
-    requested_outputs: dict[str, OutputSchema]  # by name
+    batch_size: int
+    inputs: dict[str, Input]
+    requested_outputs: dict[str, OutputSchema]
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     response_templates: dict[Any, Any] = field(default_factory=dict)
-    is_aliased: bool = False  # whether an output is written over an input
-    byte_size: int = 0  # of all inputs
-    has_shared_inputs: bool = False  # whether an input may be in shared memory
-    states: tuple[str, ...] = ()  # names of the outputs that are kept for a sequence
+    is_aliased: bool = False
+    byte_size: int = 0
+    has_shared_inputs: bool = False
+    states: tuple[str, ...] = ()
 
     def range_of_input(self, array: Array) -> Range | None:
         """Return the memory range of the input whose method `numpy` has returned this array.
@@ -272,8 +272,8 @@ class _RequestProperties:
     inputs: list[TensorSchema]
     batch_size: int
     requested_outputs: dict[str, OutputSchema]
-    outputs_with_range: list[str]  # names
-    string_inputs: list[str]  # names of the BYTES inputs
+    outputs_with_range: list[str]
+    string_inputs: list[str]
     response_templates: dict[Any, Any] = field(default_factory=dict)
 
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum input bytes of an execution; a larger batch runs in parts. Many requests may name the same
 # memory of a client, so its size does not limit the size of their copies.
-MAX_PART_BYTES = 1 << 30  # of the inputs of requests that are executed together
+MAX_PART_BYTES = 1 << 30
 
 _RETRIES_BEFORE_SKIPS = 16
 _SKIPPED_RETRIES = 16  # number of failures without a retry after each further failed retry
@@ -110,9 +110,11 @@ class Executor:
         has_run = False
         remaining_requests = requests
         while remaining_requests:
-            open_requests, unpacked, remaining_requests = self._unpack(remaining_requests, replies)
-            if unpacked:
-                replies += self._run(open_requests, unpacked)
+            open_requests, unpacked_requests, remaining_requests = self._unpack(
+                remaining_requests, replies
+            )
+            if unpacked_requests:
+                replies += self._run(open_requests, unpacked_requests)
                 has_run = True
         if not self._is_decoupled:  # in a decoupled model, the streams close the requests
             self._link.close_requests(*requests)

@@ -113,7 +113,7 @@ class RaggedRules:
 def generated_inputs(config: ModelSpec) -> list[TensorSpec]:
     """Return the inputs that `batch_input` generates.
 
-    They are `ragged`, because they do not have one row for each row of the batch.
+    The inputs are `ragged`, because they do not have one row for each row of the batch.
     """
     ranks = {spec.name: len(spec.model_dims) for spec in config.input}
     return [
@@ -217,7 +217,7 @@ class _CutRule(NamedTuple):
 
     source: str  # name of an input
     rank: int  # number of dimensions
-    axes: list[tuple[int, int]]  # (axis of the output, axis of the source)
+    axes: list[tuple[int, int]]
 
     @classmethod
     def of(cls, output: TensorSpec, source: TensorSpec) -> Self:
@@ -247,12 +247,12 @@ class PaddedInputs:
     """The shapes of a batch's padded inputs, by name, without the batch dimension.
 
     Attributes:
-        true_shapes: The shapes before padding, one for each request.
-        padded_shapes: The shape after padding.
+        true_shapes: The shapes of each request before padding, by input.
+        padded_shapes: The shapes of the batch after padding, by input.
     """
 
-    true_shapes: dict[str, list[Shape]] = field(default_factory=dict)  # of each request, by input
-    padded_shapes: dict[str, Shape] = field(default_factory=dict)  # of the batch, by input
+    true_shapes: dict[str, list[Shape]] = field(default_factory=dict)
+    padded_shapes: dict[str, Shape] = field(default_factory=dict)
 
 
 def _replace_inputs(

@@ -99,14 +99,14 @@ class MetricsReports:
         Returns:
             The seconds until the next call, or None if no metric has changed.
         """
-        now = time.monotonic()
-        if now < self._next_report_s:
-            return self._next_report_s - now
+        now_s = time.monotonic()
+        if now_s < self._next_report_s:
+            return self._next_report_s - now_s
         with self._link.lock:
             if not self.post_changes():
                 return None
             self._link.flush()
-        self._next_report_s = now + _REPORT_INTERVAL_S
+        self._next_report_s = now_s + _REPORT_INTERVAL_S
         return _REPORT_INTERVAL_S
 
 

@@ -60,12 +60,12 @@ class ReadyOutput(NamedTuple):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: Any  # wire form, array or tensor
+    data: Any
     byte_size: int
-    returned_range: Range | None = None  # of the input that is returned as this output
+    returned_range: Range | None = None
 
 
-# Where an output of responses with equal layouts is written: None for the message, "" for the range
+# The destination of an output in responses of one template: None for the message, "" for the range
 # of the client, or the name of the input that is returned as the output.
 _Destination = str | None
 
@@ -295,8 +295,8 @@ class Scatterer:
                 f"'{self._signature.name}'. Expected {shape_text(expected_shape)}, got "
                 f"{shape_text(shape)}."
             )
-            wrong_rows = self._supports_batching and shape[:1] != (request.batch_size,)
-            if self._strict_shapes or wrong_rows:
+            has_wrong_rows = self._supports_batching and shape[:1] != (request.batch_size,)
+            if self._strict_shapes or has_wrong_rows:
                 raise Internal(text)
             if not self._has_warned:
                 self._has_warned = True

@@ -69,11 +69,11 @@ class StreamBlsCall(BlsCall):
         is_abandoned: Whether the caller ignores further responses.
         first_response: A future that the first response completes; None if no coroutine awaits it.
         outcomes: The responses and errors received and not taken yet.
-        received_all: Whether the last response has been received.
+        has_received_all: Whether the last response has been received.
         window: The flow-control window of the reader.
     """
 
-    __slots__ = ("first_response", "is_abandoned", "outcomes", "received_all", "window")
+    __slots__ = ("first_response", "has_received_all", "is_abandoned", "outcomes", "window")
     accepts_stream = True
 
     def __init__(
@@ -84,8 +84,8 @@ class StreamBlsCall(BlsCall):
     ) -> None:
         super().__init__(router, request)
         self.outcomes: deque[Outcome] = deque()
-        self.received_all = False  # whether the last response has arrived
-        self.is_abandoned = False  # whether further responses are ignored
+        self.has_received_all = False
+        self.is_abandoned = False
         self.first_response = first_response
         self.window = ReadWindow()
 
@@ -109,7 +109,7 @@ class StreamBlsCall(BlsCall):
 
     def _add(self, outcome: Outcome, final: bool) -> None:
         self.outcomes.append(outcome)
-        self.received_all = self.received_all or final
+        self.has_received_all = self.has_received_all or final
         self.router.shared_wait.wake()
         future, self.first_response = self.first_response, None
         if future is not None:
@@ -117,7 +117,7 @@ class StreamBlsCall(BlsCall):
 
     def has_next(self) -> bool:
         """Return whether `take` would not block."""
-        return bool(self.outcomes) or self.received_all or self.is_abandoned
+        return bool(self.outcomes) or self.has_received_all or self.is_abandoned
 
     def wait(self) -> None:
         """Wait until `take` would not block."""
@@ -127,7 +127,7 @@ class StreamBlsCall(BlsCall):
     @property
     def is_finished(self) -> bool:
         """Return whether every response has been taken."""
-        return not self.outcomes and (self.received_all or self.is_abandoned)
+        return not self.outcomes and (self.has_received_all or self.is_abandoned)
 
     def take(self) -> Outcome | None:
         """Wait for the next response and return it; None after the last one."""
@@ -138,13 +138,13 @@ class StreamBlsCall(BlsCall):
             return None
         outputs = outcome.outputs if isinstance(outcome, CallResponse) else ()
         credit = self.window.record_read(sum(len(output.raw) for output in outputs))
-        if credit and not self.received_all:
+        if credit and not self.has_received_all:
             self.router.credit(self, credit)
         return outcome
 
     def cancel(self) -> None:
         """Send the model a cancellation. Responses before the end can still be taken."""
-        if not self.received_all and not self.is_abandoned:
+        if not self.has_received_all and not self.is_abandoned:
             self.router.cancel(self, keeps_reading=True)
 
     def abandon(self) -> None:
@@ -154,5 +154,5 @@ class StreamBlsCall(BlsCall):
         """
         if not self.is_abandoned:
             self.is_abandoned = True
-            if not self.received_all:
+            if not self.has_received_all:
                 self.router.cancel(self)

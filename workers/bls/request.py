@@ -51,7 +51,7 @@ class CallRequest:
         request_id: The id of the request.
         parameters: The parameters of the request.
         correlation_id: The id of the sequence; 0 or "" for none.
-        flags: The sequence flags.
+        flags: The flags of the start and the end of a sequence.
         timeout_us: The timeout in the queue of the called model, if its policy permits it.
         deadline_ns: The deadline of the caller by the monotonic clock; 0 for none.
         priority: The priority.
@@ -63,17 +63,17 @@ class CallRequest:
     model: str
     version: str
     inputs: Sequence[CallInput]
-    outputs: Sequence[str] = ()  # names; empty: all
+    outputs: Sequence[str] = ()
     request_id: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
-    correlation_id: int | str = 0  # id of the sequence; 0: none
-    flags: int = 0  # start and end of a sequence
+    correlation_id: int | str = 0
+    flags: int = 0
     timeout_us: int = 0
     deadline_ns: int = 0
     priority: int = 0
-    trace: str = ""  # trace context, or ""
-    origins: Sequence[Request] = ()  # the requests that cause the call
-    callers: str = ""  # executions that wait, as in `Submit`
+    trace: str = ""
+    origins: Sequence[Request] = ()
+    callers: str = ""
 
     @property
     def cancelled(self) -> bool:

@@ -124,7 +124,7 @@ class DeviceMemory:
     )
     # The pointers and devices of the allocations to close.
     _unused_allocations: deque[tuple[int, int]] = field(default_factory=deque)
-    written_devices: set[int] = field(default_factory=set)  # with pending writes
+    written_devices: set[int] = field(default_factory=set)
     # Devices that this process has used successfully.
     _working_devices: set[int] = field(default_factory=set)
     _loop_thread: int = field(default_factory=threading.get_ident)

@@ -107,12 +107,12 @@ class OutputMemory:
         return self._reserved_outputs.pop(address).memory_range
 
     def _check_share(self, lent_bytes: int, byte_size: int) -> None:
-        free = self._arena.memory.byte_size - self._arena.used_bytes
-        if lent_bytes + byte_size > free - byte_size:
+        free_bytes = self._arena.memory.byte_size - self._arena.used_bytes
+        if lent_bytes + byte_size > free_bytes - byte_size:
             raise Unavailable(
-                f"server memory for tensors: {byte_size} bytes are needed, and {free} are free; "
-                f"this client holds {lent_bytes}, and must leave as many free (release responses, "
-                "or raise --arena-byte-size)"
+                f"server memory for tensors: {byte_size} bytes are needed, and {free_bytes} are "
+                f"free; this client holds {lent_bytes}, and must leave as many free (release "
+                "responses, or raise --arena-byte-size)"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:

@@ -47,10 +47,10 @@ class MemoryPlan:
     """
 
     weight_bytes: int
-    input_row_bytes: Mapping[str, int]  # by input
-    output_row_bytes: Mapping[str, int]  # by output
-    buckets: tuple[int, ...]  # batch sizes to prepare, ascending
-    workspace: int | None = None  # bytes; None: not measured
+    input_row_bytes: Mapping[str, int]
+    output_row_bytes: Mapping[str, int]
+    buckets: tuple[int, ...]
+    workspace: int | None = None
 
     @classmethod
     def of(cls, config: ModelSpec, signature: Signature, weight_bytes: int) -> MemoryPlan | None:

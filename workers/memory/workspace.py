@@ -42,8 +42,8 @@ class Workspace:
     _control: SupervisorLink
     mappings: Mappings
     _device: str
-    _synchronize: Callable[[int], None]  # waits for a CUDA device
-    coroutine_count: int = 0  # number of coroutines with a lease
+    _synchronize: Callable[[int], None]
+    coroutine_count: int = 0
 
     def lease(self, byte_size: int, convert: Callable[[Any], Any] = _identity) -> LeasedWorkspace:
         """Return a lease for a `with` block. The contents of its memory are undefined.
@@ -117,14 +117,14 @@ class LeasedWorkspace:
     async def __aenter__(self) -> Any:
         self._check()
         loop = asyncio.get_running_loop()
-        leased: asyncio.Future[Range] = loop.create_future()
+        lease: asyncio.Future[Range] = loop.create_future()
         # One thread for each waiting coroutine, so that no other work of the model is blocked.
-        threading.Thread(target=self._wait, args=(loop, leased), daemon=True).start()
+        threading.Thread(target=self._wait, args=(loop, lease), daemon=True).start()
         try:
-            memory_range = await leased
+            memory_range = await lease
         except asyncio.CancelledError:
-            if leased.done() and not leased.cancelled() and leased.exception() is None:
-                self._workspace.release(leased.result(), was_used=False)
+            if lease.done() and not lease.cancelled() and lease.exception() is None:
+                self._workspace.release(lease.result(), was_used=False)
             raise
         return self._enter(memory_range, in_loop=True)
 
@@ -137,25 +137,25 @@ class LeasedWorkspace:
         if _HAS_WORKSPACE.get():
             raise Internal("this execution has a workspace already: request all memory at once")
 
-    def _wait(self, loop: asyncio.AbstractEventLoop, leased: asyncio.Future[Range]) -> None:
+    def _wait(self, loop: asyncio.AbstractEventLoop, lease: asyncio.Future[Range]) -> None:
         memory_range: Range | None = None
         try:
             memory_range = self._workspace.ask(self._byte_size)
         except Exception as error:
-            complete = partial(_fail, leased, error)
+            complete = partial(_fail, lease, error)
         else:
-            complete = partial(self._complete_lease, leased, memory_range)
+            complete = partial(self._complete_lease, lease, memory_range)
         try:
             loop.call_soon_threadsafe(complete)
         except RuntimeError:  # the model has closed the loop, or the process exits
             if memory_range is not None:
                 self._workspace.release(memory_range, was_used=False)
 
-    def _complete_lease(self, leased: asyncio.Future[Range], memory_range: Range) -> None:
-        if leased.done():  # the coroutine was cancelled in the meantime
+    def _complete_lease(self, lease: asyncio.Future[Range], memory_range: Range) -> None:
+        if lease.done():  # the coroutine was cancelled in the meantime
             self._workspace.release(memory_range, was_used=False)
         else:
-            leased.set_result(memory_range)
+            lease.set_result(memory_range)
 
     def _enter(self, memory_range: Range, in_loop: bool) -> Any:
         try:
@@ -181,9 +181,9 @@ class LeasedWorkspace:
         self._workspace.release(memory_range)
 
 
-def _fail(leased: asyncio.Future[Range], error: Exception) -> None:
-    if not leased.done():
-        leased.set_exception(error)
+def _fail(lease: asyncio.Future[Range], error: Exception) -> None:
+    if not lease.done():
+        lease.set_exception(error)
 
 
 def _in_event_loop() -> bool:

@@ -55,12 +55,12 @@ class Installation:
         systemd_version: The version of systemd; 0: unknown.
     """
 
-    program: tuple[str, ...]  # command line of the server
-    xdg_dirs: tuple[Path, Path] | None = None  # (configuration, data) of a user
+    program: tuple[str, ...]
+    xdg_dirs: tuple[Path, Path] | None = None
     device: str = "cpu"
-    has_token: bool = False  # whether clients need a token
+    has_token: bool = False
     exit_timeout_s: int = 30
-    systemd_version: int = 0  # 0: unknown
+    systemd_version: int = 0
 
     @property
     def units(self) -> Path:
@@ -100,9 +100,9 @@ class File:
     """
 
     path: Path
-    purpose: str  # shown to the operator
-    text: str | None  # None: not needed on this host
-    is_editable: bool = False  # by the operator
+    purpose: str
+    text: str | None
+    is_editable: bool = False
 
 
 def files(installation: Installation) -> list[File]:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from shmserve.client.memory.views import MemoryLease, RegisteredMemory
-from shmserve.client.request.arrays import Array, dtype_of
+from shmserve.client.request.arrays import Array
 from shmserve.errors import InvalidArgument, Released, Unavailable
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import CudaExporter, DeviceAllocation, Driver
 from shmserve.ipc.messages import control_requests as m
-from shmserve.ipc.tensors.arrays import array_interface
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, array_interface
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Range
 
@@ -182,7 +182,7 @@ class DeviceView:
 
     def __post_init__(self) -> None:
         self._pointer = self._allocation.pointer + self.offset
-        self.nbytes = element_count(self.shape) * dtype_of(self.datatype).itemsize
+        self.nbytes = element_count(self.shape) * STORAGE_DTYPES[self.datatype].itemsize
 
     @property
     def device(self) -> str:
@@ -214,7 +214,7 @@ class DeviceView:
         Raises Released after the region's release.
         """
         self._check()
-        host_array = np.empty(self.shape, dtype_of(self.datatype))
+        host_array = np.empty(self.shape, STORAGE_DTYPES[self.datatype])
         if host_array.nbytes:
             host_bytes = host_array.reshape(-1).view(np.uint8).data
             self._allocation.cuda.read(self._pointer, host_bytes, self._allocation.device)
@@ -231,7 +231,7 @@ class DeviceView:
         """
         self._check()
         try:
-            array = np.asarray(values, dtype_of(self.datatype))
+            array = np.asarray(values, STORAGE_DTYPES[self.datatype])
             array = np.ascontiguousarray(np.broadcast_to(array, self.shape))
         except (TypeError, ValueError) as error:
             text = f"the values cannot be converted to {self.datatype} {self.shape}: {error}"
@@ -253,7 +253,7 @@ class DeviceView:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         self._check()
-        return array_interface(self._pointer, self.shape, dtype_of(self.datatype).str)
+        return array_interface(self._pointer, self.shape, STORAGE_DTYPES[self.datatype].str)
 
     def __repr__(self) -> str:
         return f"<{self.datatype} {self.shape} on {self.device}>"

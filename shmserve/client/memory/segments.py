@@ -25,10 +25,10 @@ import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.views import MemoryLease, RegisteredMemory, View, noop
-from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import FIXED_SIZE_SEALS, FreeList
 from shmserve.ipc.messages import control_requests as m
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 
 ALIGNMENT = 64
 _MIN_SEGMENT_BYTES = 4 * 1024 * 1024
@@ -90,7 +90,7 @@ class Segment(RegisteredMemory):
 
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
         """Return an array over the tensor at `offset`, which keeps the memory of `lease` alive."""
-        return View.from_memory(self.bytes, offset, shape, dtype_of(datatype), lease)
+        return View.from_memory(self.bytes, offset, shape, STORAGE_DTYPES[datatype], lease)
 
     def close(self) -> None:
         """Unmap the memory once its last array is gone. This method is idempotent."""
@@ -143,17 +143,16 @@ AnySegment = Segment | DeviceSegment
 
 
 class MemoryBlock:
-    """Bytes [offset, offset + size) of a segment.
+    """Allocated bytes of a segment, from `offset` on.
 
     A block is recycled at the latest when it is garbage-collected, for example after an interrupt.
     """
 
-    __slots__ = ("_memories", "offset", "segment", "size")
+    __slots__ = ("_memories", "offset", "segment")
 
-    def __init__(self, segment: Any, offset: int, size: int, memories: Memories) -> None:
+    def __init__(self, segment: Any, offset: int, memories: Memories) -> None:
         self.segment = segment  # usually a `Segment`, which has `bytes`
         self.offset = offset
-        self.size = size
         self._memories: Memories | None = memories
 
     def recycle(self) -> None:
@@ -187,10 +186,10 @@ class Memories:
         _schedule_free: A function that schedules a call of `free_recycled_if_unlocked`.
     """
 
-    _limit: int  # bytes
-    _share: Callable[[AnySegment], None]  # shares a segment with the server
-    _withdraw: Callable[[AnySegment], None]  # withdraws a segment
-    _schedule_free: Callable[[], None] = noop  # schedules `free_recycled_if_unlocked`
+    _limit: int
+    _share: Callable[[AnySegment], None]
+    _withdraw: Callable[[AnySegment], None]
+    _schedule_free: Callable[[], None] = noop
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     _segments: list[AnySegment] = field(init=False, default_factory=list)
     recycled: deque[tuple[AnySegment, int]] = field(init=False, default_factory=deque)
@@ -228,7 +227,7 @@ class Memories:
                 continue  # the segment is not shared with the server yet
             offset = segment.free_list.allocate(byte_size)
             if offset is not None:
-                return MemoryBlock(segment, offset, byte_size, self)
+                return MemoryBlock(segment, offset, self)
         return None
 
     def _free_idle(self, byte_size: int) -> bool:
@@ -285,7 +284,7 @@ class Memories:
         offset = segment.free_list.allocate(byte_size)
         assert offset is not None
         self._segments.append(segment)
-        return MemoryBlock(segment, offset, byte_size, self)
+        return MemoryBlock(segment, offset, self)
 
     def _share_new_segment(self, segment: AnySegment) -> None:
         # No lock may be held: the thread that reads the server's response may allocate memory.

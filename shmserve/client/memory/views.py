@@ -21,7 +21,7 @@ class RegisteredMemory:
 
     memory: Memory | None = None
 
-    def on_shared(self, memory: bytes) -> None:
+    def set_memory(self, memory: bytes) -> None:
         """Store the server's description of the memory, as packed in its response."""
         self.memory = unpack_memory(memory)
 

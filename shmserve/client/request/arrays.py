@@ -12,18 +12,13 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, is_bfloat16, to_bf16
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES, is_bfloat16, to_bf16
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 Array = np.ndarray[Any, Any]
 
 _NAMES_BY_DTYPE = {dtype: name for name, dtype in NUMPY_DTYPES.items() if name != "BYTES"}
-BF16 = np.dtype(np.uint16)  # numpy has no BF16; uint16 holds its bit patterns
-
-
-def dtype_of(datatype: str) -> np.dtype[Any]:
-    """Return the numpy type of a datatype: uint16 for BF16, which numpy lacks."""
-    return NUMPY_DTYPES.get(datatype, BF16)
+BF16 = STORAGE_DTYPES["BF16"]
 
 
 def datatype_of(array: Array, expected_datatype: str) -> str:
@@ -61,8 +56,8 @@ def as_array(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str
     array: Array = value
     if array.dtype.kind == "O" and ITEM_SIZE.get(expected_datatype):
         text = f"input '{name}' is an array of Python objects; model expects {expected_datatype}"
-        if expected_datatype != "BF16":  # `dtype_of` would be the type of its bit patterns
-            text += f": pass array.astype('{dtype_of(expected_datatype)}')"
+        if expected_datatype != "BF16":  # its storage type is that of its bit patterns
+            text += f": pass array.astype('{STORAGE_DTYPES[expected_datatype]}')"
         raise InvalidArgument(text)
     if array.dtype.kind in "OSUT":
         return array, "BYTES"
@@ -122,7 +117,7 @@ def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
 
 def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
     if not expected_datatype or expected_datatype == "BYTES":
-        return np.asarray(value, dtype_of(expected_datatype) if expected_datatype else None), ""
+        return np.asarray(value, STORAGE_DTYPES.get(expected_datatype)), ""
     array = np.asarray(value)
     if is_bfloat16(array.dtype):  # a list of arrays
         array = array.astype(np.float32)
@@ -136,7 +131,7 @@ def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
             return to_bf16(np.asarray(array, np.float32)), expected_datatype
         # Lists are converted directly: a floating-point array would round large integers.
         exact_values = array if hasattr(value, "__array__") else value
-        converted = np.asarray(exact_values, dtype_of(expected_datatype))
+        converted = np.asarray(exact_values, STORAGE_DTYPES[expected_datatype])
     if converted.dtype.kind != "f" and not np.array_equal(converted, array):
         wrong = array[np.asarray(converted != array)].flat[0]
         raise ValueError(f"the element {wrong} cannot be represented in {expected_datatype}")

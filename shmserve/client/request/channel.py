@@ -73,11 +73,11 @@ class ClientRequest(InflightRequest):
     submit: Submit = field(init=False)
     channel: RequestChannel
     packed_request: PackedRequest
-    on_done: Callable[[ClientRequest], None] | None  # called when `outcome` is set
-    release_memory: Callable[[], None] = field(init=False)  # of the request
+    on_done: Callable[[ClientRequest], None] | None
+    release_memory: Callable[[], None] = field(init=False)
     outcome: Result | ShmserveError | None = field(init=False, default=None)
-    is_abandoned: bool = field(init=False, default=False)  # whether the caller no longer waits
-    is_retry: bool = field(init=False, default=False)  # whether the request was resubmitted
+    is_abandoned: bool = field(init=False, default=False)
+    is_retry: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.release_memory = self.packed_request.release_memory
@@ -196,7 +196,7 @@ class ClientRequest(InflightRequest):
         release_memory, self.release_memory = self.release_memory, noop
         release_memory()
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether the request has completed, so that a waiting thread can continue."""
         return self.outcome is not None
 
@@ -314,12 +314,12 @@ class RequestChannel:
             self.cancel(pending)
 
     @property
-    def waiting(self) -> Collection[int]:
+    def pending_ids(self) -> Collection[int]:
         """Return the ids of the requests that have not completed."""
         return self.schedulers.pending
 
     @property
-    def unsent(self) -> int:
+    def unsent_count(self) -> int:
         """Return the number of messages that wait for the next `flush`."""
         return self._links.queued_count
 

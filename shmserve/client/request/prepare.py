@@ -18,7 +18,7 @@ from shmserve.client.memory.region import Region, check_datatype
 from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, noop
 from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
-from shmserve.client.request.prepared import ClientTemplate, TemplateSlot, pack
+from shmserve.client.request.client_templates import ClientTemplate, TemplateSlot, pack
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import encode_bytes

@@ -11,12 +11,12 @@ import numpy as np
 from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.segments import AnySegment, Segment
 from shmserve.client.memory.views import MemoryLease, noop
-from shmserve.client.request.arrays import dtype_of, to_torch
+from shmserve.client.request.arrays import to_torch
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Internal, Released, Unsupported
 from shmserve.ipc.memory.lent import release_messages
 from shmserve.ipc.messages.inference import Finished, Release, Responded
-from shmserve.ipc.tensors.arrays import decode_bytes
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
 from shmserve.ipc.tensors.schemas import RequestSchema, TensorSchema, unpack_ranges
 from shmserve.ipc.transport.frames import MalformedMessage
@@ -169,7 +169,7 @@ def _decode(packed: PackedRequest, output: TensorSchema, data: bytes | bytearray
     if output.datatype == "BYTES":
         return decode_bytes(data, output.shape, output.name, packed.model.name)
     writable_data = data if type(data) is bytearray else bytearray(data)
-    array = np.ndarray(output.shape, dtype_of(output.datatype), writable_data)
+    array = np.ndarray(output.shape, STORAGE_DTYPES[output.datatype], writable_data)
     return to_torch(array, output.datatype) if packed.as_torch else array
 
 

@@ -37,13 +37,13 @@ class ClientStream(ClientRequest):
         self, channel: RequestChannel, packed: PackedRequest, on_item: Callable[[], None] = noop
     ) -> None:
         super().__init__(channel, packed, None)
-        self.items: deque[tuple[Result | ShmserveError, int]] = deque()  # (response, bytes)
+        self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
         self.has_finished = False
         self._read_size = -1  # bytes of the response that the program now reads; -1: it reads none
         self._window = ReadWindow(in_client_memory=_writes_to_client_memory(packed))
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return bool(self.items) or self.has_finished or self.is_abandoned
 
     def handle(self, message: Response) -> None:
@@ -189,7 +189,7 @@ class ThreadChannel:
 
     def send(self, min_messages: int) -> None:
         """Send the queued messages if there are at least `min_messages`."""
-        if self.requests.unsent >= min_messages:
+        if self.requests.unsent_count >= min_messages:
             with self.lock:
                 self.requests.flush()
 
@@ -255,11 +255,11 @@ class ThreadChannel:
             TimedOut: The deadline has passed first.
         """
         channel = self.requests
-        if pending.ready():
+        if pending.is_ready():
             return
         channel.flush()
         deadline_ns = pending.packed_request.options.deadline_ns
-        while not pending.ready():
+        while not pending.is_ready():
             timeout_s: float | None = None
             if deadline_ns:
                 timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
@@ -335,14 +335,14 @@ class SharedChannel:
     def wait_until_ready(self, pending: ClientStream) -> None:
         """Wait until a stream has a response or its end; raise TimedOut at its deadline."""
         deadline_ns = pending.packed_request.options.deadline_ns
-        while not pending.ready():
+        while not pending.is_ready():
             self.check_may_wait()
             timeout_s: float | None = None
             if deadline_ns:
                 timeout_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
             arrived = self._arrived.wait(timeout_s)
             self._arrived.clear()
-            if not arrived and not pending.ready():
+            if not arrived and not pending.is_ready():
                 self.cancel((pending,))
                 raise TimedOut(NO_RESPONSE)
 

@@ -129,13 +129,15 @@ def _build_point(row: Row) -> Point:
     return _IDLE_POINT if point == _IDLE_POINT else point
 
 
-def build_row(report: Report, earlier: Report | None, seconds: float, exit_count: int = 0) -> Row:
-    """Return a model's row, which has no `recent` if there is no `earlier` report.
+def build_row(
+    report: Report, earlier_report: Report | None, elapsed_s: float, exit_count: int = 0
+) -> Row:
+    """Return a model's row, which has no `recent` if there is no earlier report.
 
     Args:
         report: The current report.
-        earlier: The report of `seconds` ago.
-        seconds: The length of the interval.
+        earlier_report: The report of `elapsed_s` seconds ago, or None.
+        elapsed_s: The time between the reports.
         exit_count: The number of workers that died within an hour.
     """
     figures: Row = {name: report[name] for name in _COPIED_FIGURES}
@@ -146,13 +148,13 @@ def build_row(report: Report, earlier: Report | None, seconds: float, exit_count
     if "generated" in report:
         figures["generation"] = {**report["generation"], "generated": report["generated"]}
         figures["generation"]["preemptions"] = sum(report["preemptions"].values())
-    if earlier is not None and seconds > 0:
-        figures["recent"] = _recent_figures(report, earlier, seconds)
+    if earlier_report is not None and elapsed_s > 0:
+        figures["recent"] = _recent_figures(report, earlier_report, elapsed_s)
     figures["hurts"], figures["because"] = _find_problem(figures, report)
     if exit_count:
         exits_text = f"{exit_count} worker{'s' * (exit_count > 1)} died within an hour"
         figures["because"] = f"{figures['because']}; {exits_text}".removeprefix("; ")
-        has_new_exits = earlier is not None and report["workers_lost"] > earlier["workers_lost"]
+        has_new_exits = report["workers_lost"] > (earlier_report or report)["workers_lost"]
         rank = _NEW_EXIT_RANK if has_new_exits else _EARLIER_EXIT_RANK
         figures["hurts"] = max(figures["hurts"], rank + exit_count)
     return figures

@@ -163,8 +163,8 @@ def _example_input(spec: TensorSpec, max_batch_size: int, is_binary: bool) -> di
     return {"name": spec.name, "datatype": spec.datatype, "shape": shape, **data}
 
 
-async def model_config(gateway: Gateway, name: str, version: str) -> bytes:
-    """Return a model's configuration as JSON; errors are raised by `resolve_model`."""
+async def model_config(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
+    """Return a model's configuration; errors are raised by `resolve_model`."""
     return (await resolve_model(gateway, name, version)).config
 
 

@@ -51,8 +51,8 @@ class ExpositionFamily:
 
     def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
         """Add a sample of the metric whose name is the family's with this suffix."""
-        ordered = sorted(labels.items(), key=_label_sort_key)
-        self.samples.append(model_metrics.sample_line(self.name + suffix, ordered, value))
+        ordered_labels = sorted(labels.items(), key=_label_sort_key)
+        self.samples.append(model_metrics.sample_line(self.name + suffix, ordered_labels, value))
 
     def add_histogram(
         self, labels: dict[str, str], histogram: dict[str, Any], *, has_integer_bounds: bool = False

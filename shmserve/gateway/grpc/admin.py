@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
@@ -89,7 +88,7 @@ class AdminCall:
         """Handle ModelConfig."""
         version = checked_version(request.version)
         config = await management.model_config(self.gateway, request.name, version)
-        return ParseDict({"config": orjson.loads(config)}, pb.ModelConfigResponse())
+        return ParseDict({"config": config}, pb.ModelConfigResponse())
 
     async def model_statistics(
         self, request: pb.ModelStatisticsRequest

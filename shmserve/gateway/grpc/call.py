@@ -33,7 +33,6 @@ from shmserve.gateway.grpc.framing import (
     SUCCEEDED,
     ArrivingMessage,
     Assembly,
-    BrokenMessage,
     CallHead,
     CreateSink,
     ReceivedMessage,
@@ -193,9 +192,9 @@ class GrpcCall(ABC):
 
     # --- for the handler of the call
 
-    def time_remaining(self) -> float | None:
-        """Return the time until the call's deadline in seconds; None without a deadline."""
-        return self._deadline - time.monotonic() if self._deadline else None
+    def remaining_us(self) -> int:
+        """Return the microseconds until the call's deadline, at least 1; 0 without a deadline."""
+        return max(1, int((self._deadline - time.monotonic()) * 1e6)) if self._deadline else 0
 
     def is_out_of_time(self) -> bool:
         """Return whether the deadline has expired, or is too soon for a response."""
@@ -212,13 +211,11 @@ class GrpcCall(ABC):
         sender = self._connection.http2.sender
         block = encode_trailers(status)
         self._stream.on_sent = self._on_all_sent
-        if self._is_head_sent:
-            if status.code is not StatusCode.OK:
-                sender.discard_queued(self._stream)
-            sender.send_trailers(self._stream, block)
-        else:
-            head = encode_response_start(self.head.http_status)
-            sender.send_head(self._stream, head + block, ends_stream=True)
+        if not self._is_head_sent:  # the response consists of its trailers only
+            block = encode_response_start(self.head.http_status) + block
+        elif status.code is not StatusCode.OK:
+            sender.discard_queued(self._stream)
+        sender.send_trailers(self._stream, block)
         self._connection.flush()
 
     # --- for the connection of the call
@@ -232,10 +229,8 @@ class GrpcCall(ABC):
                 self._assemble(piece)
             if is_last and not self.is_done:
                 self._handle_half_close()
-        except BrokenMessage as error:
-            self._abort(error.status)
-        except ShmserveError as error:  # the memory for messages is exhausted
-            self._abort(Status(StatusCode.UNAVAILABLE, error.message))
+        except ShmserveError as error:
+            self._abort(status_from_error(error))
         except Exception:
             text = "a message of gRPC call %s could not be handled; the call fails with INTERNAL"
             logger.exception(text, self.head.path)
@@ -450,8 +445,8 @@ class UnaryCall(GrpcCall):
     async def _inflate(self, message: ReceivedMessage) -> None:
         try:
             data = await self._inflate_message(message)
-        except BrokenMessage as error:
-            self.fail(error.status)
+        except ShmserveError as error:
+            self.fail(status_from_error(error))
             return
         if not self.is_done:
             self.on_message(data, self)
@@ -505,8 +500,6 @@ class StreamingCall(GrpcCall):
     async def _run(self, handler: StreamHandler) -> None:
         try:
             final_status = await handler(self)
-        except BrokenMessage as error:
-            final_status = error.status
         except ShmserveError as error:
             final_status = status_from_error(error)
         except Exception:
@@ -536,6 +529,7 @@ class StreamingCall(GrpcCall):
 
         Raises:
             BrokenMessage: The data is not a message.
+            Unavailable: The memory for messages is exhausted.
         """
         while True:
             while not self._queue:
@@ -578,10 +572,7 @@ class StreamingCall(GrpcCall):
     def _take_more_messages(self) -> None:
         self._has_unparsed_data = False
         if self._assembly is not None:
-            try:
-                self._take_messages(self._assembly, 0)
-            except ShmserveError as error:  # the memory for messages is exhausted
-                raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
+            self._take_messages(self._assembly, 0)
 
     def _handle_message(self, message: ReceivedMessage) -> None:
         self._queue.append(message)

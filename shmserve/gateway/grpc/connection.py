@@ -58,7 +58,6 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._counted_useless_frames = self.http2.useless_frames  # until the last turn
         self._last_activity = self.loop.time()  # the time of the last activity
         self._tls = None if context.tls is None else TlsLayer(context.tls)
-        self._opening_timer: asyncio.TimerHandle | None = None
         # --- time limits
         self._check_timer: asyncio.TimerHandle | None = None
         self._arriving_messages: dict[GrpcCall, ArrivingMessage] = {}
@@ -68,29 +67,20 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     # --- the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Register the connection, and start the time limit of the first frames."""
+        """Register the connection, and start its timers."""
         attached_transport = self.attach(transport)
         self.client = self._acceptor.connection_made(self)
         rules = self.client.listener.authorisation
         self.requires_authorisation = rules.requires_token or bool(rules.restrictions)
-        timeout_s = self.context.header_timeout_s
-        self._opening_timer = self.loop.call_later(timeout_s, self._on_opening_timeout)
         attached_transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
         self.lifetime.start()
         self.flush()
-
-    def _on_opening_timeout(self) -> None:
-        self._opening_timer = None
-        if not self.http2.is_settings_acknowledged:
-            self.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Cancel all calls, since the client has disconnected."""
         self.transport = None
         if self._check_timer is not None:
             self._check_timer.cancel()
-        if self._opening_timer is not None:
-            self._opening_timer.cancel()
         self.lifetime.stop()
         self._disconnect_calls()
         self._acceptor.connection_lost(self)
@@ -121,7 +111,6 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         return self._last_activity if self._arriving_messages else None
 
     def abort(self) -> None:
-        """Close the connection at once, without flushing."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -134,7 +123,6 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._acceptor.connection_drained(self)
 
     def force_close(self) -> None:
-        """Close the connection. Written bytes may still be flushed."""
         transport = self.transport
         if transport is not None and not transport.is_closing():
             if self._tls is not None:
@@ -416,7 +404,7 @@ _PING_LIMIT_S = 1.0  # the time limit of the ping after the first GOAWAY
 
 
 class ConnectionLifetime:
-    """The keepalive, the age limit and the drain of one connection."""
+    """The timers of one connection: its opening, keepalive, age limit and drain."""
 
     def __init__(self, connection: GrpcConnection) -> None:
         self._connection = connection
@@ -437,7 +425,8 @@ class ConnectionLifetime:
 
     def start(self) -> None:
         """Start the timers."""
-        settings = self._settings
+        settings, connection = self._settings, self._connection
+        self._start_timer("opening", connection.context.header_timeout_s, self._check_opened)
         self._start_timer("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if settings.max_connection_age_ms:
             random_factor = random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
@@ -454,6 +443,11 @@ class ConnectionLifetime:
         if (previous_timer := self._timers.pop(name, None)) is not None:
             previous_timer.cancel()
         self._timers[name] = self._loop.call_later(delay_s, action)
+
+    def _check_opened(self) -> None:
+        """Disconnect a client that has not sent its first frames in time."""
+        if not self._connection.http2.is_settings_acknowledged:
+            self._connection.abort()
 
     # --- keepalive
 

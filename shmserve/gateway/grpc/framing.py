@@ -21,7 +21,7 @@ from enum import IntEnum
 from typing import NamedTuple
 from urllib.parse import quote
 
-from shmserve.errors import Internal, InvalidArgument, QueueFull, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.compression import WBITS_BY_ENCODING, Inflater
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
@@ -167,7 +167,7 @@ def _metadata_items(name: bytes, value: bytes) -> Metadata:
         return [(key, _decode_text(value))]
     # Some clients join several values by commas.
     parts = map(_decode_binary, value.split(b","))
-    return [(key, decoded) for decoded in parts if decoded is not None]
+    return [(key, decoded_part) for decoded_part in parts if decoded_part is not None]
 
 
 def _decode_text(value: bytes) -> str:
@@ -223,12 +223,12 @@ PREFIX = struct.Struct(">BI")  # of a message: whether it is compressed, and its
 _EMPTY_VIEW = memoryview(b"")
 
 
-class BrokenMessage(Exception):
-    """The error for data that is not a valid message; `status` is the status of the call."""
+class BrokenMessage(ShmserveError):
+    """The error for data that is not a valid message, with the code of the call's status."""
 
     def __init__(self, code: StatusCode, text: str) -> None:
         super().__init__(text)
-        self.status = Status(code, text)
+        self.code = code.name
 
 
 # The bytes of a message, or an inference request whose tensors were received into the arena.
@@ -420,7 +420,8 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
     The inflated bytes count in `budget`, since several messages may be inflated at the same time.
 
     Raises:
-        BrokenMessage: The message cannot be inflated within the limits.
+        BrokenMessage: The message is malformed, or larger than `limit`.
+        Unavailable: The memory for messages is exhausted.
     """
     if encoding == "identity":
         text = "a compressed message in a call without grpc-encoding"
@@ -437,8 +438,6 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
         inflater.finish()
     except InvalidArgument as error:
         raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, error.message) from None
-    except Unavailable as error:
-        raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
     finally:
         arrival.release_budget()
     return b"".join(pieces)

@@ -117,7 +117,7 @@ class Inferences(ActiveCount):
 
     async def _infer_once_loaded(self, received_message: MessageContent, call: UnaryCall) -> None:
         try:
-            await self.load_model(received_message, call.time_remaining())
+            await self.load_model(received_message, call.remaining_us())
         except Exception as error:
             call.fail(_status_from_error(error, call))
         else:
@@ -141,8 +141,6 @@ class Inferences(ActiveCount):
             InvalidArgument: A name is reserved.
         """
         pattern = self.gateway.settings.grpc_header_forward_pattern
-        if not pattern:
-            return _NO_HEADERS
         metadata = sorted((key, value) for key, value in head.metadata if type(value) is str)
         return select_forwarded_headers(pattern, metadata)
 
@@ -172,25 +170,26 @@ class Inferences(ActiveCount):
             RequestRefused: The request is refused.
         """
         arrived_ns = time.monotonic_ns()
-        built = self._decode(received_message, headers, is_streamed=on_streamed is not None)
+        built_request = self._decode(received_message, headers, is_streamed=on_streamed is not None)
+        request_id = built_request.infer_request.id
         create_inference: Any = partial(UnaryInference, on_response=on_response)
-        if built.model.decoupled:
+        if built_request.model.decoupled:
             if on_streamed is None:
-                built.release()
-                raise RequestRefused(Unsupported(_DECOUPLED_UNSUPPORTED), built.infer_request.id)
+                built_request.release()
+                raise RequestRefused(Unsupported(_DECOUPLED_UNSUPPORTED), request_id)
             create_inference = partial(StreamingInference, on_response=on_streamed)
         call_limit = UNLIMITED
         if call.head.timeout_s is not None:
-            call_limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
+            call_limit = (call.remaining_us(), "the deadline of the gRPC call")
         try:
             inference: UnaryInference | StreamingInference = submit_inference(
-                *(self.gateway, built, call.client, arrived_ns, create_inference),
+                *(self.gateway, built_request, call.client, arrived_ns, create_inference),
                 call_limit,
                 call.head.traceparent,
             )
             return inference
         except ShmserveError as error:
-            raise RequestRefused(error, built.infer_request.id) from None
+            raise RequestRefused(error, request_id) from None
 
     def _decode(
         self, received_message: MessageContent, headers: Mapping[str, str], *, is_streamed: bool
@@ -303,10 +302,11 @@ class Inferences(ActiveCount):
         return response
 
     def _encode_outputs(self, inference: UnaryInference, result: m.Finished | m.Responded) -> bytes:
-        built = inference.built_request
+        built_request = inference.built_request
         inferred = inference.unpack_outputs(result)
         try:
-            encoded = self.encode(built, built.response_templates, result.schema, inferred)
+            templates = built_request.response_templates
+            encoded = self.encode(built_request, templates, result.schema, inferred)
         finally:
             # The encoded response is a copy, so the outputs are no longer needed.
             inference.release_outputs(inferred)
@@ -362,8 +362,10 @@ class Inferences(ActiveCount):
             return False
         return needs_load(self.gateway, message.model_name, version)
 
-    async def load_model(self, received_message: MessageContent, remaining_s: float | None) -> None:
+    async def load_model(self, received_message: MessageContent, remaining_us: int) -> None:
         """Load the model of a request, within the time limits of the request and its call.
+
+        `remaining_us` is the remaining time of the call in microseconds; 0 means no limit.
 
         Raises:
             RequestRefused: The request is invalid, or the load failed or took too long.
@@ -381,7 +383,7 @@ class Inferences(ActiveCount):
                 request_id, name, version = request.id, model.name, model.version
             is_deadline = self.gateway.settings.request_timeout_is_deadline
             timeout_us = request.timeout_us if is_deadline else 0
-            limits = (request.deadline_us, timeout_us, _limit_us(remaining_s))
+            limits = (request.deadline_us, timeout_us, remaining_us)
             await resolve_model(self.gateway, name, version, *limits)
         except BaseException as error:
             release_message(received_message)
@@ -406,11 +408,6 @@ def _status_from_error(error: Exception, call: GrpcCall) -> Status:
         # status.
         return DEADLINE_EXPIRED
     return status_from_error(error)
-
-
-def _limit_us(remaining_s: float | None) -> int:
-    """Return the remaining time of a call in microseconds; 0 means no limit."""
-    return 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
 
 
 def _input_size(tensor: InferInput) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 
 from shmserve.common.auth_tokens import MODEL_METADATA
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
 from shmserve.gateway.grpc.call import (
@@ -32,6 +32,7 @@ from shmserve.gateway.grpc.framing import (
     CallHead,
     CreateSink,
     Status,
+    StatusCode,
     status_from_error,
 )
 from shmserve.gateway.grpc.infer import Inferences
@@ -116,10 +117,8 @@ class Service:
         }
         infer, create_sink = inferences.infer, inferences.create_sink
         self._factories[MODEL_INFER] = partial(UnaryCall, on_message=infer, create_sink=create_sink)
-        handle_stream = partial(stream_infer, inferences)
-        self._factories[MODEL_STREAM_INFER] = _stream_factory(
-            handle_stream, create_sink=create_sink
-        )
+        handler = partial(stream_infer, inferences)
+        self._factories[MODEL_STREAM_INFER] = _stream_factory(handler, create_sink=create_sink)
         self._factories[HEALTH_WATCH] = _stream_factory(
             self._watch_health, has_message_timeout=True
         )
@@ -132,17 +131,17 @@ class Service:
         A refused call has ended already: its messages, which can be large, are not received.
         """
         create_call = self._factories.get(head.path)
-        final_status = head.refusal
-        if final_status is None and create_call is None:
-            final_status = UNKNOWN_METHOD
-        elif final_status is None and connection.requires_authorisation:
+        refusal = head.refusal
+        if refusal is None and create_call is not None:
+            if not connection.requires_authorisation:
+                return create_call(connection, stream, head)
             error = _find_access_error(connection.client, RPCS[head.path].scope, head)
-            final_status = None if error is None else status_from_error(error)
-        if final_status is not None or create_call is None:
-            call = UnaryCall(connection, stream, head, _ignore_message)
-            call.fail(final_status or UNKNOWN_METHOD)
-            return call
-        return create_call(connection, stream, head)
+            if error is None:
+                return create_call(connection, stream, head)
+            refusal = status_from_error(error)
+        call = UnaryCall(connection, stream, head, _ignore_message)
+        call.fail(refusal or UNKNOWN_METHOD)
+        return call
 
     def _create_task_handler(self, path: str, rpc: Rpc) -> Callable[[bytes, UnaryCall], None]:
         """Return the handler of an RPC of `AdminCall`, which creates a task for each call."""
@@ -151,12 +150,11 @@ class Service:
 
         async def respond(encoded_request: bytes, call: UnaryCall) -> None:
             try:
-                try:
-                    request = parse(encoded_request)
-                except DecodeError:
-                    raise InvalidArgument(f"malformed request of {path}") from None
+                request = parse(encoded_request)
                 response = await handle(AdminCall(self._gateway, call.client), request)
                 call.finish(b"" if response is None else response.SerializeToString())
+            except DecodeError:
+                call.fail(Status(StatusCode.INVALID_ARGUMENT, f"malformed request of {path}"))
             except ShmserveError as error:
                 call.fail(status_from_error(error))
             except Exception:

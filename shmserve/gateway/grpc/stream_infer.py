@@ -132,7 +132,7 @@ class _InferStream:
         inferences, entry = self._inferences, self._submit(received_message)
         if isinstance(entry, RequestRefused) and inferences.needs_load(received_message):
             try:
-                await inferences.load_model(received_message, self._call.time_remaining())
+                await inferences.load_model(received_message, self._call.remaining_us())
             except RequestRefused as refused:
                 entry = refused.without_traceback()
             else:

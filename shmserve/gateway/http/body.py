@@ -213,7 +213,7 @@ class Body:
         # all other requests.
         content = self._content
         assert isinstance(content, StreamReader)  # only an incomplete body has a stream
-        received = self.arrival.received_bytes
+        start = self.arrival.received_bytes
         pieces: list[bytes] = []
         size = 0
         while True:
@@ -226,7 +226,7 @@ class Body:
                 )
             pieces.append(data)
             size += len(data)
-            is_last = content.total_bytes <= received + size or len(pieces) >= _MAX_CHUNKS_AT_ONCE
+            is_last = content.total_bytes <= start + size or len(pieces) >= _MAX_CHUNKS_AT_ONCE
             if (size and is_last) or not (data or is_chunk_end):
                 return b"".join(pieces)
 
@@ -340,10 +340,10 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     if type(content) is WholeBody and CONTENT_ENCODING not in headers:
         body, content.data = content.data, b""
     else:
-        received = await _read_or_build(gateway, model, request, header_length, forwarded_headers)
-        if isinstance(received, BuiltRequest):
-            return received
-        body = received
+        result = await _read_or_build(gateway, model, request, header_length, forwarded_headers)
+        if isinstance(result, BuiltRequest):
+            return result
+        body = result
     size = header_size(header_length, len(body))
     if not size:
         return _build_raw(gateway, model, body, forwarded_headers)

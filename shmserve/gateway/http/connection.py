@@ -4,9 +4,9 @@ aiohttp's server creates a task, a request, a writer and a response for each req
 third of the cost of a small inference. This protocol uses aiohttp's parser and handles the requests
 of a connection in order, in the connection's task. A disconnect cancels the task.
 
-A request does not wake the task if its head equals that of an earlier request on the connection,
-and its body differs from an earlier body only in the values of tensors. Such a request is begun in
-`data_received`, and its response is written in a callback. The task waits meanwhile:
+A repeated request does not wake the task: its head equals that of an earlier request on the
+connection, and its body differs from an earlier body only in the values of tensors. The request is
+begun in `data_received`, and its response is written in a callback. The task waits meanwhile:
 
     data_received ──> in flight ──response──> written; the task continues if a request has arrived
                          ├──response that needs a task──> the task handles the begun request
@@ -214,7 +214,7 @@ class HttpConnection(RequestReceiver):
         if self._is_queue_full:
             self._on_dequeued()
         request = HttpRequest(*message, self)
-        request.closes_connection |= self.closes_next
+        request.closes_connection |= self.closes_with_next
         if head.upgrade:
             # aiohttp's parser drops the bytes after a request with an Upgrade header. If
             # `_missing_bytes` does not give the size of the body, the next request cannot be found.
@@ -238,8 +238,8 @@ class HttpConnection(RequestReceiver):
     async def _linger(self) -> None:
         """Send the end of the stream, and drop further bytes until the client disconnects.
 
-        Closing at once would reset the connection of a client that still sends, and the client
-        would lose the responses that it has not read (RFC 9112, 9.6).
+        Closing at once would reset the connection of a client that still sends. The client would
+        then lose the responses that it has not read (RFC 9112, 9.6).
         """
         transport = self.transport
         if transport is None or transport.is_closing():

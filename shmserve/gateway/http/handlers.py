@@ -25,7 +25,7 @@ from shmserve.gateway.http.json.parser import (
     loads_members,
     mistyped_value_error,
 )
-from shmserve.gateway.http.messages import JSON_HEADER, HttpRequest, HttpResponse, json_response
+from shmserve.gateway.http.messages import HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai.models import find_embedder
 from shmserve.ipc.tensors.descriptors import CudaHandle, require_integer
 from shmserve.logs import FORMATS, MAX_LOG_LEVEL
@@ -86,8 +86,7 @@ async def get_model_config(
     gateway: Gateway, request: HttpRequest, name: str, version: str
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME/config."""
-    config = await management.model_config(gateway, name, version)
-    return HttpResponse(200, (config,), JSON_HEADER)
+    return json_response(await management.model_config(gateway, name, version))
 
 
 async def get_examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:

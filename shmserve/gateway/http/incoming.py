@@ -119,7 +119,7 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
         # The received part of an incomplete or malformed head; None: unknown, or no such head.
         self._head: bytes | None = None
         self._ends_request = False  # whether the last received bytes end a head or a chunked body
-        self.closes_next = False  # whether the connection ends with the next request
+        self.closes_with_next = False  # whether the connection ends with the next request
         # --- read timeouts
         self._read_timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # the time limit of the missing bytes, by the loop's clock
@@ -167,7 +167,6 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
         return self.transport is not None
 
     def force_close(self) -> None:
-        """Close the connection. Written bytes may still be flushed."""
         self._is_closed = True
         if self._waiter is not None:
             self._waiter.cancel()
@@ -176,7 +175,6 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
         self.transport = None
 
     def abort(self) -> None:
-        """Close the connection at once, without flushing."""
         transport = self.transport
         self.force_close()
         if transport is not None:
@@ -184,21 +182,16 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the connection accepts further requests."""
         return not self._is_closed
 
     @property
     def idle_since(self) -> float | None:
-        """Return the event loop's time when the connection became idle; None while it is busy."""
         is_busy = self._is_handling or self._pending_head or self._messages
         return None if is_busy else self._idle_start
 
     @property
     def incomplete_since(self) -> float | None:
-        """Return the loop's time since when a request is incomplete; None if none is incomplete.
-
-        The result is the time when the previous request ended.
-        """
+        """Return the loop's time when the request before an incomplete one ended, or None."""
         is_incomplete = self._pending_head or (self._is_handling and self._body_stream is not None)
         return self._idle_start if is_incomplete else None
 
@@ -332,7 +325,7 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
     def _parse_without_length(self, head: bytes) -> bool:
         """Parse a malformed request again without its Content-Length; return whether that works."""
         if (
-            self.closes_next
+            self.closes_with_next
             or len(head) > _MAX_PENDING_HEAD_BYTES
             or len(_FRAMING_HEADER.findall(head)) < 2
         ):
@@ -344,7 +337,7 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
         request = remove_length(head)
         if request is None:
             return False
-        self.closes_next, self._parser = True, self._new_parser()
+        self.closes_with_next, self._parser = True, self._new_parser()
         self._parse(request, False)
         return True
 

@@ -1,7 +1,7 @@
 """HTTP requests and responses as handlers use them, and streams of JSON texts.
 
 A response is written with back-pressure. The pieces of a small response are gathered into one
-write, large pieces are sent without a copy, and a chunked response is produced while it is sent.
+write, and large pieces are sent without a copy. A chunked response is produced while it is sent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The route tables of the listeners, and the OpenAPI description of the inference API.
 
 pages/operations.json describes the operation of each route: its summary, and the schemas of its
-body and reply by content type. GET /openapi.json returns the description as an OpenAPI document,
-and GET /docs returns a page that shows the document (pages/docs.html) and, from GET /docs/models, a
-request to try for each model. GET / has links to both and to the dashboard.
+body and reply by content type. GET /openapi.json returns the description as an OpenAPI document.
+GET /docs returns a page that shows the document (pages/docs.html). The page also offers a request
+to try for each model, from GET /docs/models. GET / has links to both and to the dashboard.
 """
 
 from __future__ import annotations
@@ -117,13 +117,8 @@ async def _show_document(gateway: Gateway, request: HttpRequest) -> HttpResponse
     return HttpResponse(200, (_encoded_document(),), JSON_HEADER)
 
 
-@cache
-def _load_docs_page() -> bytes:
-    return (_PAGES / "docs.html").read_bytes()
-
-
 async def _show_docs(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    return HttpResponse(200, (_load_docs_page(),), _PAGE_HEADERS)
+    return HttpResponse(200, ((_PAGES / "docs.html").read_bytes(),), _PAGE_HEADERS)
 
 
 async def _show_start_page(gateway: Gateway, request: HttpRequest) -> HttpResponse:

@@ -114,10 +114,6 @@ class Http2Connection(FrameReader[HeadT]):
         self.sender.output.append(frames.encode_settings(settings) + window_update)
 
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
-        """Process these bytes and any pending frames.
-
-        A client that violates the protocol receives a GOAWAY, and the connection `is_closing`.
-        """
         events = super().receive(data)
         if self.sender.has_window_grown:
             self.sender.resume()

@@ -186,7 +186,7 @@ class FrameReader(ABC, Generic[HeadT]):
         self.has_client_settings = False  # whether the client's SETTINGS have arrived
         self.received_frames = 0
         self._buffer = bytearray()  # the start of an incomplete frame
-        self._needed_bytes = 0  # bytes that the buffer needs before parsing continues
+        self._min_buffered_bytes = 0  # the buffer size from which parsing continues
         self._has_preface = False  # whether the connection preface has arrived
         self._block: bytearray | None = None  # an incomplete header block
         self._block_stream_id = 0
@@ -194,7 +194,7 @@ class FrameReader(ABC, Generic[HeadT]):
         self._block_frames = 0  # number of its CONTINUATION frames
         self.arriving_bytes = 0  # remaining bytes of the current DATA frame, ignored or not
         self.arriving_stream: Stream | None = None
-        self._padding_left = 0
+        self._missing_padding = 0
         self._frame_ends_stream = False
         self.has_pending_frames = False  # whether received frames remain to be processed
         self._events: list[Event[HeadT]] = []  # the events of the current call of `receive`
@@ -209,7 +209,7 @@ class FrameReader(ABC, Generic[HeadT]):
             return ()
         if self._buffer:
             self._buffer += data
-            if len(self._buffer) < self._needed_bytes:
+            if len(self._buffer) < self._min_buffered_bytes:
                 return ()
             data = bytes(self._buffer)
             self._buffer.clear()
@@ -224,11 +224,11 @@ class FrameReader(ABC, Generic[HeadT]):
             self._events = []  # drops the references to `data`
         if position < len(data):
             self._buffer += memoryview(data)[position:]
-            self.has_pending_frames = len(self._buffer) >= self._needed_bytes
+            self.has_pending_frames = len(self._buffer) >= self._min_buffered_bytes
         return new_events
 
     def fail(self, code: FaultCode, reason: str = "") -> None:
-        """Send GOAWAY and close the connection."""
+        """Process no further frames, since the connection ends; the subclass sends GOAWAY."""
         self.is_closing = True
         self.has_pending_frames = False
         self._buffer.clear()
@@ -244,16 +244,16 @@ class FrameReader(ABC, Generic[HeadT]):
         remaining_work = self._limits.frames_per_call
         unpack_header = FRAME_HEADER.unpack_from
         while True:
-            if self.arriving_bytes or self._padding_left:
+            if self.arriving_bytes or self._missing_padding:
                 if position == data_size:
                     break
                 position = self._consume_data(view, position, data_size)
                 continue
             if remaining_work <= 0:
-                self._needed_bytes = 1
+                self._min_buffered_bytes = 1
                 break
             if data_size - position < FRAME_HEADER_SIZE:
-                self._needed_bytes = FRAME_HEADER_SIZE
+                self._min_buffered_bytes = FRAME_HEADER_SIZE
                 break
             size_high, size_low, frame_type, flags, stream_id = unpack_header(data, position)
             size = size_high << 8 | size_low
@@ -261,7 +261,7 @@ class FrameReader(ABC, Generic[HeadT]):
             remaining_work -= 1
             if frame_type == DATA and self._block is None and self.has_client_settings:
                 if flags & PADDED and size and data_size - position == FRAME_HEADER_SIZE:
-                    self._needed_bytes = FRAME_HEADER_SIZE + 1
+                    self._min_buffered_bytes = FRAME_HEADER_SIZE + 1
                     break
                 position += FRAME_HEADER_SIZE
                 self.received_frames += 1
@@ -270,7 +270,7 @@ class FrameReader(ABC, Generic[HeadT]):
             if size > _MAX_CONTROL_BYTES:
                 self._check_size(frame_type, size)
             if data_size - position < FRAME_HEADER_SIZE + size:
-                self._needed_bytes = FRAME_HEADER_SIZE + size
+                self._min_buffered_bytes = FRAME_HEADER_SIZE + size
                 break
             position += FRAME_HEADER_SIZE
             self.received_frames += 1
@@ -292,7 +292,7 @@ class FrameReader(ABC, Generic[HeadT]):
         if not PREFACE.startswith(bytes(data[: len(PREFACE)])):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "no connection preface of HTTP/2")
         if len(data) < len(PREFACE):
-            self._needed_bytes = len(PREFACE)
+            self._min_buffered_bytes = len(PREFACE)
             return 0
         self._has_preface = True
         return len(PREFACE)
@@ -323,7 +323,7 @@ class FrameReader(ABC, Generic[HeadT]):
             if padding >= size:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "padding longer than the frame")
         self.arriving_bytes = size - padding_field - padding
-        self._padding_left = padding
+        self._missing_padding = padding
         self._frame_ends_stream = bool(flags & END_STREAM)
         self._handle_data_start(stream_id, size, padding + padding_field)
         return padding_field
@@ -338,8 +338,8 @@ class FrameReader(ABC, Generic[HeadT]):
             if self.arriving_stream is not None:
                 self._pass_data(self.arriving_stream, view[position : position + size])
             return position + size
-        size = min(self._padding_left, end - position)
-        self._padding_left -= size
+        size = min(self._missing_padding, end - position)
+        self._missing_padding -= size
         return position + size
 
     # --- header blocks

@@ -101,13 +101,9 @@ class FrameSender:
 
     # --- called by the code that handles requests
 
-    def send_head(self, stream: Stream, block: bytes, *, ends_stream: bool = False) -> None:
-        """Send the first header block of a stream; `ends_stream` closes the server's side."""
-        if stream.has_all_output:
-            return
-        if ends_stream:
-            self.send_trailers(stream, block)
-        else:
+    def send_head(self, stream: Stream, block: bytes) -> None:
+        """Send the first header block of a stream, which data or trailers follow."""
+        if not stream.has_all_output:
             self._send_block(stream, block, END_HEADERS)
 
     def send_data(self, stream: Stream, piece: bytes | memoryview) -> None:
@@ -131,7 +127,7 @@ class FrameSender:
             pass
 
     def send_trailers(self, stream: Stream, block: bytes) -> None:
-        """Send a header block that ends the stream, after its data.
+        """Send a header block that ends the stream, after its data or as its only output.
 
         While the socket is congested the block is delayed, so that a client that does not read
         cannot open further streams.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unsupported
@@ -168,7 +167,7 @@ def select_forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -
     """
     if not pattern:
         return {}
-    find_match = _compile_pattern(pattern).search
+    find_match = re.compile(pattern, re.IGNORECASE).search
     forwarded_headers = {name: value for name, value in headers if find_match(name)}
     for name in forwarded_headers:
         lower_name = name.lower()
@@ -184,8 +183,3 @@ def select_forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -
 def _is_utf8(value: str) -> bool:
     # The parser of headers represents bytes that are not UTF-8 as surrogates.
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
-
-
-@lru_cache(maxsize=4)
-def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.IGNORECASE)

@@ -391,11 +391,11 @@ def check_capacity(signature: Signature, name: str, capacity: int, batch_size: i
         Internal: The range is too small. Outputs of unknown size are checked after the
             computation.
     """
-    needed_bytes = signature.output_size(name, batch_size)
-    if needed_bytes is not None and capacity < needed_bytes:
+    required_bytes = signature.output_size(name, batch_size)
+    if required_bytes is not None and capacity < required_bytes:
         raise Internal(
             f"shared memory size specified with the request for output '{name}' ({capacity} bytes) "
-            f"should be at least {needed_bytes} bytes to hold the results"
+            f"should be at least {required_bytes} bytes to hold the results"
         )
 
 

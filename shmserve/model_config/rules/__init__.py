@@ -343,10 +343,9 @@ def _find_ignored(config: ModelConfig) -> Iterator[str]:
     supported_fields = _OPTIMIZATIONS.get(config.backend, ()) if on_gpu or not needs_gpu else ()
     yield from _ignored_optimization(config.optimization, supported_fields)
     accelerators = config.optimization.execution_accelerators
-    unused_device = "cpu" if on_gpu else "gpu"
-    unused_field = f"{unused_device}_execution_accelerator"
+    unused_field = f"{'cpu' if on_gpu else 'gpu'}_execution_accelerator"
     if "execution_accelerators" in supported_fields and _is_set(accelerators, unused_field):
-        yield f"optimization.execution_accelerators.{unused_device}_execution_accelerator"
+        yield f"optimization.execution_accelerators.{unused_field}"
     for index, state in enumerate(config.sequence_batching.state):
         if state.use_growable_memory:
             yield f"sequence_batching.state[{index}].use_growable_memory"

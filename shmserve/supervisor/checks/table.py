@@ -25,7 +25,7 @@ class HostCheck(NamedTuple):
     name: str
     gather: Callable[[ServerConfig], Any]
     judge: Callable[[Any], Verdict]
-    at_start: str = ""  # "refuse" a start, "log", or "": not run
+    at_start: str = ""
 
 
 CHECKS: tuple[HostCheck, ...] = (

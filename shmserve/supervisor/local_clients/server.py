@@ -29,7 +29,7 @@ from typing import Any
 
 from shmserve.common.peers import Peer
 from shmserve.common.tasks import in_background
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
@@ -63,7 +63,11 @@ from shmserve.supervisor.local_clients.connections import (
     LocalClientConnections,
     is_memory,
 )
-from shmserve.supervisor.processes.control_socket import Acknowledgements
+from shmserve.supervisor.processes.control_socket import (
+    Acknowledgements,
+    create_refusal,
+    create_response,
+)
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion
 from shmserve.supervisor.regions.registry import Processes
@@ -334,27 +338,23 @@ class LocalClientServer:
                 try:
                     memory = self._memory.share(client, size, pin, fds)
                     response = Answered(number, {"memory": memory})
-                except ShmserveError as error:
-                    response = Refused.of(number, error)
+                except Exception as error:  # any exception, because the client waits
+                    response = create_refusal(client.pid, message, error)
                 self.connections.send(client, frames.pack([response]))
             case ShareDeviceMemory() if client.has_sent_hello:
-                self._respond(client, message.id, self._share_device(client, message))
-            case WantModel(number, name, timeout_s) if client.has_sent_hello:
-                self._respond(client, number, self._load_on_demand(name, timeout_s))
+                self._respond(client, message, self._share_device(client, message))
+            case WantModel(_, name, timeout_s) if client.has_sent_hello:
+                self._respond(client, message, self._load_on_demand(name, timeout_s))
             case WithdrawMemory(memory_id=memory_id) if client.has_sent_hello and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
                 raise MalformedMessage(f"unexpected message {type(message).__name__}")
 
-    def _respond(self, client: LocalClient, request_number: int, work: Awaitable[Any]) -> None:
+    def _respond(self, client: LocalClient, request: Any, payload: Awaitable[Any]) -> None:
         """Respond with the result or the error of a coroutine."""
 
         async def respond() -> None:
-            response: Answered | Refused
-            try:
-                response = Answered(request_number, await work or {})
-            except ShmserveError as error:
-                response = Refused.of(request_number, error)
+            response = await create_response(client.pid, request, payload)
             if client.number in self.connections:
                 self.connections.send(client, frames.pack([response]))
 

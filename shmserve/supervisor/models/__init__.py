@@ -11,7 +11,7 @@ A load passes through these modules:
     scheduler_process.py   its scheduler, and the processes that host schedulers
     instances.py           its instances, each of which has a worker process
     instance.py            an instance: its states; changes of their number; loads that hang
-    registry.py            the models by name, their statuses, readiness checks
+    registry.py            the models by name, and their statuses
 
 Orders also come from these modules:
 

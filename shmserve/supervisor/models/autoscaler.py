@@ -259,10 +259,10 @@ class ScalingPolicy:
             is then always allowed.
     """
 
-    minimum: int  # number of instances
-    maximum: int  # number of instances
-    target_s: float = 0.0  # latency target; 0: none
-    delay_s: float = 0.0  # allowed mean wait without a target
+    minimum: int
+    maximum: int
+    target_s: float = 0.0
+    delay_s: float = 0.0
     _loads: deque[LoadSample] = field(init=False, default_factory=deque)
     _last_change_s: float = field(init=False, default=-math.inf)
     _last_long_wait_s: float = field(init=False, default=-math.inf)

@@ -107,15 +107,15 @@ class Instance:
     rate_limit: RateLimit = field(default_factory=RateLimit)
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
-    stacks_fd: int = -1  # the worker's descriptor for stack traces
+    stacks_fd: int = -1
     inbox: asyncio.Queue[Any] = field(default_factory=create_inbox)
     ready_at: float = 0.0  # on the monotonic clock
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
     crashes: int = 0  # crashes since the instance last executed a request
     failed_loads: int = 0  # consecutive failed loads
-    checks_ready: bool = False  # whether the model implements a readiness check
-    device_byte_size: int = 0  # accelerator memory of the loaded model
-    hangs: bool = False  # whether the log has reported that the load takes long
+    checks_ready: bool = False
+    device_byte_size: int = 0
+    hangs: bool = False
 
     @property
     def alive(self) -> bool:
@@ -223,9 +223,9 @@ class InstanceUpdate(NamedTuple):
 
     spec: VersionSpec
     config: ModelSpec
-    config_differs: bool  # whether `config` differs from the current one
-    added: list[Instance]  # to start
-    removed: list[Instance]  # to retire
+    config_differs: bool
+    added: list[Instance]
+    removed: list[Instance]
 
 
 def find_changes(

@@ -98,7 +98,7 @@ class Instances:
     labels: dict[str, list[str]] = field(init=False)  # the label texts of each output
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")  # why no instance is restarted
-    defers_attach: bool = field(init=False, default=False)  # until the next `attach`
+    defers_attach: bool = field(init=False, default=False)
     _warned_topics: set[str] = field(init=False, default_factory=set)
     _abandon_reason: str = field(init=False, default="")  # why the last instance was abandoned
     _instances: list[Instance] = field(init=False)
@@ -415,7 +415,7 @@ class Instances:
         self._send(instance, m.Stop())
         instance.transition("stop")
         patience_s = max(self._context.config.exit_timeout_s, _MIN_STOP_PATIENCE_S)
-        if not await self._context.end(instance.child, patience_s):
+        if instance.child is not None and not await instance.child.end(patience_s):
             logger.error(
                 "instance '%s' is killed: its `unload`, `finalize` or execution exceeds %g s",
                 instance.name,

@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
-from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.load_planner import VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
@@ -350,31 +347,6 @@ class Lifecycle:
         order.phase = OrderPhase.PUBLISHING
 
     # --- phase STARTING
-
-    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
-        """Handle the configuration that the first worker of a version has completed.
-
-        An ensemble has no worker: its configuration is completed with the models that serve.
-
-        Args:
-            spec: The version that is loaded, or that a serving version may be updated to.
-            reported_properties: The properties that the model has reported.
-
-        Returns:
-            The final configuration.
-
-        Raises:
-            InvalidArgument: The configuration is invalid.
-        """
-        if not spec.steps:
-            return self._actions.finalise_config(spec, reported_properties)
-        find_published = self._registry.find_published
-        models = [find_published(*step) for step in spec.steps]
-        has_any_version = [find_published(step.name, "") is not None for step in spec.steps]
-        configs = [None if model is None else model.config for model in models]
-        failures = [self._registry.load_failure(step.name) for step in spec.steps]
-        reported = {"steps": configs, "has_any_version": has_any_version, "failures": failures}
-        return self._actions.finalise_config(spec, reported)
 
     def version_started(self, version: ModelVersion, error: BaseException | None) -> None:
         """Handle a version that has started, or that has failed and ended."""

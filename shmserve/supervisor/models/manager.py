@@ -297,20 +297,29 @@ class LifecycleExecutor(LifecycleActions):
             if spec.model_dir not in used_folders:
                 self.planner.discard(spec)
         if self.planner.has_environments():
-            self._remove_environments()
+            self.context.background(asyncio.to_thread(self.planner.remove_unused_environments))
 
-    @_in_background
-    async def _remove_environments(self) -> None:
-        await asyncio.to_thread(self.planner.remove_unused_environments)
+    def _finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
+        """Return the final configuration of a version; raise InvalidArgument if it is invalid.
 
-    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
+        An ensemble reports no properties: its configuration is completed with the models that
+        serve.
+        """
+        if spec.steps:
+            find_published = self.registry.find_published
+            models = [find_published(*step) for step in spec.steps]
+            reported_properties = {
+                "steps": [None if model is None else model.config for model in models],
+                "has_any_version": [find_published(s.name, "") is not None for s in spec.steps],
+                "failures": [self.registry.load_failure(step.name) for step in spec.steps],
+            }
         return self.planner.finalise_config(spec, reported_properties)
 
     # --- processes
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        find, lifecycle = self.registry.find_published, self.lifecycle
-        callbacks = lifecycle.version_changed, lifecycle.finalise_config
+        find = self.registry.find_published
+        callbacks = self.lifecycle.version_changed, self._finalise_config
         return ModelVersion(self.context, spec, group, self._hosts, find, *callbacks)
 
     def start(self, version: ModelVersion) -> None:

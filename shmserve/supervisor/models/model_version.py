@@ -72,7 +72,7 @@ class ModelVersion:
     spec: VersionSpec
     group: InitVar[Group]
     hosts: InitVar[SchedulerHosts]
-    find: InitVar[Callable[[str, str], ModelVersion | None]]  # returns a published version
+    find: InitVar[Callable[[str, str], ModelVersion | None]]
     _on_change: Callable[[ModelVersion], None]
     _finalise_config: ConfigFinaliser
     has_loaded: bool = field(init=False, default=False)
@@ -427,13 +427,13 @@ def _inherited_labels(config: ModelSpec, models: list[ModelVersion | None]) -> d
     scheduling = config.ensemble_scheduling
     assert scheduling is not None
     outputs = {output.name for output in config.output}
-    inherited: dict[str, list[str]] = {}
+    inherited_labels: dict[str, list[str]] = {}
     for step, model in zip(scheduling.step, models, strict=True):
         labels = {} if model is None else model.instances.labels
         for name, tensor in step.output_map.items():
             if tensor in outputs and name in labels:
-                inherited[tensor] = labels[name]
-    return inherited
+                inherited_labels[tensor] = labels[name]
+    return inherited_labels
 
 
 def describe(config: ModelSpec) -> dict[str, Any]:

@@ -53,8 +53,8 @@ class Resident(NamedTuple):
     name: str
     byte_size: int
     last_used_ns: int
-    must_stay: bool = False  # whether the model must not be unloaded now
-    idle_limit_ns: int = 0  # 0: no limit
+    must_stay: bool = False
+    idle_limit_ns: int = 0
     ensembles: frozenset[str] = frozenset()
 
 

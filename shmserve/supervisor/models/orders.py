@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.messages.publications import ModelOnDemand, ModelPublication
-from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import GraphProblem
 from shmserve.supervisor.models.instance import InstanceUpdate
 from shmserve.supervisor.models.load_planner import VersionSpec
@@ -86,10 +85,10 @@ class LoadPlan(NamedTuple):
 
     fingerprint: str
     specs: list[VersionSpec]
-    steps: dict[str, list[str]]  # the steps of each model that a step runs
+    steps: dict[str, list[str]]
     error: ShmserveError | None = None
-    is_known: bool = True  # whether a repository has the model
-    is_ambiguous: bool = False  # whether several repositories have it
+    is_known: bool = True
+    is_ambiguous: bool = False
 
 
 class LoadOutcome(NamedTuple):
@@ -125,10 +124,7 @@ class LifecycleActions(Protocol):
         """Create a version without processes; its changes call `Lifecycle.version_changed`."""
 
     def start(self, version: ModelVersion) -> None:
-        """Start a version; `Lifecycle.finalise_config` and `Lifecycle.version_started` follow."""
-
-    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
-        """Return the final configuration of a version; raise InvalidArgument if it is invalid."""
+        """Start a version; `Lifecycle.version_started` follows."""
 
     def update(self, order: Order) -> None:
         """Start the instances that an order adds; `Lifecycle.updates_finished` follows."""
@@ -177,7 +173,7 @@ class Order:
     Attributes:
         prerequisites: Orders that must be completed before this order continues.
         follow_ups: Orders whose results are part of the response to this order.
-        updates: The changes of the instances of versions that continue to serve.
+        updates: The changes of the instances of versions that continue to serve, by number.
         starting_versions: The versions that have not started yet, and `UPDATES` while instances of
             `updates` are starting.
         is_outdated: Whether the immutable configuration of a step's model has changed since the
@@ -197,7 +193,7 @@ class Order:
     fingerprint: str = field(init=False, default="")
     specs: list[VersionSpec] = field(init=False, default_factory=list)
     step_models: list[str] = field(init=False, default_factory=list)
-    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)  # by version
+    updates: dict[str, InstanceUpdate] = field(init=False, default_factory=dict)
     starting_versions: set[str] = field(init=False, default_factory=set)
     failures: dict[str, BaseException] = field(init=False, default_factory=dict)
     error: ShmserveError | None = field(init=False, default=None)
@@ -219,8 +215,8 @@ class Order:
             if order.kind is OrderKind.UNLOAD or order._starts_slowly:
                 return True
             model_orders = list(order.model.orders)
-            earlier = model_orders[: model_orders.index(order)] if order in model_orders else []
-            unvisited += {*order.prerequisites, *earlier} - awaited_orders
+            index = model_orders.index(order) if order in model_orders else 0
+            unvisited += {*order.prerequisites, *model_orders[:index]} - awaited_orders
             awaited_orders.update(unvisited)
         return False
 
@@ -309,8 +305,9 @@ class Order:
         model.incoming, model.is_outdated = {}, self.is_outdated
         model.on_demand &= Cause.PIN not in self.causes
         # Failures of versions that are no longer configured are removed.
-        kept = {n: o for n, o in model.outcomes.items() if n not in incoming and not o.is_failure}
-        model.outcomes = kept | dict.fromkeys(old_versions.keys() - incoming.keys(), UNLOADED)
+        outcomes = {n: o for n, o in model.outcomes.items() if not o.is_failure}
+        outcomes |= dict.fromkeys(old_versions, UNLOADED)
+        model.outcomes = {n: o for n, o in outcomes.items() if n not in incoming}
         model.retiring += [v for number, v in old_versions.items() if incoming.get(number) is not v]
         self.keep_source()
         model.last_load = self.fingerprint, self.source.config
@@ -402,28 +399,29 @@ class ModelEntry:
 
     name: str
     orders: deque[Order] = field(default_factory=deque)
-    serving: dict[str, ModelVersion] = field(default_factory=dict)  # by number
-    incoming: dict[str, ModelVersion] = field(default_factory=dict)  # being loaded
-    dropping: list[ModelVersion] = field(default_factory=list)  # of failed loads
-    retiring: list[ModelVersion] = field(default_factory=list)  # replaced or unloaded
-    draining: set[ModelVersion] = field(default_factory=set)  # a part of `retiring`
-    outcomes: dict[str, LoadOutcome] = field(default_factory=dict)  # of versions that do not serve
+    serving: dict[str, ModelVersion] = field(default_factory=dict)
+    incoming: dict[str, ModelVersion] = field(default_factory=dict)
+    dropping: list[ModelVersion] = field(default_factory=list)
+    retiring: list[ModelVersion] = field(default_factory=list)
+    draining: set[ModelVersion] = field(default_factory=set)
+    outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
     fingerprint: str = ""
     last_load: tuple[str, str] | None = None  # the fingerprint and the sent configuration
     source: LoadSource = FOLDER
     step_models: list[str] = field(default_factory=list)
-    has_steps: bool = False  # whether a version is or was an ensemble
+    has_steps: bool = False
     is_step_only: bool = False  # whether the model was loaded only as a step of ensembles
-    is_expected: bool = False  # whether the server loads the model at its start
-    on_demand: bool = False  # whether the first request loads the model
+    is_expected: bool = False
+    on_demand: bool = False
     is_outdated: bool = False
     failure_is_temporary: bool = False
 
     @property
     def versions(self) -> Iterable[ModelVersion]:
         """Return the versions that may have a process, serving or not."""
-        live = (*self.serving.values(), *self.incoming.values(), *self.dropping, *self.retiring)
-        return dict.fromkeys(live)  # a kept version is both serving and incoming
+        current_versions = (*self.serving.values(), *self.incoming.values())
+        # A version that an order updates is both serving and incoming.
+        return dict.fromkeys((*current_versions, *self.dropping, *self.retiring))
 
     @property
     def is_offered(self) -> bool:
@@ -496,8 +494,8 @@ class ModelEntry:
     @property
     def possible_steps(self) -> list[str]:
         """Return `needed_steps` and the current steps, which remain if the current load fails."""
-        current = [step.name for version in self.serving.values() for step in version.spec.steps]
-        return [*self.needed_steps, *current]
+        serving_steps = [step for version in self.serving.values() for step in version.spec.steps]
+        return [*self.needed_steps, *(step.name for step in serving_steps)]
 
 
 def compare_versions(

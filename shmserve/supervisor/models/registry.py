@@ -1,4 +1,4 @@
-"""The model registry: the models by name, the status of each version, and readiness checks.
+"""The model registry: the models by name, and the status of each version.
 
 The registry starts and ends no process. A status is derived from the state of its model. The
 lifecycle reports each model that has changed (`update`); other statuses are not derived again.
@@ -6,19 +6,16 @@ lifecycle reports each model that has changed (`update`); other statuses are not
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
 from shmserve.errors import NotFound
-from shmserve.ipc.messages.supervision import CheckReady, LoadsFailed, ReadyChecked
+from shmserve.ipc.messages.supervision import LoadsFailed
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry, Order, OrderPhase
 from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder
 
-PATIENCE_S = 5.0  # maximum seconds of a readiness check
 MAX_UNLOADED = 4096  # maximum number of unloaded models that the index and errors mention
 _RESTARTING = "a process is being restarted"
 
@@ -64,8 +61,8 @@ class ModelRegistry:
     def failures(self) -> LoadsFailed:
         """Return the versions that should serve and do not, and the number of failed loads."""
         summaries = sorted(self._summaries.items())
-        failed = [[name, version] for name, s in summaries for version in sorted(s.problems)]
-        return LoadsFailed(failed, self.failed_loads)
+        versions = [[name, version] for name, s in summaries for version in sorted(s.problems)]
+        return LoadsFailed(versions, self.failed_loads)
 
     # --- versions
 
@@ -262,7 +259,7 @@ class ModelSummary(NamedTuple):
 
     states: dict[str, Status]
     is_ready: bool
-    problems: dict[str, str]  # why versions do not serve, by number
+    problems: dict[str, str]
     progress: str
 
     @classmethod
@@ -350,71 +347,3 @@ def index_rows(
 def _row(name: str, version: str, status: Status) -> dict[str, Any]:
     row = {"name": name, "version": version, "state": str(status.state), "reason": status.reason}
     return {key: value for key, value in row.items() if value}
-
-
-# --- readiness checks
-
-
-class _Check(NamedTuple):
-    """A readiness check in flight; its outcome is None if the worker has ended."""
-
-    number: int
-    outcome: asyncio.Future[bool | None]
-
-
-class ReadinessCheck:
-    """The readiness checks of models that implement `is_ready`, by worker.
-
-    A check may take longer than its caller waits, so a worker has at most one check in flight.
-    Further callers wait for the response to that check.
-    """
-
-    def __init__(self, send: Callable[[int, Any], None]) -> None:
-        """Create an empty table of checks; `send(pid, message)` sends a message to a worker."""
-        self._send = send
-        self._check_numbers = itertools.count(1)
-        self._in_flight: dict[int, _Check] = {}
-
-    async def check(self, pids: Sequence[int]) -> bool:
-        """Check whether a worker reports the model as ready, and no worker as not ready.
-
-        Workers that end, or send no response within `PATIENCE_S`, are ignored.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE_S
-        pending_outcomes = {self._request_readiness(pid) for pid in pids}
-        any_ready = False
-        while pending_outcomes:
-            completed, pending_outcomes = await asyncio.wait(
-                pending_outcomes,
-                timeout=max(0.0, deadline - loop.time()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            outcomes = {future.result() for future in completed}
-            if False in outcomes:
-                return False
-            any_ready = any_ready or True in outcomes
-            if not completed:
-                break
-        return any_ready
-
-    def _request_readiness(self, pid: int) -> asyncio.Future[bool | None]:
-        check = self._in_flight.get(pid)
-        if check is None:
-            outcome: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
-            check = self._in_flight[pid] = _Check(next(self._check_numbers), outcome)
-            self._send(pid, CheckReady(check.number))
-        return check.outcome
-
-    def handle_response(self, pid: int, message: ReadyChecked) -> None:
-        """Complete the readiness check of a worker that has responded."""
-        check = self._in_flight.get(pid)
-        if check is not None and check.number == message.id:
-            del self._in_flight[pid]
-            check.outcome.set_result(message.ready)
-
-    def process_exited(self, pid: int) -> None:
-        """Complete the readiness check of a worker that has ended."""
-        check = self._in_flight.pop(pid, None)
-        if check is not None:
-            check.outcome.set_result(None)

@@ -78,6 +78,24 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal_number)
 
+    async def end(self, patience_s: float) -> bool:
+        """Wait for the exit of the process, which was sent `Stop`; kill it after `patience_s`.
+
+        Returns:
+            Whether the process exited by itself.
+        """
+        if not self.alive:
+            return True
+        self.is_stopping = True
+        try:
+            async with asyncio.timeout(patience_s):
+                await self.until_exit()
+        except TimeoutError:
+            self.kill()
+            await self.until_exit()
+            return False
+        return True
+
 
 class ProcessTable:
     """All children of this server.

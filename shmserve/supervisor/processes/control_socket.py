@@ -75,6 +75,25 @@ def pid_of(address: Address) -> int:
     return address if isinstance(address, int) else address.pid
 
 
+async def create_response(
+    pid: int, request: Any, payload: Awaitable[dict[str, Any] | None]
+) -> Answered | Refused:
+    """Return the response to a request of process `pid`: its payload, or the error of `payload`."""
+    try:
+        return Answered(request.id, await payload or {})
+    except Exception as error:  # any exception, because the sender waits for the response
+        return create_refusal(pid, request, error)
+
+
+def create_refusal(pid: int, request: Any, error: Exception) -> Refused:
+    """Return the response to a request of process `pid` that failed; log unexpected errors."""
+    if isinstance(error, ShmserveError):
+        return Refused.of(request.id, error)
+    request_type = type(request).__name__
+    logger.error("the request %s of process %d failed", request_type, pid, exc_info=error)
+    return Refused.of(request.id, Internal())
+
+
 class Acknowledgements:
     """The announced changes by number, with the peers that have not acknowledged them.
 
@@ -193,15 +212,7 @@ class ControlSocket:
         self.serve(types, start)
 
     async def _respond(self, handle: RequestHandler, pid: int, request: Any) -> None:
-        response: Answered | Refused
-        try:
-            response = Answered(request.id, await handle(pid, request) or {})
-        except ShmserveError as error:
-            response = Refused.of(request.id, error)
-        except Exception:
-            logger.exception("the request %s of process %d failed", type(request).__name__, pid)
-            response = Refused.of(request.id, Internal())
-        self.send(pid, response)
+        self.send(pid, await create_response(pid, request, handle(pid, request)))
 
     def remove_process(self, pid: int) -> str:
         """Withdraw all addresses of a process that has exited, after handling its last messages.

@@ -41,8 +41,8 @@ class _Wait:
 
     scheduler: Address
     model: str
-    calls: dict[int, list[Caller]]  # the callers by the call's key
-    instances: list[tuple[int, set[_Execution]]]  # (pid, executions that occupy it)
+    calls: dict[int, list[Caller]]
+    instances: list[tuple[int, set[_Execution]]]
 
     def waiting_executions(self) -> set[_Execution]:
         """Return the executions that wait for one of the calls."""

@@ -133,7 +133,7 @@ class OwnSide:
     def answer(self, stream: int) -> None:
         first_index = len(self._engine.sent)
         self._answered.add(stream)
-        self._engine.http2.sender.send_head(self._engine.stream(stream), _ANSWER, ends_stream=True)
+        self._engine.http2.sender.send_trailers(self._engine.stream(stream), _ANSWER)
         self._engine.flush()
         self._look(first_index)
 

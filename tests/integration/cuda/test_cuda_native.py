@@ -21,6 +21,7 @@ from tests.support.gates import DOUBLING_CUDA_MODEL, holding
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
+from tests.support.wire.raw_http import in_region, shm_input
 
 pytestmark = pytest.mark.gpu
 
@@ -226,19 +227,9 @@ def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> N
         shared_object.write(np.full(16 * SIDE, 5, np.float32))
         body = {"key": shared_object.key, "byte_size": 2 * size, "pin": True}
         http.post("/v2/systemsharedmemory/region/pinned/register", body).ok()
-        region_parameters = {"shared_memory_region": "pinned", "shared_memory_byte_size": size}
         request = {
-            "inputs": [
-                {
-                    "name": "x",
-                    "datatype": "FP32",
-                    "shape": [16, SIDE],
-                    "parameters": region_parameters,
-                }
-            ],
-            "outputs": [
-                {"name": "y", "parameters": {**region_parameters, "shared_memory_offset": size}}
-            ],
+            "inputs": [shm_input("x", "FP32", [16, SIDE], "pinned", size)],
+            "outputs": [{"name": "y", "parameters": in_region("pinned", size, size)}],
         }
         http.infer("twice", request).ok()
         assert (shared_object.read(np.float32, 16 * SIDE, size) == 10).all()

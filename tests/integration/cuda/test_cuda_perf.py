@@ -15,7 +15,6 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
 def test_tensors_stay_on_the_device(tmp_path: Path, protocol: str) -> None:
     repository = tmp_path / "models"
-    repository.mkdir()
     repositories.add(repository, "simple")
     with running(repository, gpu=True, grpc=True) as server:
         urls = {"http": f"--url=http://{server.url}", "grpc": f"--url=grpc://{server.grpc_url}"}

@@ -9,24 +9,16 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 
 from tests.support.servers import Server
+from tests.support.wire.triton import infer_inputs
 
 
 def floats(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def inputs(kind: Any, arrays: dict[str, np.ndarray]) -> list[Any]:
-    clients = []
-    for name, array in arrays.items():
-        infer_input = kind.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
-        infer_input.set_data_from_numpy(array)
-        clients.append(infer_input)
-    return clients
-
-
 def infer(server: Server, model: str, /, **arrays: np.ndarray) -> triton.InferResult:
     with contextlib.closing(triton.InferenceServerClient(server.url)) as client:
-        return client.infer(model, inputs(triton, arrays), request_id="rid")
+        return client.infer(model, infer_inputs(triton, **arrays), request_id="rid")
 
 
 def stream(server: Server, model: str, /, **arrays: np.ndarray) -> list[list[float]]:
@@ -34,7 +26,8 @@ def stream(server: Server, model: str, /, **arrays: np.ndarray) -> list[list[flo
     responses: queue.Queue[Any] = queue.Queue()
     client = triton_grpc.InferenceServerClient(server.grpc_url)
     client.start_stream(lambda result, error: responses.put(error or result))
-    client.async_stream_infer(model, inputs(triton_grpc, arrays), enable_empty_final_response=True)
+    inputs = infer_inputs(triton_grpc, **arrays)
+    client.async_stream_infer(model, inputs, enable_empty_final_response=True)
     pairs = []
     while True:
         result = responses.get(timeout=20)

@@ -10,12 +10,13 @@ import pytest
 import tritonclient.http as triton
 
 import shmserve.client
-from tests.integration.ensembles.clients import floats, infer, inputs, stream
+from tests.integration.ensembles.clients import floats, infer, stream
 from tests.integration.ensembles.repository import LARGE, write
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
+from tests.support.wire.triton import infer_inputs
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_a_tensor_that_a_step_returns_unchanged_is_not_copied(server: Server) ->
 
     def send_requests(numbers: Iterable[int]) -> None:
         arrays = [np.full(LARGE, number, np.float32) for number in numbers]
-        calls = [client.async_infer("passes", inputs(triton, {"IN": x})) for x in arrays]
+        calls = [client.async_infer("passes", infer_inputs(triton, IN=x)) for x in arrays]
         for values, response in zip(arrays, calls, strict=True):
             result = response.get_result()
             assert all((result.as_numpy(name) == values + 1).all() for name in ("OUT", "a"))

@@ -1,8 +1,8 @@
 """The processes that schedule the steps of ensembles, from load to unload."""
 
-from __future__ import annotations
-
-import threading
+import contextlib
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +10,10 @@ import pytest
 
 import shmserve.client
 from tests.rigs.pipelines import add_ensemble, add_model, xy_step
+from tests.support.load import Load, SendRequest
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
 
 ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 
@@ -35,53 +37,40 @@ def schedulers(server: Server) -> list[str]:
     return sorted(title for title in titles if title.startswith(("scheduler ", "ensemble ")))
 
 
-class Asking:
-    """Clients that send requests continuously over HTTP and shared memory, and their errors."""
+@contextlib.contextmanager
+def clients(server: Server, *models: str) -> Iterator[Load]:
+    """Send requests to the models over HTTP and shared memory; all responses must be right."""
+    senders: list[SendRequest] = []
+    with shmserve.client.connect(server.run_dir) as client:
+        for model in models:
+            senders += [partial(infer_over_http, model), partial(infer_natively, model, client)]
+        with Load(server, senders=senders) as load:
+            yield load
+    assert load.troubles() == []
 
-    def __init__(self, server: Server, *models: str) -> None:
-        self._server = server
-        self._stopped = threading.Event()
-        self.wrong_responses: list[str] = []
-        self.right_count = 0
-        self._threads = [
-            threading.Thread(target=send_requests, args=(model,))
-            for model in models
-            for send_requests in (self._by_http, self._by_memory)
-        ]
 
-    def __enter__(self) -> Asking:
-        for thread in self._threads:
-            thread.start()
-        return self
+def infer_over_http(model: str, http: Http, number: int) -> str:
+    values = np.arange(number, 20_000 + number, dtype=np.float32)
+    tensors = [("X", "FP32", [values.size], values.tobytes())]
+    requested_outputs = [{"name": "Y", "parameters": {"binary_data": True}}]
+    reply = http.infer_binary(model, tensors, outputs=requested_outputs)
+    if reply.status != 200:
+        return f"{model}: {reply.status} {reply.error}"
+    return f"{model}: wrong values" if (reply.tensors()["Y"] != values + 1).any() else ""
 
-    def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join()
 
-    def _by_http(self, model: str) -> None:
-        values = np.arange(20_000, dtype=np.float32)
-        tensors = [("X", "FP32", [values.size], values.tobytes())]
-        requested_outputs = [{"name": "Y", "parameters": {"binary_data": True}}]
-        with self._server.http() as http:
-            while not self._stopped.is_set():
-                reply = http.infer_binary(model, tensors, outputs=requested_outputs)
-                if reply.status != 200:
-                    self.wrong_responses.append(f"{model}: {reply.status} {reply.error}")
-                elif (reply.tensors()["Y"] != values + 1).any():
-                    self.wrong_responses.append(f"{model}: wrong values")
-                else:
-                    self.right_count += 1
+def infer_natively(model: str, client: shmserve.client.Server, _: Http, number: int) -> str:
+    values = np.arange(number, 20_000 + number, dtype=np.float32)
+    try:
+        outputs = client.infer(model, {"X": values})
+    except shmserve.client.ShmserveError as error:
+        return f"{model}: {error}"
+    return f"{model}: wrong values" if (outputs["Y"] != values + 1).any() else ""
 
-    def _by_memory(self, model: str) -> None:
-        values = np.arange(20_000, dtype=np.float32)
-        with shmserve.client.connect(self._server.run_dir) as client:
-            while not self._stopped.is_set():
-                try:
-                    if (client.infer(model, {"X": values})["Y"] != values + 1).any():
-                        self.wrong_responses.append(f"{model}: wrong values")
-                except shmserve.client.ShmserveError as error:
-                    self.wrong_responses.append(f"{model}: {error}")
+
+def wait_answered(load: Load) -> None:
+    answer_count = len(load.answers)
+    until("all are asked", lambda: len(load.answers) > answer_count + 50)
 
 
 @pytest.fixture
@@ -93,14 +82,13 @@ def server(empty_server: tuple[Server, Path]) -> Server:
 def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: Path) -> None:
     with running(repository) as server:
         assert schedulers(server) == ["ensemble first", "scheduler alone"]
-        with Asking(server, "a", "c") as asking_clients, server.http() as http:
+        with clients(server, "a", "c") as load, server.http() as http:
             for name in ("first", "second", "third"):
                 tensors = [("IN", "FP32", [1], np.float32(1).tobytes())]
                 requested_outputs = [{"name": "OUT", "parameters": {"binary_data": True}}]
                 reply = http.infer_binary(name, tensors, outputs=requested_outputs)
                 assert reply.tensors()["OUT"].tolist() == [3.0]
-            until("steps are asked directly", lambda: asking_clients.right_count > 20)
-        assert asking_clients.wrong_responses == []
+            wait_answered(load)
 
 
 def test_each_model_has_its_own_process_if_configured(repository: Path) -> None:
@@ -117,7 +105,7 @@ def test_models_move_to_an_ensemble_that_is_loaded_and_back(server: Server) -> N
         server.load(name)
     separate = [f"scheduler {name}" for name in ("a", "alone", "b", "c")]
     assert schedulers(server) == separate
-    with Asking(server, "a", "b", "c", "alone") as asking_clients:
+    with clients(server, "a", "b", "c", "alone") as load:
         for _ in range(2):
             server.load("first")
             shared = ["ensemble first", "scheduler alone", "scheduler c"]
@@ -125,35 +113,29 @@ def test_models_move_to_an_ensemble_that_is_loaded_and_back(server: Server) -> N
             server.load("second")
             all_shared = ["ensemble first", "scheduler alone"]
             until("c moves", lambda: schedulers(server) == all_shared)  # noqa: B023
-            right_before = asking_clients.right_count
-            until("all are asked", lambda: asking_clients.right_count > right_before + 50)  # noqa: B023
+            wait_answered(load)
             server.unload("second")
             until("c moves", lambda: len(schedulers(server)) == 3)
             server.unload("first")
             until("all are alone", lambda: len(schedulers(server)) == 4)
-    assert asking_clients.wrong_responses == []
 
 
 def test_models_that_an_ensemble_connects_share_a_process(server: Server) -> None:
     server.load("first")
     server.load("third")
     assert schedulers(server) == ["ensemble first", "ensemble third"]
-    with Asking(server, "a", "c", "d") as asking_clients:
+    with clients(server, "a", "c", "d") as load:
         server.load("second")
         until("all are in one", lambda: len(schedulers(server)) == 1)
-        right_before = asking_clients.right_count
-        until("all are asked", lambda: asking_clients.right_count > right_before + 50)
-    assert asking_clients.wrong_responses == []
+        wait_answered(load)
 
 
 def test_a_step_is_reloaded_separately(server: Server, empty_server: tuple[Server, Path]) -> None:
     server.load("first")
     code = empty_server[1] / "a" / "1" / "model.py"
-    with Asking(server, "a", "b") as asking_clients:
+    with clients(server, "a", "b") as load:
         for number in range(3):
             code.write_text(code.read_text() + f"\n# {number}\n")
             server.load("a")
             assert schedulers(server) == ["ensemble first"]
-        right_before = asking_clients.right_count
-        until("all are asked", lambda: asking_clients.right_count > right_before + 50)
-    assert asking_clients.wrong_responses == []
+        wait_answered(load)

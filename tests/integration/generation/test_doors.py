@@ -30,6 +30,7 @@ from tests.support import repositories
 from tests.support.hf_folders import write_folder
 from tests.support.servers import Server, run_command, running
 from tests.support.waiting import until
+from tests.support.wire.triton import infer_inputs
 
 PROMPTS = ("the quick brown", "it was", "naïve café", "{'a': 1", "東京", "x")
 COUNT = 12
@@ -178,17 +179,15 @@ def test_generate_and_its_stream(generative: Server, greedy: Greedy) -> None:
 
 
 def test_a_stream_of_grpc(generative: Server, greedy: Greedy) -> None:
-    text = grpc.InferInput("text_input", [1], "BYTES")
-    text.set_data_from_numpy(np.array([PROMPTS[0].encode()], np.object_))
-    stream = grpc.InferInput("stream", [1], "BOOL")
-    stream.set_data_from_numpy(np.array([True]))
+    text = np.array([PROMPTS[0].encode()], np.object_)
+    inputs = infer_inputs(grpc, text_input=text, stream=np.array([True]))
     simple_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
     tokens: list[int] = []
     with grpc.InferenceServerClient(generative.grpc_url) as client:
         client.start_stream(lambda result, error: simple_queue.put(error or result))
         client.async_stream_infer(
             "tiny",
-            [text, stream],
+            inputs,
             outputs=[
                 grpc.InferRequestedOutput("token_ids"),
                 grpc.InferRequestedOutput("finish_reason"),

@@ -13,6 +13,7 @@ import tritonclient.grpc as grpc
 from tests.integration.generation.conftest import Oracle
 from tests.support.hf_folders import tokenizer_text
 from tests.support.servers import Server
+from tests.support.wire.triton import infer_inputs
 
 PROMPT = "the naïve 😀 fox"
 Scores = Callable[[list[int]], Any]
@@ -167,15 +168,16 @@ def test_generate_and_grpc_score_a_prompt_that_they_repeat(
     with generative.http() as http:
         body = {"text_input": PROMPT, **parameters}
         unary = http.post("/v2/models/tiny/generate", body).ok().json()
-    text = grpc.InferInput("text_input", [1], "BYTES")
-    text.set_data_from_numpy(np.array([PROMPT.encode()], np.object_))
-    settings = grpc.InferInput("sampling_parameters", [1], "BYTES")
-    settings.set_data_from_numpy(np.array([json.dumps(parameters).encode()], np.object_))
+    inputs = infer_inputs(
+        grpc,
+        text_input=np.array([PROMPT.encode()], np.object_),
+        sampling_parameters=np.array([json.dumps(parameters).encode()], np.object_),
+    )
     outputs = [grpc.InferRequestedOutput(name) for name in ("logprobs", "prompt_token_ids")]
     simple_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with grpc.InferenceServerClient(generative.grpc_url) as client:
         client.start_stream(lambda result, error: simple_queue.put(error or result))
-        client.async_stream_infer("tiny", [text, settings], outputs=outputs)
+        client.async_stream_infer("tiny", inputs, outputs=outputs)
         result = simple_queue.get(timeout=30)
         client.stop_stream()
     assert result.as_numpy("prompt_token_ids").tolist() == tokens

@@ -48,7 +48,6 @@ class Endpoint:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder_path = tmp_path_factory.mktemp("clients") / "models"
-    folder_path.mkdir()
     repositories.add(folder_path, *_MODELS)
     return folder_path
 

@@ -18,6 +18,7 @@ from tests.support.regions import SharedObject
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import A, B, is_right, set_region_range, simple_request, stub
+from tests.support.wire.triton import infer_inputs
 
 MODELS = ("simple", "identity", "types", "text", "echo_request", "gated")
 
@@ -33,13 +34,6 @@ def server(models: Path, start: Start) -> Server:
 def client(server: Server) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(server.grpc_url) as triton_client:
         yield triton_client
-
-
-def simple_inputs() -> list[triton.InferInput]:
-    inputs = [triton.InferInput(name, [1, 16], "INT32") for name in ("INPUT0", "INPUT1")]
-    for tensor, array in zip(inputs, (A, B), strict=True):
-        tensor.set_data_from_numpy(array)
-    return inputs
 
 
 def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
@@ -60,7 +54,7 @@ def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
 
 def test_configurations_are_equal(client: triton.InferenceServerClient, server: Server) -> None:
     with server.http() as http:
-        reply = http.get("/v2/models/simple/config").ok().json()
+        reply = http.config("simple")
     config = client.get_model_config("simple", as_json=True)["config"]
     assert config["name"] == reply["name"] == "simple"
     assert config["max_batch_size"] == reply["max_batch_size"]
@@ -117,11 +111,9 @@ def test_typed_contents_of_every_datatype(server: Server) -> None:
 
 
 def test_the_model_receives_all_parts_of_a_request(client: triton.InferenceServerClient) -> None:
-    tensor = triton.InferInput("INPUT0", [1], "INT32")
-    tensor.set_data_from_numpy(np.zeros(1, np.int32))
     result = client.infer(
         "echo_request",
-        [tensor],
+        infer_inputs(triton, INPUT0=np.zeros(1, np.int32)),
         request_id="me",
         sequence_id="seven",
         sequence_start=True,
@@ -138,7 +130,7 @@ def test_the_model_receives_all_parts_of_a_request(client: triton.InferenceServe
 
 def test_statistics(client: triton.InferenceServerClient) -> None:
     before = client.get_inference_statistics("simple").model_stats[0]
-    client.infer("simple", simple_inputs())
+    client.infer("simple", infer_inputs(triton, INPUT0=A, INPUT1=B))
     after = client.get_inference_statistics("simple", "1").model_stats[0]
     assert (after.name, after.version) == ("simple", "1")
     assert after.inference_count == before.inference_count + 1

@@ -21,6 +21,7 @@ from tests.support.servers import Server, Start, write_tokens
 from tests.support.users import ALICE, BOB, needs_users, tunnel
 from tests.support.wire.grpc_calls import request_of, set_region_range, stub
 from tests.support.wire.raw_http import Http, region_request
+from tests.support.wire.triton import infer_inputs
 
 TOKEN, PROGRAM = "0123456789abcdef-all", "0123456789abcdef-program"
 VALUES = np.arange(1024, dtype=np.float32)
@@ -68,10 +69,6 @@ def connected(port: int) -> Iterator[triton.InferenceServerClient]:
         triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
     ) as client:
         yield client
-
-
-def row(values: np.ndarray = VALUES) -> list[Any]:
-    return [triton.InferInput("INPUT0", [values.size], "FP32").set_data_from_numpy(values)]
 
 
 def from_region(name: str) -> tuple[list[Any], list[Any]]:
@@ -223,8 +220,9 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) ->
 
 def test_a_token_opens_its_scopes(tokenless: triton.InferenceServerClient) -> None:
     headers = bearer(PROGRAM)
-    output = tokenless.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
-    assert (output == VALUES).all()
+    inputs = infer_inputs(triton, INPUT0=VALUES)
+    result = tokenless.infer("identity", inputs, headers=headers)
+    assert (result.as_numpy("OUTPUT0") == VALUES).all()
     assert tokenless.get_server_metadata(headers).name == "triton"
     code, text = refused(lambda: tokenless.get_inference_statistics(headers=headers))
     assert code == "StatusCode.PERMISSION_DENIED"

@@ -44,7 +44,6 @@ from tests.support.wire.http2 import (
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("door") / "models"
-    repository.mkdir()
     repositories.add(repository, "simple", "gated")
     return repository
 

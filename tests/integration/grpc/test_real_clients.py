@@ -24,6 +24,7 @@ from tests.support import clients
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import A, B, is_right, request_of, simple_request
 from tests.support.wire.http2 import SERVICE
+from tests.support.wire.triton import infer_inputs
 
 if TYPE_CHECKING:
     from tests.integration.grpc.conftest import Endpoint
@@ -39,15 +40,11 @@ def options(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def simple() -> list[triton.InferInput]:
-    inputs = [triton.InferInput(name, [1, 16], "INT32") for name in ("INPUT0", "INPUT1")]
-    for tensor, array in zip(inputs, (A, B), strict=True):
-        tensor.set_data_from_numpy(array)
-    return inputs
+    return infer_inputs(triton, INPUT0=A, INPUT1=B)
 
 
 def large() -> list[triton.InferInput]:
-    tensor = triton.InferInput("INPUT0", LARGE_ARRAY.shape, "FP32")
-    return [tensor.set_data_from_numpy(LARGE_ARRAY)]
+    return infer_inputs(triton, INPUT0=LARGE_ARRAY)
 
 
 def check(result: triton.InferResult) -> None:

@@ -5,10 +5,9 @@ import os
 import random
 import socket
 import stat
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, running, write_tokens
 from tests.support.users import ALICE, BOB, FRIENDS_GID, as_user, needs_users
-from tests.support.waiting import until
+from tests.support.waiting import repeating, until
 from tests.support.wire.cutting_proxy import CuttingProxy, connect_unix
 from tests.support.wire.grpc_calls import is_right, refusal, set_region_range, simple_request
 from tests.support.wire.http2 import (
@@ -96,11 +95,6 @@ def live(port: int, outcomes: Counter[str]) -> None:
 
 def test_no_death_refuses_a_connection(server: Server) -> None:
     outcomes: Counter[str] = Counter()
-    has_finished = threading.Event()
-
-    def send_calls() -> None:
-        while not has_finished.is_set():
-            live(server.grpc_port, outcomes)
 
     def kill(victims: list[psutil.Process]) -> None:
         for victim in victims:
@@ -111,16 +105,10 @@ def test_no_death_refuses_a_connection(server: Server) -> None:
         until("calls go on", lambda: outcomes["answered"] > answered_before)
 
     choice = random.Random(1)
-    with ThreadPoolExecutor(CALLER_COUNT) as pool:
-        callers = [pool.submit(send_calls) for _ in range(CALLER_COUNT)]
-        try:
-            for _ in range(DEATH_COUNT):
-                kill([choice.choice(server.find(TITLES[0]))])
-            kill(server.find(TITLES[0]))
-        finally:
-            has_finished.set()
-        for caller in callers:
-            caller.result()
+    with repeating(*[partial(live, server.grpc_port, outcomes)] * CALLER_COUNT):
+        for _ in range(DEATH_COUNT):
+            kill([choice.choice(server.find(TITLES[0]))])
+        kill(server.find(TITLES[0]))
     assert outcomes["cut off"] <= CALLER_COUNT * (DEATH_COUNT + 3)
 
 

@@ -22,7 +22,7 @@ from tests.rigs.local_clients import Guest, answer
 from tests.support import repositories
 from tests.support.servers import Server, Start
 from tests.support.wire.grpc_calls import refusal, simple_request, stub
-from tests.support.wire.raw_http import Http, json_input, raw_connection
+from tests.support.wire.raw_http import Http, json_request, raw_connection
 
 FORGED_LINE = "E 2026-01-01T00:00:00.000Z supervisor[1] forged"
 SHORT_WORD = f"x\r\n{FORGED_LINE}\n\x1b[31mred\x1b[0m\x00\u2028{FORGED_LINE}"
@@ -69,7 +69,7 @@ def log_stays_ours(server: Server) -> Iterator[None]:
 
 
 def request_body(**members: Any) -> dict[str, Any]:
-    return {"inputs": [json_input("INPUT0", ONES), json_input("INPUT1", ONES)], **members}
+    return {**json_request(INPUT0=ONES, INPUT1=ONES), **members}
 
 
 @pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
@@ -94,8 +94,8 @@ def test_hostile_words_in_the_json_of_a_request(http: Http, word: str) -> None:
 @pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
 @pytest.mark.parametrize("request_id", ["error", "exception"])
 def test_hostile_text_in_outputs_and_model_errors(http: Http, word: str, request_id: str) -> None:
-    tensor = {"name": "INPUT0", "datatype": "BYTES", "shape": [1], "data": [word]}
-    assert http.infer("shouter", {"id": request_id, "inputs": [tensor]}).status == 500
+    request = {"id": request_id, **json_request(INPUT0=np.array([word], object))}
+    assert http.infer("shouter", request).status == 500
 
 
 @pytest.mark.parametrize("request_id", ["error", "exception"])

@@ -15,7 +15,8 @@ import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 
 from tests.support.servers import Server
-from tests.support.wire.raw_http import Http, binary_request, json_input, raw_connection
+from tests.support.wire.raw_http import Http, binary_request, json_request, raw_connection
+from tests.support.wire.triton import infer_inputs
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
 B = np.full((1, 16), 3, np.int32)
@@ -26,11 +27,7 @@ def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:
     parameters = {
         "word": "w", "number": 7, "truth": False, "half": 0.5, "timeout": 5_000_000, "priority": 1,
     }  # fmt: skip
-    request = {
-        "id": "see",
-        "inputs": [json_input("INPUT0", np.array([1], np.int32))],
-        "parameters": parameters,
-    }
+    request = {"id": "see", "parameters": parameters, **json_request(INPUT0=np.ones(1, np.int32))}
     reply = http.infer("echo_request", request).ok()
     assert reply.json()["parameters"] == {"answered": True}
     seen = json.loads(reply.tensors()["OUTPUT0"][0])
@@ -54,8 +51,7 @@ def test_like_requests_with_tensors_beside_the_message(http: Http, elements: int
         assert reply.tensors()["OUTPUT0"].tolist() == values.tolist()
         assert f'"id":"n-{number}"' in reply.body.split(b"}", 1)[0].decode()
         if elements < 10_000:
-            tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [elements]}
-            request = {"inputs": [{**tensor, "data": values.tolist()}]}
+            request = json_request(INPUT0=values)
             assert http.infer("identity", request).tensors()["OUTPUT0"].tolist() == values.tolist()
     body, headers = binary_request(inputs, id="n-5", parameters={"binary_data_output": True})
     assert http.infer("identity", body[:-4], headers).status == 400
@@ -101,19 +97,11 @@ def test_large_bodies_that_arrive_in_any_pieces(server: Server) -> None:
                 assert data[-row.nbytes :] == row.tobytes()
 
 
-def triton_inputs(binary: bool) -> list[triton.InferInput]:
-    inputs = [triton.InferInput(name, [1, 16], "INT32") for name in ("INPUT0", "INPUT1")]
-    for tensor, values in zip(inputs, (A, B), strict=True):
-        tensor.set_data_from_numpy(values, binary_data=binary)
-    return inputs
-
-
 async def test_tritonclient_aio(server: Server) -> None:
     async with triton_aio.InferenceServerClient(server.url) as client:
         assert await client.is_model_ready("simple")
-        answers = await asyncio.gather(
-            *(client.infer("simple", triton_inputs(True)) for _ in range(20))
-        )
+        inputs = infer_inputs(triton, INPUT0=A, INPUT1=B)
+        answers = await asyncio.gather(*(client.infer("simple", inputs) for _ in range(20)))
         for result in answers:
             assert (result.as_numpy("OUTPUT1") == A - B).all()
 
@@ -121,9 +109,7 @@ async def test_tritonclient_aio(server: Server) -> None:
 @pytest.mark.parametrize("coding", [*COMPRESS, "identity"])
 def test_a_body_in_chunks_whose_coding_is_named(http: Http, coding: str) -> None:
     values = np.arange(64, dtype=np.float32)
-    body = COMPRESS.get(coding, bytes)(
-        json.dumps({"inputs": [json_input("INPUT0", values)]}).encode()
-    )
+    body = COMPRESS.get(coding, bytes)(json.dumps(json_request(INPUT0=values)).encode())
     chunks = (body[begin : begin + 50] for begin in range(0, len(body), 50))
     headers = {"Content-Encoding": coding}  # http.client adds the other
     assert (http.infer("identity", chunks, headers).tensors()["OUTPUT0"] == values).all()

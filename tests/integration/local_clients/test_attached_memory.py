@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.descriptors import unpack_memory
 from shmserve.model import FP32
 from shmserve.serving import LocalServer
 from tests.rigs.local_clients import Guest
-from tests.support.servers import ROOT
+from tests.support.servers import ROOT, python_program
 from tests.support.waiting import until
 
 SPECS = {"x": ((1, 20_000), "FP32"), "output": ((1, 20_000), "FP32")}
@@ -297,10 +297,7 @@ def regions_of(server: LocalServer) -> int:
 def test_killed_processes_leave_nothing(server: Server, local_server: LocalServer) -> None:
     """Killing the creator or a user of memory leaks nothing in /dev/shm or in the server."""
     regions_before, objects_before = regions_of(local_server), set(os.listdir("/dev/shm"))
-    line = [sys.executable, "-c", MAKER_PROGRAM, str(local_server.run_dir)]
-    with subprocess.Popen(
-        line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as p:
+    with python_program(MAKER_PROGRAM, local_server.run_dir) as p:
         assert p.stdout
         name = p.stdout.readline().strip()
         context = multiprocessing.get_context("spawn")
@@ -312,7 +309,6 @@ def test_killed_processes_leave_nothing(server: Server, local_server: LocalServe
         os.kill(user.pid, signal.SIGKILL)
         user.join()
         assert Path("/dev/shm", name).exists(), "a user of memory does not unlink it"
-        p.kill()
     until("memory is released", lambda: regions_of(local_server) <= regions_before)
     until("its maker's tracker unlinks it", lambda: not Path("/dev/shm", name).exists())
     leftover_objects = {

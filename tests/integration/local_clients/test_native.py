@@ -6,7 +6,7 @@ import pytest
 from tests.support.pages import GUIDE, blocks
 from tests.support.request_pool import request_pool
 from tests.support.servers import ROOT, Server, Start
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
 
 SCALING_MODEL = '''
 """Three models in one file."""
@@ -69,14 +69,14 @@ def test_annotations_become_metadata(http: Http) -> None:
     assert http.get("/v2/models/scale").json()["outputs"] == [
         {"name": "output", "datatype": "FP32", "shape": [-1, 4]}
     ]
-    config = http.get("/v2/models/scale/config").ok().json()
+    config = http.config("scale")
     assert config["max_batch_size"] == 8
     assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 2000
 
 
 def test_predict(http: Http) -> None:
     x, shift = np.arange(8, dtype=np.float32).reshape(2, 4), np.ones((2, 4), np.float32)
-    reply = http.infer("scale", {"inputs": [json_input("x", x), json_input("shift", shift)]})
+    reply = http.infer("scale", json_request(x=x, shift=shift))
     assert (reply.tensors()["output"] == 2 * x + shift).all()
 
 
@@ -85,25 +85,23 @@ def test_whole_batches(server: Server) -> None:
         answers = []
         for number in range(64):
             x = np.full((1 + number % 2, 4), number, np.float32)
-            answers.append(
-                pool.infer("scale", {"inputs": [json_input(n, x) for n in ("x", "shift")]})
-            )
+            answers.append(pool.infer("scale", json_request(x=x, shift=x)))
         for number, answer in enumerate(answers):
             assert (answer.result().tensors()["output"] == 3 * number).all()
     with server.http() as http:
-        (stats,) = http.get("/v2/models/scale/stats").ok().json()["model_stats"]
+        stats = http.statistics("scale")
     assert stats["execution_count"] < stats["inference_count"]
 
 
 def test_texts(http: Http) -> None:
-    tensor = {"name": "words", "datatype": "BYTES", "shape": [1, 3], "data": ["", "a", "four"]}
-    assert http.infer("sizes", {"inputs": [tensor]}).tensors()["output"].tolist() == [[0, 1, 4]]
+    request = json_request(words=np.array([["", "a", "four"]], object))
+    assert http.infer("sizes", request).tensors()["output"].tolist() == [[0, 1, 4]]
 
 
 def test_the_example(http: Http) -> None:
     image = np.zeros((1, 5, 5), np.float32)
     image[0, 2, 2] = 9
-    output = http.infer("blur", {"inputs": [json_input("image", image)]}).tensors()["output"]
+    output = http.infer("blur", json_request(image=image)).tensors()["output"]
     assert np.allclose(output[0, 1:4, 1:4], 1)
 
 
@@ -119,18 +117,15 @@ def test_the_guides_models_are_the_examples() -> None:
 
 
 def test_a_result_of_the_wrong_shape_is_the_models_error(server: Server, http: Http) -> None:
-    reply = http.infer("wrong", {"inputs": [json_input("x", np.zeros((1, 4), np.float32))]})
+    reply = http.infer("wrong", json_request(x=np.zeros((1, 4), np.float32)))
     assert reply.status == 500 and "output" in reply.error
     assert server.answers("/v2/health/ready")
 
 
 def test_a_class_and_the_command_line_set_the_instance_count(http: Http, server: Server) -> None:
     x = np.arange(4, dtype=np.float32).reshape(1, 4)
-    assert (
-        http.infer("several", {"inputs": [json_input("x", x)]}).tensors()["output"] == x + 2.5
-    ).all()
-    config = http.get("/v2/models/several/config").ok().json()
-    assert [group["count"] for group in config["instance_group"]] == [2]
+    assert (http.infer("several", json_request(x=x)).tensors()["output"] == x + 2.5).all()
+    assert [group["count"] for group in http.config("several")["instance_group"]] == [2]
     assert len(server.find("worker several.")) == 2
     misspelt = "'Several.max_batchsize' is unknown; did you mean 'max_batch_size'?"
     assert misspelt in server.log()

@@ -20,8 +20,8 @@ import torch
 import shmserve.client
 from shmserve.client import aio
 from shmserve.client.connection import ListenerLink
-from shmserve.client.request.arrays import dtype_of
 from shmserve.ipc.messages.inference import Finished
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.transport.zmtp import Dealer
 from tests.rigs.local_clients import answer, submit
@@ -83,7 +83,7 @@ def test_strings_in_and_out(client) -> None:
 def test_request_id_and_parameters_arrive(client) -> None:
     signature = client._session.connection().models.resolve("echo_request", "").signature
     (spec,) = signature.inputs.values()
-    value = np.zeros([abs(dim) for dim in spec.dims], dtype_of(spec.datatype))
+    value = np.zeros([abs(dim) for dim in spec.dims], STORAGE_DTYPES[spec.datatype])
     arrays = {spec.name: value[None] if signature.max_batch_size else value}
     result = client.infer("echo_request", arrays, request_id="7", parameters={"colour": "red"})
     seen_request = json.loads(result["OUTPUT0"].flat[0])

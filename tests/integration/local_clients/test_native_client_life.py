@@ -6,8 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,10 +20,10 @@ import torch
 
 import shmserve.client
 from shmserve.client import aio
-from shmserve.client.request.arrays import dtype_of
 from shmserve.client.request.prepare import PLAIN
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from tests.support import repositories
-from tests.support.servers import ROOT, Server, Start, run_python
+from tests.support.servers import Server, Start, python_program, run_python
 from tests.support.waiting import until
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
@@ -59,7 +57,7 @@ def client(gated_server: Server) -> Iterator[shmserve.client.Server]:
 def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]:
     spec = server._session.connection().models.resolve("gated", "").signature
     (tensor,) = spec.inputs.values()
-    dtype = dtype_of(tensor.datatype)
+    dtype = STORAGE_DTYPES[tensor.datatype]
     shape = [max(dim, 1) for dim in tensor.dims]
     return {"INPUT0": np.full([1, *shape] if spec.max_batch_size else shape, number, dtype)}
 
@@ -244,18 +242,6 @@ sys.stdin.read()
 """
 
 
-@contextlib.contextmanager
-def run_program(text: str, server: Server) -> Iterator[subprocess.Popen[str]]:
-    """Run a client's program, and kill it at the end."""
-    line = [sys.executable, "-c", text, str(server.run_dir)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(line, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as program:
-        try:
-            yield program
-        finally:
-            program.kill()
-
-
 def _count_mapped_memories(process: psutil.Process) -> int:
     """Return the number of clients' memories that a process maps or holds."""
     mapped_count = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
@@ -268,7 +254,7 @@ def _count_mapped_memories(process: psutil.Process) -> int:
 
 
 def test_a_killed_client_leaks_none(gated_server: Server, client: shmserve.client.Server) -> None:
-    with run_program(CRASHING_PROGRAM, gated_server) as run:
+    with python_program(CRASHING_PROGRAM, gated_server.run_dir) as run:
         assert run.stdout and run.stdout.readline() == "in flight\n"
         visit = gated_server.gate.next()
         gated_server.wait_pending("large", 3)
@@ -294,7 +280,7 @@ sys.stdin.read()
 
 
 def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated_server: Server) -> None:
-    with run_program(FORKING_PROGRAM, gated_server) as program:
+    with python_program(FORKING_PROGRAM, gated_server.run_dir) as program:
         assert program.stdout
         child = psutil.Process(int(program.stdout.readline()))
         try:

@@ -5,9 +5,8 @@ import os
 import shutil
 import socket
 import subprocess
-import tempfile
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgpack
@@ -210,38 +209,40 @@ def client_in_c(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-def test_a_client_is_notified_of_its_eviction() -> None:
+@contextlib.contextmanager
+def listening(path: Path, kind: socket.SocketKind) -> Iterator[socket.socket]:
+    """Yield a listener in the run directory of a server that the test plays."""
+    path.parent.mkdir(exist_ok=True)
+    with socket.socket(socket.AF_UNIX, kind) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        listener.settimeout(20)
+        yield listener
+
+
+def test_a_client_is_notified_of_its_eviction(run_dir: Path) -> None:
     """A server of another version closes the connection in the same way."""
-    with contextlib.ExitStack() as stack:
-        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
-        (run_dir / "guests").mkdir()
-        client_listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        client_listener.bind(str(run_dir / "guests" / "door"))
-        client_listener.listen()
+    with (
+        listening(run_dir / "guests" / "door", socket.SOCK_SEQPACKET) as client_listener,
+        ThreadPoolExecutor(1) as threads,
+    ):
 
         def evict_client() -> None:
             with client_listener.accept()[0] as inside:
                 inside.recv(4096)
 
-        server = threading.Thread(target=evict_client)
-        server.start()
-        stack.callback(server.join)
+        threads.submit(evict_client)
         with pytest.raises(shmserve.client.Disconnected, match="its version may differ"):
             shmserve.client.connect(run_dir)
 
 
-def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None:
+def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path, run_dir: Path) -> None:
     """The client reports the loss, and it had asked for the latest version."""
-    with contextlib.ExitStack() as stack:
-        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
-        (run_dir / "guests").mkdir()
-        client_listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        scheduler = stack.enter_context(socket.socket(socket.AF_UNIX))
-        client_listener.bind(str(run_dir / "guests" / "door"))
-        scheduler.bind(str(run_dir / "guests" / "1"))
-        for listener in (client_listener, scheduler):
-            listener.listen()
-            listener.settimeout(20)
+    with (
+        contextlib.ExitStack() as stack,
+        listening(run_dir / "guests" / "door", socket.SOCK_SEQPACKET) as client_listener,
+        listening(run_dir / "guests" / "1", socket.SOCK_STREAM) as scheduler,
+    ):
         c_client = stack.enter_context(
             subprocess.Popen([client_in_c, run_dir], stderr=subprocess.PIPE, text=True)
         )

@@ -3,9 +3,6 @@
 import asyncio
 import gc
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from shmserve.client import aio
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.scheduler_client import SchedulerClient
 from tests.support import repositories
-from tests.support.servers import Server, Start, running
+from tests.support.servers import Server, Start, python_program, running
 from tests.support.waiting import until
 
 CONFIG = """
@@ -230,9 +227,8 @@ stream = server.stream("steps", STEPS=[b"1", {disconnect_message(tmp_path / "see
 print(next(stream)["OUT"][0], flush=True)
 next(stream)
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"1\n"
-        process.send_signal(signal.SIGKILL)
+    with python_program(program) as process:
+        assert process.stdout is not None and process.stdout.readline() == "1\n"
     until("the model sees it", (tmp_path / "seen").exists)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +19,7 @@ from tests.support.regions import SharedObject
 from tests.support.request_pool import request_pool
 from tests.support.servers import ROOT, Server, running
 from tests.support.users import ALICE, BOB, FRIENDS_GID, as_user, needs_users
-from tests.support.waiting import until
+from tests.support.waiting import repeating, until
 from tests.support.wire.raw_http import (
     Http,
     Reply,
@@ -28,7 +27,7 @@ from tests.support.wire.raw_http import (
     gated_request,
     in_region,
     join_bytes,
-    json_input,
+    json_request,
     raw_connection,
     region_request,
     shm_input,
@@ -227,12 +226,11 @@ def test_memory_others_can_cut_is_never_mapped(server: Server, folder: Path, htt
         alice.send_request(lambda http: http.unregister()).ok()
 
 
-def chaos(shared: SharedObject, size: int, stop: threading.Event) -> None:
-    """Truncate and extend the object and punch holes, as fast as possible."""
-    while not stop.is_set():
-        os.ftruncate(shared.fd, 0)
-        os.ftruncate(shared.fd, size)
-        shared.punch()
+def cut(shared: SharedObject, size: int) -> None:
+    """Truncate and extend the object, and punch holes."""
+    os.ftruncate(shared.fd, 0)
+    os.ftruncate(shared.fd, size)
+    shared.punch()
 
 
 @needs_users
@@ -245,20 +243,14 @@ def test_truncation_of_an_untrusted_region_ends_no_process(server: Server, folde
         os.fchown(shared_object.fd, ALICE, -1)
         os.posix_fallocate(shared_object.fd, 0, 2 * size)
         alice.register("cut", shared_object, 2 * size).ok()
-        stop = threading.Event()
-        chaos_thread = threading.Thread(target=chaos, args=(shared_object, 2 * size, stop))
-        chaos_thread.start()
-        try:
 
-            def send_requests() -> list[int]:
-                with contextlib.closing(UnixHttp(folder / "socket")) as http:
-                    request = region_request("cut", size)
-                    return [http.infer("identity", request).status for _ in range(200)]
+        def send_requests() -> list[int]:
+            with contextlib.closing(UnixHttp(folder / "socket")) as http:
+                request = region_request("cut", size)
+                return [http.infer("identity", request).status for _ in range(200)]
 
+        with repeating(partial(cut, shared_object, 2 * size)):
             statuses = as_user(ALICE, send_requests)
-        finally:
-            stop.set()
-            chaos_thread.join()
         assert set(statuses) <= {200, 400}
         alice.send_request(lambda http: http.unregister()).ok()
         os.ftruncate(shared_object.fd, 2 * size)
@@ -271,25 +263,19 @@ def test_truncating_a_mapped_region_costs_it_and_a_worker(server: Server, http: 
     size = 64 * 1024
     with SharedObject(2 * size) as shared_object:
         http.register("cut", shared_object.key, 2 * size).ok()
-        stop = threading.Event()
-        chaos_thread = threading.Thread(target=chaos, args=(shared_object, 2 * size, stop))
-        chaos_thread.start()
         statuses = []
-        try:
+        with repeating(partial(cut, shared_object, 2 * size)):
             for _ in range(200):
                 statuses.append(http.infer("identity", region_request("cut", size)).status)
                 if statuses[-1] == 404:
                     break
-        finally:
-            stop.set()
-            chaos_thread.join()
         assert set(statuses) <= {200, 400, 404, 500, 503} and statuses.count(500) <= 1
         if 404 in statuses:
             assert "region 'cut' was truncated while a worker used it" in server.log()
         http.unregister("cut").ok()
     assert other_pids <= {process.pid for process in server.tree()}
     until("the worker is back", lambda: server.answers("/v2/health/ready"))
-    request = {"inputs": [json_input("INPUT0", VALUES)]}
+    request = json_request(INPUT0=VALUES)
     assert (http.infer("identity", request).tensors()["OUTPUT0"] == VALUES).all()
 
 
@@ -374,7 +360,7 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
             server.gate.next().release()
         assert [answer.result().status for answer in (first_request, *valid)] == [200] * 3
         assert (shared_object.read(np.int32, 48, 960) == 7).all()
-        http.infer("identity", {"inputs": [json_input("INPUT0", VALUES[:16])]}).ok()
+        http.infer("identity", json_request(INPUT0=VALUES[:16])).ok()
 
 
 def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> None:
@@ -383,26 +369,19 @@ def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> 
     with SharedObject(4096) as shared_object:
         shared_object.write(good_bytes)
         http.register("r", shared_object.key, 4096).ok()
-        stop = threading.Event()
 
         def flip() -> None:
-            while not stop.is_set():
-                os.pwrite(shared_object.fd, bad_bytes, 0)
-                os.pwrite(shared_object.fd, good_bytes[:4], 0)
+            os.pwrite(shared_object.fd, bad_bytes, 0)
+            os.pwrite(shared_object.fd, good_bytes[:4], 0)
 
-        flipping_thread = threading.Thread(target=flip)
-        flipping_thread.start()
-        try:
-            request = {"inputs": [shm_input("INPUT0", "BYTES", [1, 2], "r", len(good_bytes))]}
+        request = {"inputs": [shm_input("INPUT0", "BYTES", [1, 2], "r", len(good_bytes))]}
+        with repeating(flip):
             for _ in range(200):
                 reply = http.infer("text", request)
                 if reply.status == 200:
                     assert reply.tensors()["OUTPUT0"] == [b"ab", b"cd"]
                 else:
                     assert reply.status == 400 and "incomplete string" in reply.error
-        finally:
-            stop.set()
-            flipping_thread.join()
 
 
 PREEXEC_HOOK = """
@@ -426,7 +405,7 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     seen_file = tmp_path / "seen"
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PICKLED": str(seen_file)}
     with running(tmp_path / "models", environment=environment) as server, server.http() as http:
-        request = {"inputs": [json_input("INPUT0", VALUES)]}
+        request = json_request(INPUT0=VALUES)
         assert (http.infer("identity", request).tensors()["OUTPUT0"] == VALUES).all()
         http.get("/v2/models/stats").ok()
     # The supervisor and both zygotes. Their forked processes have the same audit hook.

@@ -23,8 +23,7 @@ def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..
         with request_pool(server) as pool, server.http() as http:
             answers = [pool.number(model, value) for value in range(12)]
             assert [values(reply.result()) for reply in answers] == [[value] for value in range(12)]
-            (stats,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
-        batches = stats["batch_stats"]
+            batches = http.statistics(model)["batch_stats"]
         assert {b["batch_size"]: b["compute_infer"]["count"] for b in batches} == executed
 
 
@@ -32,7 +31,7 @@ def test_server_wide_defaults(repository: Path, serve: Callable[..., Server]) ->
     repositories.add_as(repository, "model", "gated")
     server = serve(repository, "--dynamic-batching", f"--max-queue-delay-us={LONG_DELAY_US}")
     with server.http() as http:
-        config = http.get("/v2/models/model/config").ok().json()
+        config = http.config("model")
     assert config["dynamic_batching"]["max_queue_delay_microseconds"] == LONG_DELAY_US
     with request_pool(server) as pool:
         answers = [pool.number("model", value) for value in (1, 2, 3)]

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support import repositories
 from tests.support.servers import Server
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http
+from tests.support.wire.raw_http import Http, json_request
 
 STEPS = """
 backend: "python"
@@ -135,11 +136,8 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
 
 
 def run_caller(http: Http, model: str, code: str, *steps: str) -> list[str]:
-    inputs = [
-        {"name": "CODE", "datatype": "BYTES", "shape": [1], "data": [code]},
-        {"name": "STEPS", "datatype": "BYTES", "shape": [len(steps)], "data": list(steps)},
-    ]
-    (output,) = http.infer(model, {"inputs": inputs}).ok().json()["outputs"]
+    request = json_request(CODE=np.array([code], object), STEPS=np.array(steps, object))
+    (output,) = http.infer(model, request).ok().json()["outputs"]
     events: list[str] = output["data"]
     return events
 
@@ -292,11 +290,8 @@ def test_a_cancelled_model_is_notified_and_its_later_responses_arrive(
 
 @pytest.mark.parametrize("model", ITERATING_CODE)
 def test_a_finished_call_cannot_be_cancelled(http: Http, model: str) -> None:
-    assert run_caller(http, model, ITERATOR[model] + CANCEL["after"], "a", "b") == [
-        "a",
-        "b",
-        "empty",
-    ]
+    code = ITERATOR[model] + CANCEL["after"]
+    assert run_caller(http, model, code, "a", "b") == ["a", "b", "empty"]
 
 
 @pytest.mark.parametrize("called_model", ["generator", "asynchronous", "ensemble"])

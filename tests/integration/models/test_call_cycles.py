@@ -13,7 +13,7 @@ from tests.support import repositories
 from tests.support.gates import WAITING_CODE, holding
 from tests.support.servers import Server, running
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, Reply, json_input
+from tests.support.wire.raw_http import Http, Reply, json_request
 
 CALLING_MODEL = """import asyncio, threading
 import triton_python_backend_utils as pb_utils
@@ -113,7 +113,7 @@ def server_of_cycles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 
 
 def infer(http: Http, model: str, value: int = 0) -> Reply:
-    body = {"inputs": [json_input("X", np.array([value], np.int32))]}
+    body = json_request(X=np.array([value], np.int32))
     return http.infer(model, body, {"Accept": "text/event-stream"} if "stream" in model else {})
 
 
@@ -176,7 +176,7 @@ def pending_count(server: Server, model: str) -> float:
 def test_a_deadline_holds_along_the_chain(server_of_cycles: Server) -> None:
     limit = {"X-Request-Timeout-Ms": "300"}
     with holding(server_of_cycles.gate), server_of_cycles.http(timeout_s=5) as http:
-        body = {"inputs": [json_input("X", np.zeros(1, np.int32))]}
+        body = json_request(X=np.zeros(1, np.int32))
         assert http.infer("outer_leaf", body, limit).status >= 500
     with server_of_cycles.http(timeout_s=5) as http:
         assert infer(http, "outer_leaf").status == 200
@@ -196,11 +196,10 @@ def test_one_of_two_requests_that_wait_for_each_other_fails(
     add(repository, "left", waiting_code, "", "right")
     add(repository, "right", waiting_code, "", "left")
     server = serve(repository)
-    body = {"inputs": [json_input("X", np.ones(1, np.int32))]}
 
     def reply(model: str) -> Reply:
         with server.http(timeout_s=20) as http:
-            return http.infer(model, body)
+            return infer(http, model, 1)
 
     with ThreadPoolExecutor(2) as people:
         with holding(server.gate):

@@ -14,7 +14,7 @@ from shmserve.ipc import endpoints
 from tests.support import repositories
 from tests.support.servers import Server
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
 
 MODEL = repositories.python_model(
     """
@@ -40,7 +40,7 @@ output [ {{ name: "Y" data_type: TYPE_STRING dims: [ 1 ] }} ]
 instance_group [ {{ kind: KIND_CPU count: {count} }} ]
 parameters {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{path}" }} }}
 """
-X = {"inputs": [json_input("X", np.zeros(1, np.float32))]}
+X = json_request(X=np.zeros(1, np.float32))
 
 
 def environment(folder: Path, version: int) -> Path:
@@ -81,7 +81,7 @@ def test_conflicting_packages_share_a_server(
     with serve(repository).http() as http:
         assert answer(http, "first") == [1, str(first_env), f"{first_env}/bin"]
         assert answer(http, "second")[0] == 2
-        x = {"inputs": [json_input("X", np.zeros((1, 1), np.float32))]}
+        x = json_request(X=np.zeros((1, 1), np.float32))
         assert http.infer("absolute", x).tensors()["output"] == 2
         assert http.infer("relative", x).tensors()["output"] == 1
 

@@ -11,7 +11,7 @@ from shmserve.ipc.messages import publications as m
 from tests.support import repositories
 from tests.support.servers import Server, running
 from tests.support.waiting import until
-from tests.support.wire.raw_http import json_input
+from tests.support.wire.raw_http import json_request
 
 MODEL = repositories.python_model("""
     def execute(self, requests):
@@ -46,7 +46,7 @@ class Clients:
 
     def _send_request(self, number: int) -> None:
         with self._server.http() as http:
-            reply = http.infer("slow", {"inputs": [json_input("IN", np.array([number], np.int32))]})
+            reply = http.infer("slow", json_request(IN=np.array([number], np.int32)))
         is_right = reply.status == 200 and reply.tensors()["OUT"].tolist() == [number]
         self.answers.append("" if is_right else f"{reply.status}: {reply.body!r}")
 
@@ -96,5 +96,5 @@ def test_instances_follow_the_load(tmp_path: Path) -> None:
         assert server.log().count(" instances (before: ") == len(changes_seen)
         assert "model 'slow' has 2 instances (before: 1): requests wait " in server.log()
         with server.http() as http:
-            (group,) = http.get("/v2/models/slow/config").ok().json()["instance_group"]
+            (group,) = http.config("slow")["instance_group"]
         assert group["count"] == 1

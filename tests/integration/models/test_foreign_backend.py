@@ -13,6 +13,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.support.servers import ROOT, Server, run_command
+from tests.support.wire.triton import infer_inputs
 
 EXAMPLE = ROOT / "examples" / "table_backend"
 TABLE = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -46,13 +47,11 @@ def test_a_backend_of_another_package_serves(
     metadata = client.get_model_metadata("rows")
     assert metadata["platform"] == "table"
     assert metadata["outputs"] == [{"name": "ROW", "datatype": "FP32", "shape": [-1, -1, 3]}]
-    index = triton.InferInput("INDEX", [1, 2], "INT64")
-    index.set_data_from_numpy(np.array([[2, 0]]))
-    result = client.infer("rows", [index]).as_numpy("ROW")
-    np.testing.assert_array_equal(result, TABLE[[[2, 0]]])
-    index.set_data_from_numpy(np.array([[2, 4]]))
+    index = np.array([[2, 0]])
+    result = client.infer("rows", infer_inputs(triton, INDEX=index)).as_numpy("ROW")
+    np.testing.assert_array_equal(result, TABLE[index])
     with pytest.raises(InferenceServerException, match="INDEX must be in 0 to 3"):
-        client.infer("rows", [index])
+        client.infer("rows", infer_inputs(triton, INDEX=index + 2))
     client.close()
 
 

@@ -12,9 +12,9 @@ from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, running
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
 
-ROW = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
+ROW = json_request(INPUT0=np.array([1], np.int32))
 
 
 @pytest.fixture
@@ -26,8 +26,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def intrude(server: Server, http: Http) -> dict[str, Any]:
     plan = {"run_dir": str(server.run_dir), "pids": [process.pid for process in server.tree()]}
-    tensor = {"name": "PLAN", "datatype": "BYTES", "shape": [1], "data": [json.dumps(plan)]}
-    reply = http.infer("intruder", {"inputs": [tensor]}).ok()
+    reply = http.infer("intruder", json_request(PLAN=np.array([json.dumps(plan)], object))).ok()
     report: dict[str, Any] = json.loads(reply.tensors()["REPORT"][0])
     return report
 

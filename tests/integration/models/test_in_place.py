@@ -13,7 +13,7 @@ from tests.support.load import Load
 from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME, instances
 from tests.support.servers import Server
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
 
 Explicit = tuple[Server, Path]
 
@@ -45,13 +45,11 @@ def wait_workers(server: Server, name: str, count: int) -> None:
 
 
 def count_of(http: Http, name: str) -> int:
-    groups = http.get(f"/v2/models/{name}/config").ok().json()["instance_group"]
-    return sum(group["count"] for group in groups)
+    return sum(group["count"] for group in http.config(name)["instance_group"])
 
 
 def successes(http: Http, name: str) -> int:
-    stats = http.get(f"/v2/models/{name}/stats").ok().json()["model_stats"]
-    return int(stats[0]["inference_stats"]["success"]["count"])
+    return int(http.statistics(name)["inference_stats"]["success"]["count"])
 
 
 def set_count(folder: Path, count: int) -> None:
@@ -116,7 +114,7 @@ def test_no_request_of_a_stream_fails_during_changes(empty_server: Explicit) -> 
                 assert first_worker in workers(server, "simple")
                 counted_before, success_count = success_count, successes(http, "simple")
                 assert success_count >= counted_before
-            config = http.get("/v2/models/simple/config").ok().json()
+            config = http.config("simple")
             (group,) = config["instance_group"]
             two_groups = [group | {"name": "a"}, group | {"name": "b", "count": 1}]
             http.load("simple", config=json.dumps(config | {"instance_group": two_groups})).ok()
@@ -143,10 +141,8 @@ def run_sums_server(
 
 def step(http: Http, s: int, value: int, *, start: bool = False, end: bool = False) -> list[int]:
     """Return the sum of a sequence, and the pid of the worker that computed it."""
-    body = {
-        "inputs": [json_input("IN", np.array([[value]], np.int32))],
-        "parameters": {"sequence_id": s, "sequence_start": start, "sequence_end": end},
-    }
+    parameters = {"sequence_id": s, "sequence_start": start, "sequence_end": end}
+    body = json_request(IN=np.array([[value]], np.int32)) | {"parameters": parameters}
     reply = http.infer("sums", body)
     return [int(number) for number in reply.tensors()["OUT"].flat]
 

@@ -7,7 +7,7 @@ import tritonclient.grpc as grpc
 
 from tests.support import repositories
 from tests.support.servers import running
-from tests.support.wire.raw_http import json_input
+from tests.support.wire.raw_http import json_request
 
 MODEL = repositories.python_model(
     """
@@ -41,7 +41,7 @@ def test_a_model_reports_whether_it_is_ready(repository: Path) -> None:
             state.write_text(reply_text)
             assert (http.get("/v2/models/moody/ready").status == 200) == bool(ready)
             assert client.is_model_ready("moody") == bool(ready)
-            body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+            body = json_request(INPUT0=np.zeros(1, np.int32))
             assert http.infer("asker", body).ok().json()["outputs"][0]["data"] == [ready]
         assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()
         assert "KeyError: 'none'" in server.log()

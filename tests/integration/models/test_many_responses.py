@@ -13,6 +13,8 @@ import tritonclient.http as triton_http
 
 from tests.support import repositories
 from tests.support.servers import Server, Start
+from tests.support.wire.streams import send_repeat
+from tests.support.wire.triton import infer_inputs
 
 PATTERN = "^x-my-"
 SCORES_CONFIG = """
@@ -32,31 +34,12 @@ def server(models: Path, start: Start) -> Server:
     return start(models, *flags, grpc=True)
 
 
-def repeat_inputs(values: list[int], delay_ms: int = 0) -> dict[str, Any]:
-    return {"IN": values, "DELAY": [delay_ms] * len(values), "WAIT": 0}
-
-
-def grpc_inputs(values: list[int], delay_ms: int = 0) -> list[Any]:
-    responses = []
-    for name, array in (
-        ("IN", np.array(values, np.int32)),
-        ("DELAY", np.full(len(values), delay_ms, np.uint32)),
-        ("WAIT", np.zeros(1, np.uint32)),
-    ):
-        tensor = triton_grpc.InferInput(name, array.shape, "INT32" if name == "IN" else "UINT32")
-        tensor.set_data_from_numpy(array)
-        responses.append(tensor)
-    return responses
-
-
 def test_tritons_stream_client(server: Server) -> None:
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         for name in ("a", "b"):
-            client.async_stream_infer(
-                "repeat", grpc_inputs([1, 2, 3]), request_id=name, enable_empty_final_response=True
-            )
+            send_repeat(client, [1, 2, 3], request_id=name)
         responses: dict[str, list[Any]] = {"a": [], "b": []}
         open_requests = 2
         while open_requests:
@@ -79,7 +62,8 @@ def test_many_streams_at_once(server: Server) -> None:
 
     def read() -> None:
         with server.http() as http:
-            reply = http.post("/v2/models/repeat/generate_stream", repeat_inputs([*range(100)]))
+            body = {"IN": [*range(100)], "DELAY": [0] * 100, "WAIT": 0}
+            reply = http.post("/v2/models/repeat/generate_stream", body)
             responses.append([event["OUT"] for event in events(reply.ok().body)])
 
     readers = [threading.Thread(target=read) for _ in range(8)]
@@ -99,15 +83,14 @@ def test_classification(server: Server, client_module: Any) -> None:
     url = server.url if client_module is triton_http else server.grpc_url
     with client_module.InferenceServerClient(url) as client:
         assert "classification" in _extensions(client.get_server_metadata())
-        tensor = client_module.InferInput("INPUT0", ROWS.shape, "FP32")
-        tensor.set_data_from_numpy(ROWS)
+        inputs = infer_inputs(client_module, INPUT0=ROWS)
         requested = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
         for _ in range(3):  # the schemas of the later requests are cached
-            result = client.infer("scores", [tensor], outputs=[requested])
+            result = client.infer("scores", inputs, outputs=[requested])
             output = result.as_numpy("OUTPUT0")
             assert output.shape == (2, 2) and output.ravel().tolist() == BEST_CLASSES
         plain = client.infer(
-            "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
+            "scores", inputs, outputs=[client_module.InferRequestedOutput("OUTPUT0")]
         )
         assert (plain.as_numpy("OUTPUT0") == ROWS).all()
 
@@ -119,12 +102,12 @@ def _extensions(metadata: Any) -> Any:
 def test_headers_of_a_stream_become_parameters(server: Server) -> None:
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
-        tensor = triton_grpc.InferInput("INPUT0", [1], "INT32")
-        tensor.set_data_from_numpy(np.zeros(1, np.int32))
         client.start_stream(
             lambda result, error: answers.put((result, error)), headers={"x-my-key": "v"}
         )
-        client.async_stream_infer("echo_request", [tensor])
+        client.async_stream_infer(
+            "echo_request", infer_inputs(triton_grpc, INPUT0=np.zeros(1, np.int32))
+        )
         result, error = answers.get(timeout=20)
         client.stop_stream()
     assert error is None

@@ -20,10 +20,12 @@ from shmserve.errors import NotFound, TimedOut, Unavailable
 from tests.support import repositories
 from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
+from tests.support.wire.triton import infer_inputs
 
-REQUEST_BODY = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-SLOW_BODY = {"inputs": [json_input("INPUT0", np.zeros((1, 1), np.int32))]}
+REQUEST_BODY = json_request(INPUT0=np.zeros(1, np.int32))
+SLOW_BODY = json_request(INPUT0=np.zeros((1, 1), np.int32))
+GRPC_INPUTS = infer_inputs(triton_grpc, INPUT0=np.zeros(1, np.int32))
 ON_DEMAND = "ON_DEMAND"
 
 
@@ -86,12 +88,6 @@ def loads(server: Server, name: str) -> int:
     return server.log().count(f"loading: {name}:1")
 
 
-def grpc_input() -> list[triton_grpc.InferInput]:
-    infer_input = triton_grpc.InferInput("INPUT0", [1], "INT32")
-    infer_input.set_data_from_numpy(np.zeros(1, np.int32))
-    return [infer_input]
-
-
 def test_an_unloaded_model_on_demand_is_ready(server: Server) -> None:
     """The index lists the model as ready, too; readiness checks load nothing."""
     with server.http() as http, triton_grpc.InferenceServerClient(server.grpc_url) as client:
@@ -106,17 +102,15 @@ def test_an_unloaded_model_on_demand_is_ready(server: Server) -> None:
 
 
 def test_the_first_request_loads_the_model(server: Server) -> None:
-    client = triton_http.InferenceServerClient(server.url)
-    infer_input = triton_http.InferInput("INPUT0", [1], "INT32")
-    infer_input.set_data_from_numpy(np.zeros(1, np.int32))
-    assert client.infer("http", [infer_input]).as_numpy("OUTPUT0") == [1]
-    client.close()
+    with triton_http.InferenceServerClient(server.url) as client:
+        inputs = infer_inputs(triton_http, INPUT0=np.zeros(1, np.int32))
+        assert client.infer("http", inputs).as_numpy("OUTPUT0") == [1]
     with server.http() as http, triton_grpc.InferenceServerClient(server.grpc_url) as grpc_client:
-        assert grpc_client.infer("grpc", grpc_input()).as_numpy("OUTPUT0") == [1]
+        assert grpc_client.infer("grpc", GRPC_INPUTS).as_numpy("OUTPUT0") == [1]
         assert states(http)["http"] == states(http)["grpc"] == "READY"
         assert http.infer("grpc/versions/7", REQUEST_BODY).status == 404
         with pytest.raises(InferenceServerException, match="version 7 is not found"):
-            grpc_client.infer("grpc", grpc_input(), "7")
+            grpc_client.infer("grpc", GRPC_INPUTS, "7")
 
 
 def test_a_stream_waits_for_the_load_in_order(server: Server) -> None:
@@ -130,7 +124,7 @@ def test_a_stream_waits_for_the_load_in_order(server: Server) -> None:
         client.start_stream(take)
         client.async_stream_infer("stream", [triton_grpc.InferInput("INPUT0", [1], "INT32")])
         for number, name in enumerate(("stream", "unknown", "stream")):
-            client.async_stream_infer(name, grpc_input(), request_id=str(number))
+            client.async_stream_infer(name, GRPC_INPUTS, request_id=str(number))
         until("all are answered", lambda: len(answers) == 4)
         client.stop_stream()
     assert [answer for answer, _ in answers] == ["failed", "0", "failed", "2"]
@@ -163,14 +157,13 @@ def test_local_clients_load_the_model(server: Server) -> None:
 
 
 def test_a_model_that_a_model_calls_is_loaded_for_the_call(http: Http) -> None:
-    body = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-    assert http.infer("calls", body).tensors()["OUTPUT0"] == [1]
+    assert answer(http, "calls") == 1
     assert states(http)["called"] == "READY"
 
 
 def test_metadata_and_configuration_load_a_model(http: Http) -> None:
     assert http.get("/v2/models/metadata").json()["versions"] == ["1"]
-    assert http.get("/v2/models/metadata/config").json()["name"] == "metadata"
+    assert http.config("metadata")["name"] == "metadata"
     assert states(http)["metadata"] == "READY"
 
 
@@ -190,10 +183,9 @@ def test_requests_during_a_load_wait_for_the_load(server: Server) -> None:
 
         def ask_late() -> str:
             with triton_grpc.InferenceServerClient(server.grpc_url) as client:
-                infer_input = triton_grpc.InferInput("INPUT0", [1, 1], "INT32")
-                infer_input.set_data_from_numpy(np.zeros((1, 1), np.int32))
+                inputs = infer_inputs(triton_grpc, INPUT0=np.zeros((1, 1), np.int32))
                 with pytest.raises(InferenceServerException) as error_info:
-                    client.infer("slow", [infer_input], parameters={"deadline_us": 200_000})
+                    client.infer("slow", inputs, parameters={"deadline_us": 200_000})
                 return str(error_info.value.message())
 
         assert threads.submit(ask_late).result() == reply.error

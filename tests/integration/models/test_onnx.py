@@ -9,6 +9,7 @@ import tritonclient.http as triton
 
 from tests.support.onnx_models import FLOAT, save
 from tests.support.servers import Server
+from tests.support.wire.triton import infer_inputs
 
 ACCUMULATOR_CONFIG = """
 platform: "onnxruntime_onnx"
@@ -59,12 +60,6 @@ def client(server: Server) -> Iterator[triton.InferenceServerClient]:
         yield inference_server_client
 
 
-def input_of(name: str, array: np.ndarray) -> triton.InferInput:
-    infer_input = triton.InferInput(name, list(array.shape), "FP32")
-    infer_input.set_data_from_numpy(array)
-    return infer_input
-
-
 def test_a_file_without_a_configuration_is_a_model(client: triton.InferenceServerClient) -> None:
     config = client.get_model_config("large")
     assert (config["backend"], config["platform"]) == ("onnxruntime", "onnxruntime_onnx")
@@ -72,9 +67,9 @@ def test_a_file_without_a_configuration_is_a_model(client: triton.InferenceServe
     # Triton's default number of instances for this backend on a CPU.
     assert config["instance_group"][0]["count"] == 2
     x = np.arange(300_000, dtype=np.float32)[None]
-    np.testing.assert_array_equal(client.infer("large", [input_of("x", x)]).as_numpy("y"), x + x)
-    x = x[:, :8]
-    np.testing.assert_array_equal(client.infer("large", [input_of("x", x)]).as_numpy("y"), x + x)
+    for part in (x, x[:, :8]):
+        result = client.infer("large", infer_inputs(triton, x=part))
+        np.testing.assert_array_equal(result.as_numpy("y"), part + part)
 
 
 def test_states_and_controls_of_sequences(client: triton.InferenceServerClient) -> None:
@@ -82,7 +77,7 @@ def test_states_and_controls_of_sequences(client: triton.InferenceServerClient) 
     for step in range(3):
         result = client.infer(
             "accumulator",
-            [input_of("x", np.full((1, 2), step + 1, np.float32))],
+            infer_inputs(triton, x=np.full((1, 2), step + 1, np.float32)),
             sequence_id=7,
             sequence_start=step == 0,
             sequence_end=step == 2,

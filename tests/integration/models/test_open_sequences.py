@@ -1,6 +1,6 @@
 """Sequences that are open when their server or their model ends."""
 
-import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,18 +12,22 @@ import numpy as np
 from tests.support import repositories
 from tests.support.sequence_models import controls, instances
 from tests.support.servers import Server, running
-from tests.support.waiting import until
-from tests.support.wire.raw_http import Reply, json_input
+from tests.support.waiting import repeating, until
+from tests.support.wire.raw_http import Reply, json_request
 
 _LONG_S, _SHORT_S = 600, 2
 
 
-@contextmanager
-def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
-    """Yield a terminating server with the open sequence 1 of its model "sums"."""
-    idle = f"max_sequence_idle_microseconds: {idle_s * 1_000_000}"
+def add_sums(repository: Path) -> Path:
+    idle = f"max_sequence_idle_microseconds: {_LONG_S * 1_000_000}"
     config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
-    repositories.add_as(repository, "sums", "sequencer", config)
+    return repositories.add_as(repository, "sums", "sequencer", config)
+
+
+@contextmanager
+def ending(repository: Path, *flags: str) -> Iterator[Server]:
+    """Yield a terminating server with the open sequence 1 of its model "sums"."""
+    add_sums(repository)
     with running(repository, *flags) as server:
         server.gate.close()
         assert total(send_step(server, 1, start=True)) == 1
@@ -37,9 +41,9 @@ def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
 
 def send_step(server: Server, sequence: int, start: bool = False, end: bool = False) -> Reply:
     parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
-    tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
+    body = json_request(INPUT0=np.ones((1, 1), np.int32)) | {"parameters": parameters}
     with server.http() as http:
-        return http.infer("sums", {"inputs": [tensor], "parameters": parameters})
+        return http.infer("sums", body)
 
 
 def total(reply: Reply) -> int:
@@ -50,10 +54,10 @@ def test_a_server_that_exits_waits_for_open_sequences(tmp_path: Path) -> None:
     """The server is no longer ready and rejects a START. Open sequences continue until their END.
     A model without sequences accepts requests meanwhile."""
     repositories.add_identity(tmp_path, "other", "INT32", [1])
-    with ending(tmp_path, _LONG_S) as server:
+    with ending(tmp_path) as server:
         assert not server.answers("/v2/health/ready")
         with server.http() as http:
-            http.infer("other", {"inputs": [json_input("INPUT0", np.ones(1, np.int32))]}).ok()
+            http.infer("other", json_request(INPUT0=np.ones(1, np.int32))).ok()
         refused = send_step(server, 2, start=True)
         assert refused.status == 503 and "stopped accepting new inference" in refused.error
         assert [total(send_step(server, 1)) for _ in range(3)] == [2, 3, 4]
@@ -62,15 +66,13 @@ def test_a_server_that_exits_waits_for_open_sequences(tmp_path: Path) -> None:
 
 
 def test_a_drain_ends_at_the_exit_timeout(tmp_path: Path) -> None:
-    with ending(tmp_path, _LONG_S, f"--exit-timeout-secs={_SHORT_S}") as server:
+    with ending(tmp_path, f"--exit-timeout-secs={_SHORT_S}") as server:
         server.wait_log("open sequences have not ended within")
 
 
 def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path: Path) -> None:
     """As in Triton, the old version ends at once, and its sequences no longer exist."""
-    idle = f"max_sequence_idle_microseconds: {_LONG_S * 1_000_000}"
-    config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
-    folder = repositories.add_as(tmp_path, "sums", "sequencer", config)
+    folder = add_sums(tmp_path)
     flags = ("--model-control-mode=explicit", "--load-model=*", f"--exit-timeout-secs={_SHORT_S}")
     with running(tmp_path, *flags) as server, server.http() as http:
         server.gate.close()
@@ -90,9 +92,7 @@ def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path
 
 def test_a_successor_server_takes_over(tmp_path: Path) -> None:
     """The successor accepts clients once the old sequences end; one server is always ready."""
-    idle = f"max_sequence_idle_microseconds: {_LONG_S * 1_000_000}"
-    config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
-    repositories.add_as(tmp_path, "sums", "sequencer", config)
+    add_sums(tmp_path)
     server = Server([tmp_path])
     servers = [server]
     ports = server.http_port, server.metrics_port
@@ -116,19 +116,14 @@ def test_a_successor_server_takes_over(tmp_path: Path) -> None:
 @contextmanager
 def always_ready(server: Server) -> Iterator[None]:
     """Check readiness continuously during the block, on one connection if possible."""
-    stop, outcomes = threading.Event(), Counter[int]()
+    outcomes = Counter[int]()
+    with server.http() as http:
 
-    def ask_again() -> None:
-        while not stop.is_set():
-            with server.http() as http, suppress(ConnectionError, HTTPException):
-                while not stop.wait(0.01):
-                    outcomes[http.get("/v2/health/ready").status] += 1
+        def ask() -> None:
+            with suppress(ConnectionError, HTTPException):
+                outcomes[http.get("/v2/health/ready").status] += 1
+            time.sleep(0.01)
 
-    asking_thread = threading.Thread(target=ask_again)
-    asking_thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        asking_thread.join()
+        with repeating(ask):
+            yield
     assert list(outcomes) == [200]

@@ -8,7 +8,7 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, Start, wait_exited
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
 
 UNIT = 'a "b"\\\n'
 
@@ -74,19 +74,15 @@ def server(models: Path, start: Start) -> Server:
     repositories.add(models, "metering")
     config = repositories.add_as(models, "other", "metering") / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 2", "count: 1"))
-    repositories.write(
-        models, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING_MODEL
-    )
-    repositories.write(
-        models, "looking", repositories.identity_config("looking", "INT32", [1]), LOOKING_MODEL
-    )
+    for name, source in (("ticking", TICKING_MODEL), ("looking", LOOKING_MODEL)):
+        repositories.write(models, name, repositories.identity_config(name, "INT32", [1]), source)
     return start(models)
 
 
 def meter(http: Http, amount: float, model: str = "metering") -> float:
     """Count an amount; return the total that the instance has counted."""
-    tensor = json_input("AMOUNT", np.array([amount], np.float64))
-    return float(http.infer(model, {"inputs": [tensor]}).tensors()["TOTAL"][0])
+    request = json_request(AMOUNT=np.array([amount], np.float64))
+    return float(http.infer(model, request).tensors()["TOTAL"][0])
 
 
 def test_the_metrics_of_instances_are_summed(server: Server, http: Http) -> None:
@@ -113,9 +109,8 @@ def test_a_thread_of_the_model_changes_its_metrics(server: Server) -> None:
 
 
 def test_a_models_changes_are_exposed_immediately(server: Server, http: Http) -> None:
-    tensor = json_input("INPUT0", np.array([server.metrics_port], np.int32))
     for _ in range(2):
-        http.infer("looking", {"inputs": [tensor]}).ok()
+        http.infer("looking", json_request(INPUT0=np.array([server.metrics_port], np.int32))).ok()
 
 
 def test_the_counts_of_a_dead_instance_stay(server: Server, http: Http) -> None:

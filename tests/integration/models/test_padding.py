@@ -13,6 +13,7 @@ from tritonclient.utils import InferenceServerException
 import shmserve.client
 from tests.support import repositories
 from tests.support.servers import Server, Start
+from tests.support.wire.triton import infer_inputs
 
 SIZES = (224, 336, 224)
 IMAGE = {
@@ -61,9 +62,7 @@ def server(models: Path, start: Start) -> Server:
 
 def infer(server: Server, model: str, image: Any) -> tuple[Any, Any]:
     with triton.InferenceServerClient(server.grpc_url) as client:
-        infer_input = triton.InferInput("IMAGE", image.shape, "FP32")
-        infer_input.set_data_from_numpy(image)
-        result = client.infer(model, [infer_input])
+        result = client.infer(model, infer_inputs(triton, IMAGE=image))
         return result.as_numpy("FEATURES"), result.as_numpy("SAW")
 
 

@@ -13,6 +13,7 @@ from tests.support import repositories
 from tests.support.held_queue import Queue
 from tests.support.request_pool import RequestPool
 from tests.support.servers import Server
+from tests.support.wire.triton import infer_inputs
 
 PRIORITY_LEVELS = """
 dynamic_batching {
@@ -70,9 +71,7 @@ def test_priorities_are_accepted_over_every_protocol(server: Server, pool: Reque
 
     def infer_over_grpc() -> None:
         with grpc.InferenceServerClient(server.grpc_url) as client:
-            infer_input = grpc.InferInput("INPUT0", [1, 1], "INT32")
-            infer_input.set_data_from_numpy(number(3))
-            client.infer("levels", [infer_input], priority=3)
+            client.infer("levels", infer_inputs(grpc, INPUT0=number(3)), priority=3)
 
     def infer_natively() -> None:
         with shmserve.client.connect(server.run_dir) as client:

@@ -13,7 +13,7 @@ from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.request_pool import request_pool
 from tests.support.servers import Server
-from tests.support.wire.raw_http import Http, Reply, json_input
+from tests.support.wire.raw_http import Http, Reply, in_region, json_request
 
 Explicit = tuple[Server, Path]
 
@@ -32,13 +32,12 @@ def loading(
 
 
 def body(*values: int) -> dict:
-    return {"inputs": [json_input("INPUT0", np.array(values, np.int32))]}
+    return json_request(INPUT0=np.array(values, np.int32))
 
 
 def call(target: str) -> dict:
-    tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
-    a, b = (np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32))
-    return {"inputs": [tensor, json_input("INPUT0", a), json_input("INPUT1", b)]}
+    a, b = np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32)
+    return json_request(TARGET=np.array([target], object), INPUT0=a, INPUT1=b)
 
 
 def test_a_model_calls_another_model(http: Http) -> None:
@@ -215,17 +214,13 @@ def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explici
         loading(empty_server, "partial", PARTIAL_MODEL, -1, instances) as http,
         SharedObject(24) as region,
     ):
-        register = {"key": region.key, "byte_size": 24}
-        http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
-        region_parameters = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
+        http.register("partial", region.key, 24).ok()
         for value, output_count in ((sevens, 1), (zeros_input, 0)):
-            fields = {
-                "inputs": [json_input("INPUT0", value)],
-                "outputs": [{"name": "OUTPUT0", "parameters": region_parameters}],
-            }
-            assert len(http.infer("partial", fields).ok().json()["outputs"]) == output_count
+            outputs = [{"name": "OUTPUT0", "parameters": in_region("partial", 24)}]
+            request = json_request(INPUT0=value) | {"outputs": outputs}
+            assert len(http.infer("partial", request).ok().json()["outputs"]) == output_count
             assert (np.frombuffer(region.path.read_bytes(), np.int32) == value).all()
-        http.post("/v2/systemsharedmemory/region/partial/unregister").ok()
+        http.unregister("partial").ok()
     with shmserve.client.connect(server.run_dir) as client:
         sizes = {"INPUT0": ((6,), "INT32"), "OUTPUT0": ((6,), "INT32")}
         with client.allocate(sizes) as region:

@@ -10,6 +10,7 @@ import tritonclient.grpc as triton
 
 from tests.support import repositories
 from tests.support.servers import Server, Start
+from tests.support.wire.triton import infer_inputs
 
 HELD_REQUESTS = 3
 PYTHON = repositories.python_model("""
@@ -41,11 +42,7 @@ def server(models: Path, start: Start) -> Server:
 
 def infer(server: Server, model: str, **arrays: Any) -> dict[str, np.ndarray[Any, Any]]:
     with triton.InferenceServerClient(server.grpc_url) as client:
-        inputs = []
-        for name, array in arrays.items():
-            inputs.append(triton.InferInput(name, array.shape, "FP32"))
-            inputs[-1].set_data_from_numpy(array)
-        result = client.infer(model, inputs)
+        result = client.infer(model, infer_inputs(triton, **arrays))
         return {o.name: result.as_numpy(o.name) for o in result.get_response().outputs}
 
 

@@ -19,9 +19,9 @@ from tests.support import repositories
 from tests.support.load import Load
 from tests.support.servers import Server, running, wait_exited
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
 
-REQUEST_BODY = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+REQUEST_BODY = json_request(INPUT0=np.zeros(1, np.int32))
 BROKEN_CODE = "raise RuntimeError('broken on purpose')\n"
 
 Serve = Callable[..., Server]
@@ -73,10 +73,8 @@ def test_mode_none_serves_both_repositories_and_refuses_control(
     with server.http() as http:
         assert index(http) == {("constant", "1"): ("READY", ""), ("identity", "1"): ("READY", "")}
         assert answer(http) == 1
-        config = http.get("/v2/models/constant/config").ok().json()
-        assert config["parameters"] == {"which": {"string_value": "alt"}}
-        default_config = http.get("/v2/models/identity/config").ok().json()
-        assert "which" not in default_config.get("parameters", {})
+        assert http.config("constant")["parameters"] == {"which": {"string_value": "alt"}}
+        assert "which" not in http.config("identity").get("parameters", {})
         for reply in (http.load("constant"), http.unload("constant")):
             assert reply.status == 503
             assert reply.error == (
@@ -123,8 +121,7 @@ def test_a_model_may_have_any_name_of_a_folder(tmp_path: Path) -> None:
             path = f"/v2/models/{quote(name, safe='')}"
             assert http.get(path).ok().json()["name"] == name
             assert client.get_model_metadata(name).name == name
-            input_tensor = {"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}
-            reply = http.post(f"{path}/infer", {"inputs": [input_tensor]}).ok().json()
+            reply = http.post(f"{path}/infer", REQUEST_BODY).ok().json()
             assert (reply["model_name"], reply["outputs"][0]["data"]) == (name, [1])
             server.wait_log(f"successfully loaded '{name}'")
         metrics_text = server.metrics()
@@ -276,11 +273,11 @@ def test_config_and_file_overrides(empty_server: Explicit) -> None:
     repositories.add(repository, "constant")
     with server.http() as http, triton.InferenceServerClient(server.url) as client:
         client.load_model("constant")
-        config = http.get("/v2/models/constant/config").json()
+        config = http.config("constant")
         config["instance_group"][0]["count"] = 2
         http.load("constant", config=json.dumps(config)).ok()
         until("two instances are left", lambda: len(server.find("worker constant")) == 2)
-        assert http.get("/v2/models/constant/config").json()["instance_group"][0]["count"] == 2
+        assert http.config("constant")["instance_group"][0]["count"] == 2
         files = {"file:1/model.py": source(9).encode()}
         client.load_model("constant", config=json.dumps(config), files=files)
         assert answer(http) == 9

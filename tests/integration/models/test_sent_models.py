@@ -19,11 +19,11 @@ from tests.support import repositories
 from tests.support.servers import Server, running
 from tests.support.users import ALICE, FRIENDS_GID, as_user, needs_users, tunnel
 from tests.support.wire.grpc_calls import stub
-from tests.support.wire.raw_http import Http, UnixHttp, json_input
+from tests.support.wire.raw_http import Http, UnixHttp, json_request
 
 TOKEN, INFERENCE_TOKEN = "0123456789abcdef-models", "0123456789abcdef-inference"
 MODEL_CODE = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()
-REQUEST_BODY = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
+REQUEST_BODY = json_request(INPUT0=np.array([1], np.int32))
 TEXT = (
     "the configuration or files of a model are accepted only from the user who runs the "
     "server, or with a token (--auth-token-file)"

@@ -13,7 +13,8 @@ import shmserve.client
 from tests.support import repositories
 from tests.support.sequence_models import IDLE_TIME, control, controls, instances
 from tests.support.servers import Server, run_command, running
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
+from tests.support.wire.triton import infer_inputs
 
 ITERATIVE_MODEL = repositories.python_model('''
     def initialize(self, args):
@@ -112,8 +113,8 @@ def add_value(
     """Return the status and the sum, or the error text."""
     parameters = {"sequence_id": sequence, "sequence_start": bool(flags & 1)}
     parameters["sequence_end"] = bool(flags & 2)
-    tensor = json_input("INPUT0", np.full(shape, value, np.int32))
-    reply = http.infer(model, {"inputs": [tensor], "parameters": parameters})
+    body = json_request(INPUT0=np.full(shape, value, np.int32))
+    reply = http.infer(model, body | {"parameters": parameters})
     answer = reply.json()
     return reply.status, answer["outputs"][0]["data"][0] if reply.status == 200 else answer["error"]
 
@@ -138,7 +139,6 @@ def test_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None:
 
 def test_tritonclient_over_both_protocols(server: Server) -> None:
     """All protocols share one name space of ids."""
-    arrays = np.full((1, 1), 2, np.int32)
     for sequence in (17, "seventeen"):
         sums = []
         for index, module, url in (
@@ -147,11 +147,9 @@ def test_tritonclient_over_both_protocols(server: Server) -> None:
             (2, tritonclient.http, server.url),
         ):
             with module.InferenceServerClient(url) as client:
-                tensor = module.InferInput("INPUT0", [1, 1], "INT32")
-                tensor.set_data_from_numpy(arrays)
                 result = client.infer(
                     "plain",
-                    [tensor],
+                    infer_inputs(module, INPUT0=np.full((1, 1), 2, np.int32)),
                     sequence_id=sequence,
                     sequence_start=index == 0,
                     sequence_end=index == 2,
@@ -197,10 +195,10 @@ def test_a_model_that_calls_one_with_sequences(server: Server) -> None:
 def test_an_iterative_sequence_needs_no_id(http: Http, model: str) -> None:
     """Each request has a generated id, and is rescheduled without START until it is answered."""
     for count in (1, 4, 2):
-        tensor = json_input("COUNT", np.full((1, 1), count, np.int32))
-        answer = http.infer(model, {"inputs": [tensor]}).ok().json()
+        body = json_request(COUNT=np.full((1, 1), count, np.int32))
+        answer = http.infer(model, body).ok().json()
         assert answer["outputs"][0]["data"] == [1] + [0] * (count - 1)
-    stats = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"][0]
+    stats = http.statistics(model)
     assert stats["inference_stats"]["success"]["count"] == 3
     assert stats["execution_count"] == 7
 

@@ -10,7 +10,7 @@ from tests.support import repositories
 from tests.support.request_pool import RequestPool, request_pool
 from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME, instances
 from tests.support.servers import Server, Start
-from tests.support.wire.raw_http import json_input
+from tests.support.wire.raw_http import json_request
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def test_direct_strategy_with_requests_beside_an_idle_sequence(
         sequence: int, start: bool = False, end: bool = False
     ) -> tuple[list[int], list[int], list[int]]:
         parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
-        tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
-        response = pool.infer("single", {"inputs": [tensor], "parameters": parameters})
+        body = json_request(INPUT0=np.ones((1, 1), np.int32)) | {"parameters": parameters}
+        response = pool.infer("single", body)
         visit = server.gate.next()
         visit.release()
         response.result().ok()

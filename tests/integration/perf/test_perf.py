@@ -284,7 +284,6 @@ def test_a_missing_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tls_and_a_server_that_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = certificates.make(tmp_path)
     repository = tmp_path / "models"
-    repository.mkdir()
     repositories.add(repository, "identity")
     flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
     with running(repository, "--grpc-use-ssl=true", *flags, grpc=True) as server:

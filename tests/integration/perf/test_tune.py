@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from shmserve.cli import main
-from shmserve.model_config import parse_pbtxt
+from tests.rigs.marked_configs import parse_pbtxt
 from tests.support import repositories
-from tests.support.servers import ROOT, Server, running
+from tests.support.servers import ROOT, Server, Start, running
 
 # Takes a fixed time, and a time for each row.
 SLOW_MODEL = repositories.python_model("""
@@ -34,19 +34,22 @@ instance_group { kind: KIND_CPU count: 1 }
 SHORT_FLAGS = ("--window=0.05", "--runs=5", "--most-instances=2")
 
 
+@pytest.fixture(scope="module")
+def shared_server(models: Path, start: Start) -> Server:
+    repositories.write(models, "slow", CONFIG, SLOW_MODEL)
+    return start(models, "--model-control-mode=explicit", "--load-model=*")
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    repository = tmp_path / "models"
-    repository.mkdir()
-    repositories.write(repository, "slow", CONFIG, SLOW_MODEL)
-    with running(repository, "--model-control-mode=explicit", "--load-model=*") as running_server:
-        yield running_server
+def server(shared_server: Server) -> Iterator[Server]:
+    """Yield the server; its model has the configuration of its folder again afterwards."""
+    yield shared_server
+    shared_server.load("slow")
 
 
 def effective_config(server: Server) -> dict[str, Any]:
     with server.http() as http:
-        config: dict[str, Any] = http.get("/v2/models/slow/config").ok().json()
-        return config
+        return http.config("slow")
 
 
 @pytest.mark.parametrize("protocol", ["http", "native"])
@@ -130,7 +133,6 @@ def test_a_server_that_loads_nothing_on_request_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repository = tmp_path / "models"
-    repository.mkdir()
     repositories.write(repository, "slow", CONFIG, SLOW_MODEL)
     with running(repository) as server:
         assert main(["tune", "slow", "--p99=9ms", f"--url=http://{server.url}"]) == 1

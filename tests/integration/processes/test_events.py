@@ -17,9 +17,11 @@ import shmserve.client
 from shmserve.client.events import EventReader
 from shmserve.ipc.messages import publications as m
 from tests.support import repositories
+from tests.support.load import infer_simple
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, Start, run_command, suspend
 from tests.support.waiting import until
+from tests.support.wire.raw_http import shm_input
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +152,7 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
         assert server.metric("shmserve_shm_regions") == 0
         printed = run_command("events", f"--run-dir={server.run_dir}", "--topic=regions").stdout
         assert f" region {shared.name}: {shared.byte_size} bytes, memfd from 0, of uid" in printed
-        placed = {"shared_memory_region": shared.name, "shared_memory_byte_size": 64}
-        tensor = {"datatype": "INT32", "shape": [1, 16], "parameters": placed}
-        inputs = [{"name": input_name, **tensor} for input_name in ("INPUT0", "INPUT1")]
+        inputs = [shm_input(n, "INT32", [1, 16], shared.name, 64) for n in ("INPUT0", "INPUT1")]
         refused_reply = http.infer("simple", {"inputs": inputs})
         assert "Unable to find shared memory region" in refused_reply.error
     *_, unregistered = read_until(events, lambda e: isinstance(e, m.RegionUnregistered))
@@ -180,9 +180,7 @@ def test_counters_are_published_repeatedly(server: Server, events: EventReader) 
 
     counters_before = counters()
     with server.http() as http:
-        tensor = {"datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
-        inputs = [{"name": name, **tensor} for name in ("INPUT0", "INPUT1")]
-        assert http.infer("simple", {"inputs": inputs}).status == 200
+        assert infer_simple(http, 1) == ""
     while (counters_after := counters())["success"] == counters_before["success"]:
         pass
     assert counters_after["success"] == counters_before["success"] + 1

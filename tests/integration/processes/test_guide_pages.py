@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.model_config import parse_pbtxt
+from tests.rigs.marked_configs import parse_pbtxt
 from tests.support import hf_folders
 from tests.support.pages import PAGES, ROOT, Block, blocks
 from tests.support.servers import Server

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -11,7 +9,7 @@ import pytest
 
 from tests.support import repositories
 from tests.support.leaks import created_since
-from tests.support.servers import ROOT, tree
+from tests.support.servers import python_program, tree
 from tests.support.waiting import until
 
 _TEST_PROGRAM = """
@@ -44,13 +42,7 @@ with running(Shmserve(), [Path(sys.argv[1]) / "simple"], notes=[]) as server:
 def test_servers_of_a_killed_run_end(tmp_path: Path, program: str, number: signal.Signals) -> None:
     repositories.add(tmp_path, "simple")
     names_before = set(os.listdir("/dev/shm"))
-    with subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as run:
+    with python_program(program, tmp_path) as run:
         assert run.stdout is not None
         pid, folder = run.stdout.readline().split()
         members = tree(int(pid))

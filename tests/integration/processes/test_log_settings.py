@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc
@@ -17,7 +18,7 @@ from tests.support import repositories
 from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
-from tests.support.wire.raw_http import Http
+from tests.support.wire.raw_http import Http, json_request
 
 TALKING_MODEL = repositories.python_model("""
     def execute(self, requests):
@@ -26,7 +27,7 @@ TALKING_MODEL = repositories.python_model("""
             say.log(f"I am {level.name}", level)
         return [self.response(OUTPUT0=self.input(requests[0], "INPUT0"))]
 """)
-ROW = {"inputs": [{"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}]}
+ROW = json_request(INPUT0=np.array([1], np.int32))
 DEFAULTS = {
     "log_file": "", "log_info": True, "log_warning": True, "log_error": True,
     "log_verbose_level": 0, "log_format": "default",

@@ -13,7 +13,7 @@ from tests.support.load import infer_simple
 from tests.support.request_pool import request_pool
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
 
 COUNTERS = (
     "nv_inference_request_success",
@@ -39,12 +39,7 @@ def metrics_server(models: Path, start: Start) -> Server:
 
 def rows(count: int) -> dict[str, Any]:
     zeros = np.zeros((count, 16), np.int32)
-    return {"inputs": [json_input("INPUT0", zeros), json_input("INPUT1", zeros)]}
-
-
-def stats(http: Http, model: str) -> dict:
-    (entry,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
-    return dict(entry)
+    return json_request(INPUT0=zeros, INPUT1=zeros)
 
 
 def test_every_metric_exists_with_the_value_zero(metrics_server: Server) -> None:
@@ -69,8 +64,8 @@ def test_counts(metrics_server: Server) -> None:
             assert infer_simple(http, number) == ""
         http.infer("simple", rows(2)).ok()
         http.infer("simple", {"inputs": []})
-        until("all is counted", lambda: stats(http, "simple")["inference_count"] == 7)
-        statistics = stats(http, "simple")
+        until("all is counted", lambda: http.statistics("simple")["inference_count"] == 7)
+        statistics = http.statistics("simple")
         assert statistics["name"] == "simple" and statistics["version"] == "1"
         assert statistics["execution_count"] == 6
         assert statistics["last_inference"] > 1_600_000_000_000

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import shmserve.client
@@ -11,6 +12,7 @@ from shmserve.cli import main
 from shmserve.errors import Internal
 from tests.support import repositories
 from tests.support.servers import Server, Start, running, write_tokens
+from tests.support.wire.raw_http import json_request
 
 TOKEN = "a-token-for-inference"
 FAILING_MODEL = repositories.python_model("""
@@ -52,8 +54,7 @@ def server(models: Path, start: Start) -> Server:
 
 def test_a_failure_of_each_protocol_is_logged(server: Server) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1.0]}
-    body = {"id": "over-http", "inputs": [tensor]}
+    body = {"id": "over-http", **json_request(INPUT0=np.ones(1, np.float32))}
     with server.http() as http:
         assert http.post("/v2/models/fails/infer", body, headers).status == 500
     with shmserve.client.connect(server.run_dir) as native, pytest.raises(Internal):

@@ -1,180 +1,124 @@
 """The supervisor's process table, with real exits and signals."""
 
-from tests.support.servers import run_python
+from tests.rigs.table_programs import run_table_program
 
-# Runs in its own process, because a process table adopts orphans and kills unknown processes.
 _LATE_SIGNAL = """
-import asyncio, logging, os, signal, time
-from shmserve.supervisor.processes.children import STOPPED_LIMIT_S, ProcessTable
-
-async def main():
-    children = ProcessTable()
-    child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
-    child.kill(signal.SIGSTOP)
-    while child.stop_timer is None:
-        await asyncio.sleep(0.001)
-    child.kill(signal.SIGCONT)
-    time.sleep(STOPPED_LIMIT_S)
-    for _ in range(3):
-        await asyncio.sleep(0)
-    child.kill(signal.SIGTERM)
-    print(await child.exited)
-
 logging.disable()
-asyncio.run(main())
+children = ProcessTable()
+child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
+child.kill(signal.SIGSTOP)
+while child.stop_timer is None:
+    await asyncio.sleep(0.001)
+child.kill(signal.SIGCONT)
+time.sleep(table.STOPPED_LIMIT_S)
+for _ in range(3):
+    await asyncio.sleep(0)
+child.kill(signal.SIGTERM)
+print(await child.exited)
 """
 
 _OOM_PROGRAM = """
-import asyncio, os
-from shmserve.supervisor.processes import children as table
-
-async def main():
-    kills = 3
-    table.oom_kills = lambda: kills
-    children = table.ProcessTable()
-    for kills in (3, 4, 4):
-        child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
-        child.kill()
-        await child.exited
-        print(child.reason_for_clients, child.was_killed)
-
-asyncio.run(main())
+kills = 3
+table.oom_kills = lambda: kills
+children = ProcessTable()
+for kills in (3, 4, 4):
+    child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
+    child.kill()
+    await child.exited
+    print(child.reason_for_clients, child.was_killed)
 """
 
 _NO_DESCRIPTOR_PROGRAM = """
-import asyncio, os
-from shmserve.supervisor.processes import children as table
-
-async def main():
-    children = table.ProcessTable()
-    def oom_kills():
-        raise OSError("Too many open files")
-    table.oom_kills = oom_kills
-    child = children.adopt(os.posix_spawn("/bin/true", ["true"], {}), "one")
-    print(await asyncio.wait_for(child.exited, 10))
-
-asyncio.run(main())
+children = ProcessTable()
+def oom_kills():
+    raise OSError("Too many open files")
+table.oom_kills = oom_kills
+child = children.adopt(os.posix_spawn("/bin/true", ["true"], {}), "one")
+print(await asyncio.wait_for(child.exited, 10))
 """
 
 _TROUBLE_PROGRAM = """
-import asyncio, logging, os, sys, time
-from shmserve.supervisor.processes.children import ProcessTable
-
-async def main():
-    logging.basicConfig(stream=sys.stdout, format="%(message)s")
-    logging.Formatter.formatException = lambda self, error: repr(error[1])
-    def on_exit(child):
-        raise RuntimeError(child.title)
-    children = ProcessTable()
-    children.on_exit = on_exit
-    both = [children.adopt(os.posix_spawn("/bin/true", ["true"], {}), t) for t in ("one", "other")]
-    for child in both:
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    for child in both:
-        await child.exited
-
-asyncio.run(main())
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+logging.Formatter.formatException = lambda self, error: repr(error[1])
+def on_exit(child):
+    raise RuntimeError(child.title)
+children = ProcessTable()
+children.on_exit = on_exit
+both = [children.adopt(os.posix_spawn("/bin/true", ["true"], {}), t) for t in ("one", "other")]
+for child in both:
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+for child in both:
+    await child.exited
 """
 
 # A shell is the parent process between a dead zygote and the processes that the zygote was asked to
 # fork. The table knows one of them. Another process is older than the table.
 _BETWEEN_PROGRAM = """
-import asyncio, os, select, signal
-from shmserve.supervisor.processes.children import ProcessTable
-
-async def main():
-    inherited = os.pidfd_open(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}))
-    children = ProcessTable()
-    read, write = os.pipe()
-    command = ["sh", "-c", "sleep 60 & echo $!; sleep 61 & echo $!; wait"]
-    with children.spawning():
-        between = os.posix_spawn(
-            "/bin/sh", command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, write, 1)]
-        )
-        with open(read) as pipe:
-            child = children.adopt(int(pipe.readline()), "one")
-            stray = int(pipe.readline())
-        ends = [os.pidfd_open(pid) for pid in (between, stray)]
-    for end in ends:
-        select.select([end], [], [])
-    child.kill(signal.SIGTERM)
-    print(await child.exited, select.select([inherited], [], [], 0)[0])
-    children.close()  # `asyncio.run` closes its socket for signals before it ignores SIGCHLD
-    signal.pidfd_send_signal(inherited, signal.SIGTERM)
-
-asyncio.run(main())
+inherited = os.pidfd_open(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}))
+children = ProcessTable()
+read, write = os.pipe()
+command = ["sh", "-c", "sleep 60 & echo $!; sleep 61 & echo $!; wait"]
+with children.spawning():
+    between = os.posix_spawn(
+        "/bin/sh", command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, write, 1)]
+    )
+    with open(read) as pipe:
+        child = children.adopt(int(pipe.readline()), "one")
+        stray = int(pipe.readline())
+    ends = [os.pidfd_open(pid) for pid in (between, stray)]
+for end in ends:
+    select.select([end], [], [])
+child.kill(signal.SIGTERM)
+print(await child.exited, select.select([inherited], [], [], 0)[0])
+children.close()  # `asyncio.run` closes its socket for signals before it ignores SIGCHLD
+signal.pidfd_send_signal(inherited, signal.SIGTERM)
 """
 
 # In most cases the kernel is still loading the program when its process is to be killed.
 _EXEC_PROGRAM = """
-import asyncio, os, sys
-from shmserve.supervisor.processes.children import ProcessTable
-
-async def main():
-    children = ProcessTable()
-    command = ["python", "-c", "import time; time.sleep(600)"]
-    for _ in range(10):
-        with children.spawning():
-            pid = os.posix_spawn(sys.executable, command, {})
-        await children.wait_for_trackers(20)
-        if os.path.exists(f"/proc/{pid}"):
-            return print("it continues")
-
-asyncio.run(main())
+children = ProcessTable()
+command = ["python", "-c", "import time; time.sleep(600)"]
+for _ in range(10):
+    with children.spawning():
+        pid = os.posix_spawn(sys.executable, command, {})
+    await children.wait_for_trackers(20)
+    if os.path.exists(f"/proc/{pid}"):
+        return print("it continues")
 """
 
 _RETRY_PROGRAM = """
-import asyncio, os
-from shmserve.ipc import processes
-from shmserve.supervisor.processes.children import ProcessTable
-
-async def main():
-    children, kills = ProcessTable(), []
-    processes.kill_tree = lambda pid, excluded_pids: kills.append(pid)
-    with children.spawning():
-        pids = [os.posix_spawn("/bin/sleep", ["sleep", "60"], {}) for _ in range(3)]
-    await asyncio.sleep(0.05)
-    print(2 * len(pids) <= len(kills) <= 10 * len(pids))
-    children.close()  # `asyncio.run` closes its socket for signals before it ignores SIGCHLD
-    for pid in pids:
-        os.kill(pid, 9)
-
-asyncio.run(main())
+children, kills = ProcessTable(), []
+processes.kill_tree = lambda pid, excluded_pids: kills.append(pid)
+with children.spawning():
+    pids = [os.posix_spawn("/bin/sleep", ["sleep", "60"], {}) for _ in range(3)]
+await asyncio.sleep(0.05)
+print(2 * len(pids) <= len(kills) <= 10 * len(pids))
+children.close()  # `asyncio.run` closes its socket for signals before it ignores SIGCHLD
+for pid in pids:
+    os.kill(pid, 9)
 """
 
 # The first thread ends, and the other one continues.
-_THREAD_PROGRAM = """
-import asyncio, os, sys
-from shmserve.supervisor.processes.children import ProcessTable
-
-program = '''
+_THREADED = """
 import ctypes, os, threading, time
 
 threading.Thread(target=time.sleep, args=(600,)).start()
 ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
-'''
-
-async def main():
-    children = ProcessTable()
-    with children.spawning():
-        pid = os.posix_spawn(sys.executable, ["python", "-c", program], {})
-        while ") Z " not in open(f"/proc/{pid}/stat").read():
-            await asyncio.sleep(0.01)
-    await children.wait_for_trackers(20)
-    print(os.path.exists(f"/proc/{pid}"))
-
-asyncio.run(main())
+"""
+_THREAD_PROGRAM = """
+children = ProcessTable()
+with children.spawning():
+    pid = os.posix_spawn(sys.executable, ["python", "-c", sys.argv[1]], {})
+    while ") Z " not in open(f"/proc/{pid}/stat").read():
+        await asyncio.sleep(0.01)
+await children.wait_for_trackers(20)
+print(os.path.exists(f"/proc/{pid}"))
 """
 
 # A process of a model has a subprocess with shared memory and a semaphore, as vLLM does. The
 # subprocess exits, and its objects are removed, when its standard input is closed, which happens
 # even if this program is killed.
-_SHARED_PROGRAM = """
-import asyncio, os, sys
-from shmserve.ipc import processes
-from shmserve.supervisor.processes.children import ProcessTable
-
-model = '''
+_SHARING_MODEL = """
 from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
 import sys
@@ -183,32 +127,29 @@ context = get_context("spawn")
 held = context.Semaphore(), SharedMemory(create=True, size=4096)
 print(held[0]._semlock.name, held[1].name, flush=True)
 sys.stdin.read()
-'''
-
-async def main():
-    children = ProcessTable()
-    read, write = os.pipe()
-    until_exit, _ = os.pipe()
-    between = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"]
-    command = [*between, sys.executable, "-c", model]
-    with children.spawning():
-        pid = os.posix_spawn(
-            sys.executable, command, os.environ, file_actions=[
-                (os.POSIX_SPAWN_DUP2, until_exit, 0), (os.POSIX_SPAWN_DUP2, write, 1),
-                (os.POSIX_SPAWN_OPEN, 2, "/dev/null", 1, 0),
-            ]
-        )
-        child = children.adopt(pid, "one")
-    with open(read) as pipe:
-        semaphore, memory = pipe.readline().split()
-    paths = [f"/dev/shm/sem.{semaphore[1:]}", f"/dev/shm/{memory}"]
-    print([os.path.exists(path) for path in paths])
-    child.kill()
-    print(await child.exited)
-    await children.wait_for_trackers(60)
-    print([*map(os.path.exists, paths), *processes.children(os.getpid())])
-
-asyncio.run(main())
+"""
+_SHARED_PROGRAM = """
+children = ProcessTable()
+read, write = os.pipe()
+until_exit, _ = os.pipe()
+between = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"]
+command = [*between, sys.executable, "-c", sys.argv[1]]
+with children.spawning():
+    pid = os.posix_spawn(
+        sys.executable, command, os.environ, file_actions=[
+            (os.POSIX_SPAWN_DUP2, until_exit, 0), (os.POSIX_SPAWN_DUP2, write, 1),
+            (os.POSIX_SPAWN_OPEN, 2, "/dev/null", 1, 0),
+        ]
+    )
+    child = children.adopt(pid, "one")
+with open(read) as pipe:
+    semaphore, memory = pipe.readline().split()
+paths = [f"/dev/shm/sem.{semaphore[1:]}", f"/dev/shm/{memory}"]
+print([os.path.exists(path) for path in paths])
+child.kill()
+print(await child.exited)
+await children.wait_for_trackers(60)
+print([*map(os.path.exists, paths), *processes.children(os.getpid())])
 """
 
 
@@ -252,16 +193,16 @@ def test_strays_that_are_starting_programs_are_killed_later_by_one_timer() -> No
 
 def test_a_stray_whose_main_thread_has_exited_is_killed() -> None:
     """The kernel shows no command line of such a process, either."""
-    assert output(_THREAD_PROGRAM) == "False\n"
+    assert output(_THREAD_PROGRAM, _THREADED) == "False\n"
 
 
 def test_shared_memory_of_a_killed_process_is_removed() -> None:
     """Python's resource tracker removes the objects of its program, and exits."""
-    assert output(_SHARED_PROGRAM) == "[True, True]\nsignal 9\n[False, False]\n"
+    assert output(_SHARED_PROGRAM, _SHARING_MODEL) == "[True, True]\nsignal 9\n[False, False]\n"
 
 
-def output(script: str) -> str:
-    """Return the output of a script, which must not log anything else."""
-    run = run_python("-c", script)
+def output(body: str, *arguments: str) -> str:
+    """Return the output of a program, which must not log anything else."""
+    run = run_table_program(body, *arguments)
     assert run.stderr == ""
     return run.stdout

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -123,11 +124,19 @@ def errors(server: Server) -> list[str]:
     return [line for line in server.log().splitlines() if line.startswith("E ")]
 
 
+@contextlib.contextmanager
+def ending(repository: Path, model: str, *flags: str) -> Iterator[Server]:
+    """Yield a ready server that the with block stops; check that all of its processes exit."""
+    repositories.add(repository, model)
+    with Server([repository], flags) as server:
+        members = server.wait_ready().tree()
+        yield server
+        server.assert_exited(members)
+        assert not errors(server)
+
+
 def test_sigterm_answers_accepted_requests(repository: Path) -> None:
-    repositories.add(repository, "gated")
-    with Server([repository]) as server:
-        server.wait_ready()
-        members = server.tree()
+    with ending(repository, "gated") as server:
         with (
             request_pool(server) as pool,
             socket.create_connection(("127.0.0.1", server.http_port)) as idle,
@@ -144,57 +153,41 @@ def test_sigterm_answers_accepted_requests(repository: Path) -> None:
                 server.gate.next().release()
             assert [values(answer.result()) for answer in pending_answers] == [[0], [1], [2]]
         assert server.wait_exit(10) == 0
-        server.assert_exited(members)
 
 
 def test_a_second_signal_is_fast(repository: Path) -> None:
     """A second signal is ignored at once: timeout(1) signals its child, then the group."""
-    repositories.add(repository, "gated")
-    with Server([repository]) as server:
-        server.wait_ready()
-        members = server.tree()
-        with request_pool(server) as pool:
-            stuck_request = pool.number("gated", 1)
-            server.gate.next()
-            server.process.terminate()
-            server.wait_log("stopping")  # two pending signals of the same number would be merged
-            os.kill(server.pid, signal.SIGINT)
-            assert server.wait_exit(1.1) is None
-            os.kill(server.pid, signal.SIGINT)
-            start_s = time.monotonic()
-            assert server.wait_exit(5) is not None
-            assert time.monotonic() - start_s < 2
-            assert stuck_request.result().status == 503
-        server.assert_exited(members)
-        assert not errors(server)
+    with ending(repository, "gated") as server, request_pool(server) as pool:
+        stuck_request = pool.number("gated", 1)
+        server.gate.next()
+        server.process.terminate()
+        server.wait_log("stopping")  # two pending signals of the same number would be merged
+        os.kill(server.pid, signal.SIGINT)
+        assert server.wait_exit(1.1) is None
+        os.kill(server.pid, signal.SIGINT)
+        start_s = time.monotonic()
+        assert server.wait_exit(5) is not None
+        assert time.monotonic() - start_s < 2
+        assert stuck_request.result().status == 503
 
 
 def test_the_exit_timeout_ends_a_hanging_request(repository: Path) -> None:
-    repositories.add(repository, "gated")
-    with Server([repository], ["--exit-timeout-secs=2"]) as server:
-        server.wait_ready()
-        members = server.tree()
-        with request_pool(server) as pool:
-            stuck_request = pool.number("gated", 1)
-            server.gate.next()
-            start_s = time.monotonic()
-            server.process.terminate()
-            # The model never ends by itself. Without the flag, the server would wait for 30 s.
-            assert server.wait_exit(15) == 0
-            assert time.monotonic() - start_s > 1.8
-            assert stuck_request.result().status == 503
-        server.assert_exited(members)
-        assert not errors(server)
+    flag = "--exit-timeout-secs=2"
+    with ending(repository, "gated", flag) as server, request_pool(server) as pool:
+        stuck_request = pool.number("gated", 1)
+        server.gate.next()
+        start_s = time.monotonic()
+        server.process.terminate()
+        # The model never ends by itself. Without the flag, the server would wait for 30 s.
+        assert server.wait_exit(15) == 0
+        assert time.monotonic() - start_s > 1.8
+        assert stuck_request.result().status == 503
 
 
 def test_sigint_ends_the_server(repository: Path) -> None:
-    repositories.add(repository, "constant")
-    with Server([repository]) as server:
-        server.wait_ready()
-        members = server.tree()
+    with ending(repository, "constant") as server:
         os.kill(server.pid, signal.SIGINT)
         assert server.wait_exit(10) == 0
-        server.assert_exited(members)
 
 
 def test_sigterm_while_loading(repository: Path) -> None:

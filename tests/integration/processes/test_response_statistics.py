@@ -36,7 +36,7 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
             assert count_responses(results) == count
         (over_grpc,) = client.get_inference_statistics("repeat").model_stats
     with repeating.http() as http:
-        (statistics,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
+        statistics = http.statistics("repeat")
     rows = statistics["response_stats"]
     counts = {index: {name: e["count"] for name, e in r.items()} for index, r in rows.items()}
     zeros = dict.fromkeys(
@@ -85,10 +85,9 @@ def test_a_cancelled_request_is_counted_at_its_response(repeating: Server) -> No
 
     def cancelled_statistics() -> int:
         with repeating.http() as http:
-            (statistics,) = http.get("/v2/models/cancelled/stats").ok().json()["model_stats"]
-        return sum(row["cancel"]["count"] for row in statistics["response_stats"].values())
+            rows = http.statistics("cancelled")["response_stats"].values()
+        return sum(row["cancel"]["count"] for row in rows)
 
     until("the cancellation is counted", lambda: cancelled_statistics() == 1)
-    assert (
-        repeating.metric("nv_inference_request_failure", model="cancelled", reason="CANCELED") == 1
-    )
+    labels = {"model": "cancelled", "reason": "CANCELED"}
+    assert repeating.metric("nv_inference_request_failure", **labels) == 1

@@ -68,13 +68,13 @@ def assert_unnoticed(counts_by_protocol: dict[str, dict[str, int]]) -> None:
 
 @pytest.fixture
 def folder(run_dir: Path) -> Path:
-    (run_dir / "models").mkdir()
     repositories.add(run_dir / "models", "simple", "identity")
     return run_dir
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_restarts_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals) -> None:
+    """Regions outlive the servers: the manager stores their descriptors until they are removed."""
     with (
         socket.create_server(("127.0.0.1", 0), backlog=100) as http,
         socket.create_server(("127.0.0.1", 0), backlog=100) as grpc,
@@ -101,15 +101,19 @@ def test_restarts_at_lent_sockets(manager: Manager, folder: Path, number: signal
         is_killed = number == signal.SIGKILL
         load = Load([*PROGRAM, *ports, folder / "local", "registering", *["killed"] * is_killed])
         try:
-            load.wait_answered()
-            for _ in range(RESTART_COUNT):
-                server.send_signal(number)
-                assert server.wait(40) == (-signal.SIGKILL if is_killed else 0)
-                manager.receive_all()
-                server = begin()
+            try:
                 load.wait_answered()
+                for _ in range(RESTART_COUNT):
+                    server.send_signal(number)
+                    assert server.wait(40) == (-signal.SIGKILL if is_killed else 0)
+                    manager.receive_all()
+                    server = begin()
+                    load.wait_answered()
+                assert len(manager.kept_descriptors) >= CLIENTS // 2
+            finally:
+                outcomes = load.end()  # each client removes its region
+            until("no region is stored", lambda: not manager.kept_descriptors)
         finally:
-            outcomes = load.end()
             server.terminate()
             server.wait()
         assert_unnoticed(outcomes)

@@ -14,7 +14,6 @@ from tritonclient.grpc import service_pb2_grpc
 from tests.rigs.service_manager import Manager, start
 from tests.support import repositories
 from tests.support.gates import Gate
-from tests.support.load import InferInMemory
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, simple_request
@@ -24,7 +23,6 @@ from tests.support.wire.raw_http import Http, UnixHttp, raw_connection, read_rep
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "models"
-    folder.mkdir()
     repositories.add(folder, "simple")
     return folder
 
@@ -155,7 +153,6 @@ def test_a_server_on_inherited_sockets(repository: Path, short_folder: Path) -> 
 
 def test_a_client_connected_in_a_load_is_answered_after(tmp_path: Path, short_folder: Path) -> None:
     repository = tmp_path / "models"
-    repository.mkdir()
     repositories.add_slow(repository, "slow")
     gate = Gate(short_folder / "gate")
     with socket.create_server(("127.0.0.1", 0)) as http:
@@ -170,40 +167,6 @@ def test_a_client_connected_in_a_load_is_answered_after(tmp_path: Path, short_fo
         finally:
             server.send_signal(signal.SIGTERM)
             assert server.wait(30) == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_registrations_outlive_the_server(
-    manager: Manager, repository: Path, number: signal.Signals, short_folder: Path
-) -> None:
-    """The service manager stores the descriptors and passes them to the next server."""
-    repositories.add(repository, "identity")
-    infer: InferInMemory | None = None
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        for _ in range(2):
-            kept_fds = [(name, fd) for name, fds in manager.kept_descriptors.items() for fd in fds]
-            names = ":".join(["http", *(name for name, _ in kept_fds)])
-            descriptors = [listener.fileno(), *(fd for _, fd in kept_fds)]
-            server = start(
-                descriptors, names, repository, short_folder, NOTIFY_SOCKET=manager.address
-            )
-            try:
-                manager.receive("READY=1")
-                with contextlib.closing(Http(port)) as http:
-                    if infer is None:
-                        infer = InferInMemory(http)
-                        http.register("other", infer.shared.key, 4096).ok()
-                        http.unregister("other").ok()
-                        manager.receive("FDSTOREREMOVE=1")
-                    assert infer(http, 1) == ""
-                    assert [r["name"] for r in http.regions().json()] == [infer.shared.name]
-            finally:
-                server.send_signal(number)
-                server.wait(30)
-                manager.receive_all()
-    assert infer is not None
-    infer.shared.unlink()
 
 
 def ready(port: int) -> bool:

@@ -23,12 +23,14 @@ from tests.support.otlp import Collector, attributes, collector
 from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
-from tests.support.wire.raw_http import Http, json_input
+from tests.support.wire.raw_http import Http, json_request
+from tests.support.wire.triton import infer_inputs
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
+UNSAMPLED = f"00-{TRACE_ID}-00f067aa0ba902b7-00"
 ROW = np.ones((1, 1), np.float32)
-X = {"inputs": [json_input("X", ROW[0])]}
+X = json_request(X=ROW[0])
 CALLING_METHOD = """
     call = pb_utils.InferenceRequest(
         model_name="one", requested_output_names=["Y"],
@@ -43,6 +45,7 @@ MANY_RESPONSES = """
         sender.send(self.response(Y=self.input(request, "X")))
     sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
+PROTOCOLS = ("http", "grpc", "native")
 PHASES = ["queue_us", "compute_input_us", "compute_infer_us", "compute_output_us"]
 
 
@@ -80,62 +83,67 @@ def tracing_server(models: Path, tmp_path: Path) -> Iterator[Server]:
         yield running_server
 
 
-def by_http(server: Server) -> Any:
-    with httpclient.InferenceServerClient(server.url) as client:
-        infer_input = httpclient.InferInput("X", [1, 1], "FP32")
-        infer_input.set_data_from_numpy(ROW)
-        result = client.infer("one", [infer_input], parameters={"explain": True})
-    assert result.as_numpy("Y").item() == 2
-    return result.get_response()["parameters"]["explanation"]
+def infer(
+    server: Server,
+    protocol: str,
+    model: str,
+    row: np.ndarray = ROW,
+    parameters: dict[str, Any] | None = None,
+    traceparent: str = "",
+) -> tuple[Any, Any]:
+    """Send X, or IN to "both"; return the output's element, and the explanation if there is one."""
+    arrays = {"IN" if model == "both" else "X": row}
+    if protocol == "native":
+        with shmserve.client.connect(server.run_dir) as client:
+            native_result = client.infer(
+                model, arrays, parameters=parameters or {}, traceparent=traceparent
+            )
+            (output,) = native_result.values()
+            return output.item(), native_result.parameters.get("explanation")
+    module, url = (httpclient, server.url) if protocol == "http" else (grpcclient, server.grpc_url)
+    name = "TraceParent" if protocol == "http" else "traceparent"
+    headers = {name: traceparent} if traceparent else None
+    with module.InferenceServerClient(url) as client:
+        inputs = infer_inputs(module, **arrays)
+        result = client.infer(model, inputs, parameters=parameters, headers=headers)
+    response = result.get_response(as_json=True) if protocol == "grpc" else result.get_response()
+    (output,) = (result.as_numpy(described["name"]) for described in response["outputs"])
+    explanation = response.get("parameters", {}).get("explanation")
+    if protocol == "grpc" and explanation:
+        explanation = json.loads(explanation["string_param"])
+    return output.item(), explanation
 
 
-def by_grpc(server: Server) -> Any:
-    with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        infer_input = grpcclient.InferInput("X", [1, 1], "FP32")
-        infer_input.set_data_from_numpy(ROW)
-        result = client.infer("one", [infer_input], parameters={"explain": True})
-    assert result.as_numpy("Y").item() == 2
-    return json.loads(result.get_response().parameters["explanation"].string_param)
-
-
-def by_native(server: Server) -> Any:
-    with shmserve.client.connect(server.run_dir) as client:
-        result = client.infer("one", X=ROW, parameters={"explain": True})
-        assert result["Y"].item() == 2
-        return result.parameters["explanation"]
-
-
-@pytest.mark.parametrize("send_request", [by_http, by_grpc, by_native])
-def test_a_request_asks_why(server: Server, send_request: Callable[[Server], Any]) -> None:
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_request_asks_why(server: Server, protocol: str) -> None:
     for _ in range(3):  # cached responses of earlier requests are not returned
-        trace_id = send_request(server)
-        assert trace_id["batch_size"] == 1 and trace_id["batch_closed"] == "idle"
-        parts = [trace_id[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
-        assert min(parts) >= 0
-        # Each phase is rounded to whole microseconds.
-        assert trace_id["total_us"] - 6 <= sum(parts) <= trace_id["total_us"]
+        output, explanation = infer(server, protocol, "one", parameters={"explain": True})
+        assert output == 2
+        assert explanation["batch_size"] == 1 and explanation["batch_closed"] == "idle"
+        check_phases(explanation)
+
+
+def check_phases(explanation: dict[str, int]) -> None:
+    """Check that the phases add up to the total; each is rounded to whole microseconds."""
+    parts = [explanation[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
+    assert min(parts) >= 0
+    assert explanation["total_us"] - 6 <= sum(parts) <= explanation["total_us"]
 
 
 def test_no_explanation_without_the_parameter(http: Http) -> None:
-    request = {"inputs": [json_input("X", ROW)], "parameters": {"explain": False}}
+    request = json_request(X=ROW) | {"parameters": {"explain": False}}
     assert "parameters" not in http.infer("one", request).ok().json()
 
 
-def infer_explained(server: Server, model: str, input_value: str = "X") -> Any:
-    batched = ROW if model == "both" else ROW[0]
-    request = {"inputs": [json_input(input_value, batched)], "parameters": {"explain": True}}
-    with server.http() as http:
-        return http.infer(model, request).ok().json()["parameters"]["explanation"]
-
-
 @pytest.mark.parametrize(
-    ("model", "input_value", "key", "inner"),
-    [("both", "IN", "steps", ["one", "two"]), ("calls", "X", "calls", ["one"])],
+    ("model", "row", "key", "inner"),
+    [("both", ROW, "steps", ["one", "two"]), ("calls", ROW[0], "calls", ["one"])],
+    ids=["steps", "calls"],
 )
 def test_the_time_of_inner_models_is_explained(
-    server: Server, model: str, input_value: str, key: str, inner: list[str]
+    server: Server, model: str, row: np.ndarray, key: str, inner: list[str]
 ) -> None:
-    explanation = infer_explained(server, model, input_value)
+    _, explanation = infer(server, "http", model, row, {"explain": True})
     assert [trace["model"] for trace in explanation[key]] == inner
     for trace in explanation[key]:
         assert sum(trace[phase] for phase in PHASES) <= trace["total_us"] <= explanation["total_us"]
@@ -181,28 +189,10 @@ def test_slow_requests_of_programs_are_logged(server: Server) -> None:
     assert "boom" in trace["error"]
 
 
-def trace_by_http(server: Server) -> Any:
-    with server.http() as http:
-        (output,) = http.infer("tell", X, {"TraceParent": TRACEPARENT}).ok().json()["outputs"]
-        return output["data"][0]
-
-
-def trace_by_grpc(server: Server) -> Any:
-    with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        infer_input = grpcclient.InferInput("X", [1], "FP32")
-        infer_input.set_data_from_numpy(ROW[0])
-        result = client.infer("tell", [infer_input], headers={"traceparent": TRACEPARENT})
-    return result.as_numpy("Y").item().decode()
-
-
-def trace_by_native(server: Server) -> Any:
-    with shmserve.client.connect(server.run_dir) as client:
-        return client.infer("tell", X=ROW[0], traceparent=TRACEPARENT)["Y"].item().decode()
-
-
-@pytest.mark.parametrize("send_request", [trace_by_http, trace_by_grpc, trace_by_native])
-def test_a_trace_is_passed_on(server: Server, send_request: Callable[[Server], Any]) -> None:
-    context = json.loads(send_request(server))["traceparent"]
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_trace_is_passed_on(server: Server, protocol: str) -> None:
+    output, _ = infer(server, protocol, "tell", ROW[0], traceparent=TRACEPARENT)
+    context = json.loads(output)["traceparent"]
     assert re.fullmatch(rf"00-{TRACE_ID}-[0-9a-f]{{16}}-01", context)
     assert context != TRACEPARENT
 
@@ -217,7 +207,7 @@ def test_a_failure_is_logged_with_its_trace(server: Server) -> None:
 
 def test_errors_name_the_trace(server: Server) -> None:
     headers = {"traceparent": TRACEPARENT}
-    wrong_body = {"inputs": [json_input("NOPE", ROW)]}
+    wrong_body = json_request(NOPE=ROW)
     with server.http() as http:
         for model, body in (("boom", X), ("one", wrong_body), ("nope", X)):
             refused_reply = http.infer(model, body, headers)
@@ -258,10 +248,9 @@ def stream_by_http(server: Server) -> Any:
 def stream_by_grpc(server: Server) -> Any:
     queue: Queue[Any] = Queue()
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        infer_input = grpcclient.InferInput("X", [1], "FP32")
-        infer_input.set_data_from_numpy(ROW[0])
+        inputs = infer_inputs(grpcclient, X=ROW[0])
         client.start_stream(lambda result, error: queue.put(error or result))
-        client.async_stream_infer("many", [infer_input], parameters={"explain": True})
+        client.async_stream_infer("many", inputs, parameters={"explain": True})
         first_response, second_response, final_response = (queue.get(timeout=20) for _ in range(3))
         client.stop_stream()
     assert first_response.as_numpy("Y").item() == second_response.as_numpy("Y").item() == 1
@@ -277,11 +266,9 @@ def stream_by_native(server: Server) -> Any:
 
 @pytest.mark.parametrize("send_request", [stream_by_http, stream_by_grpc, stream_by_native])
 def test_a_stream_is_explained_late(server: Server, send_request: Callable[[Server], Any]) -> None:
-    trace_id = send_request(server)
-    assert trace_id["compute_infer_us"] >= 10_000
-    parts = [trace_id[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
-    assert min(parts) >= 0
-    assert trace_id["total_us"] - 6 <= sum(parts) <= trace_id["total_us"]
+    explanation = send_request(server)
+    assert explanation["compute_infer_us"] >= 10_000
+    check_phases(explanation)
 
 
 @pytest.mark.parametrize("protocol", ["http", "stream", "grpc"])
@@ -289,9 +276,8 @@ def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: 
     before = server.log().count("the client has disconnected")
     if protocol == "grpc":
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
-            infer_input = grpcclient.InferInput("X", [1], "FP32")
-            infer_input.set_data_from_numpy(ROW[0])
-            call = client.async_infer("late", [infer_input], lambda result, error: None)
+            inputs = infer_inputs(grpcclient, X=ROW[0])
+            call = client.async_infer("late", inputs, lambda result, error: None)
             time.sleep(0.1)
             call.cancel()
     else:
@@ -364,9 +350,9 @@ def test_tensors_are_traced(tmp_path: Path, models: Path) -> None:
         def traced(model: str) -> list[tuple[str, ...]]:
             count_before = len(entries_in(path)) if path.exists() else 0
             row = ROW if model in ("one", "both") else ROW[0]
-            name = "IN" if model == "both" else "X"
+            name = "IN" if model in ("both", "fails") else "X"
             accept = {"Accept": "application/x-ndjson"}
-            body = {"inputs": [json_input(name if model != "fails" else "IN", row)]}
+            body = json_request(**{name: row})
             http.post(f"/v2/models/{model}/infer", body, accept if model == "many" else {})
             until("it is written", lambda: path.exists() and len(entries_in(path)) > count_before)
             entries = entries_in(path)[count_before:]
@@ -419,9 +405,7 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
             before = len(entries_in(path)) if path.exists() else 0
             name = "IN" if model == "twice" else "X"
             with httpclient.InferenceServerClient(server.url) as client:
-                datatype = "BYTES" if model == "words" else "FP32"
-                infer_input = httpclient.InferInput(name, list(values.shape), datatype)
-                client.infer(model, [infer_input.set_data_from_numpy(values)])
+                client.infer(model, infer_inputs(httpclient, **{name: values}))
             until("it is written", partial(is_longer, path, before))
             tensors = [flag["tensor"] for flag in entries_in(path)[before:] if "tensor" in flag]
             assert len(tensors) == (6 if model == "twice" else 2)
@@ -472,13 +456,10 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     path = tmp_path / "traces"
     with tracing_server.http() as http:
         http.post("/v2/trace/setting", {"trace_level": ["TIMESTAMPS"]}).ok()
-        http.infer("both", {"id": "me", "inputs": [json_input("IN", ROW)]}).ok()
+        http.infer("both", {"id": "me", **json_request(IN=ROW)}).ok()
         http.infer("calls", X).ok()
         assert http.infer("boom", X).status == 500
-    with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
-        infer_input = grpcclient.InferInput("X", [1, 1], "FP32")
-        infer_input.set_data_from_numpy(ROW)
-        client.infer("one", [infer_input])
+    infer(tracing_server, "grpc", "one")
     with shmserve.client.connect(tracing_server.run_dir) as native:
         native.infer("two", X=ROW, request_id="native")
     until("8 requests are in the file", lambda: path.exists() and len(read(path)) == 8)
@@ -513,8 +494,8 @@ def test_trace_rate_and_trace_count(tracing_server: Server, tmp_path: Path) -> N
     with tracing_server.http() as http:
         http.post("/v2/models/one/trace/setting", settings | {"log_frequency": "2"}).ok()
         for number in range(12):
-            http.infer("one", {"id": str(number), "inputs": [json_input("X", ROW)]}).ok()
-            http.infer("two", {"inputs": [json_input("X", ROW)]}).ok()
+            http.infer("one", {"id": str(number), **json_request(X=ROW)}).ok()
+            http.infer("two", json_request(X=ROW)).ok()
     paths = [tmp_path / "traces.0", tmp_path / "traces.1"]
     until("two files are written", lambda: paths[1].exists() and paths[1].stat().st_size)
     ids = [[trace["request_id"] for trace, _ in read(path)] for path in paths]
@@ -547,24 +528,14 @@ def spans_of(trace_collector: Collector, count: int) -> dict[str, Any]:
 PARTS = ("queue", "compute_input", "compute", "compute_output")
 
 
-@pytest.mark.parametrize("protocol", ["http", "grpc", "native"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_spans_are_exported_of_a_request_and_its_steps(
     server_and_collector: tuple[Server, Collector], protocol: str
 ) -> None:
     server, collected_spans = server_and_collector
-    if protocol == "http":
-        with server.http() as http:
-            http.infer("both", {"inputs": [json_input("IN", ROW)]}, {"traceparent": TRACEPARENT})
-    elif protocol == "native":
-        with shmserve.client.connect(server.run_dir) as native:
-            assert native.infer("both", IN=ROW, traceparent=TRACEPARENT)["OUT"].item() == 3
-            unsampled = TRACEPARENT[:-1] + "0"
-            native.infer("both", IN=ROW, traceparent=unsampled)
-    else:
-        with grpcclient.InferenceServerClient(server.grpc_url) as client:
-            infer_input = grpcclient.InferInput("IN", [1, 1], "FP32")
-            infer_input.set_data_from_numpy(ROW)
-            client.infer("both", [infer_input], headers={"traceparent": TRACEPARENT})
+    assert infer(server, protocol, "both", traceparent=TRACEPARENT) == (3, None)
+    if protocol == "native":
+        infer(server, protocol, "both", traceparent=UNSAMPLED)
     spans = spans_of(collected_spans, 12 if protocol == "native" else 14)
     if protocol != "native":
         order = [spans[name] for name in ("receive", "both", "encode")]
@@ -597,9 +568,8 @@ def test_spans_of_calls_and_of_failures(server_and_collector: tuple[Server, Coll
         assert http.infer("boom", X).status == 500
         failed_span = spans_of(collected_spans, 8)["InferRequest"]
         assert failed_span.status.code == 2 and "boom" in failed_span.status.message
-        unsampled = TRACEPARENT[:-1] + "0"
-        http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
-        http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
+        http.infer("one", json_request(X=ROW), {"traceparent": UNSAMPLED}).ok()
+        http.infer("one", json_request(X=ROW)).ok()
         assert TRACE_ID not in {s.trace_id.hex() for s in spans_of(collected_spans, 8).values()}
 
 
@@ -609,7 +579,7 @@ def test_unsent_spans_are_sent_at_the_end(models: Path) -> None:
         more = (*flags, f"opentelemetry,url={spans.url}", "opentelemetry,bsp_schedule_delay=60000")
         with running(models, *(f"--trace-config={setting}" for setting in more)) as server:
             with server.http() as http:
-                http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
+                http.infer("one", json_request(X=ROW)).ok()
             assert not spans.spans
             server.stop()
         assert len(spans.spans) == 8

@@ -17,152 +17,117 @@ from shmserve.errors import Unavailable
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.processes import zygote
 from shmserve.supervisor.processes.zygote import Zygote
+from tests.rigs.table_programs import run_table_program
 from tests.support.servers import ROOT, run_python
 
-# Runs in its own process, because a process table adopts orphans and kills unknown processes.
 _CROWD_PROGRAM = """
-import asyncio, logging, os, signal, sys
-from pathlib import Path
-from shmserve.supervisor.processes.children import ProcessTable
-from shmserve.supervisor.processes.zygote import Zygote
-from shmserve.ipc import processes
-from shmserve.supervisor.host.run_directory import RunDirectory
-
-async def main():
-    logging.basicConfig(level=logging.ERROR)  # that it is stopped may be seen, and said
-    folder = RunDirectory(Path(sys.argv[1]))
-    children = ProcessTable()
-    zygote = Zygote(children, folder, "zygote", (), os.environ)
-    zygote.start()
-    for process in children.all():  # Ctrl-C is for the supervisor, also this early
-        os.kill(process.pid, signal.SIGINT)
-    first = await zygote.spawn("one", "builtins:len", b"")
-    count = "tests.integration.processes.test_zygote:exit_with_count"
-    assert (await (await zygote.spawn("one", count, b"", [0] * 100)).exited) == "exit status 100"
-    process, = [child for child in children.all() if child.title == "zygote"]
-    os.kill(process.pid, signal.SIGSTOP)
-    spawned = [asyncio.ensure_future(zygote.spawn("one", "builtins:len", b"")) for _ in range(500)]
-    await asyncio.sleep(0)  # every request that is sent at once is sent
-    os.kill(process.pid, signal.SIGCONT)
-    ends = [await child.exited for child in await asyncio.gather(*spawned)]
-    print(len(ends), set(ends))
-    os.kill(process.pid, signal.SIGSTOP)
-    stay = "tests.integration.processes.test_zygote:wait_for_signal"
-    unwanted = asyncio.ensure_future(zygote.spawn("it", stay, b""))
-    while not zygote._pending_forks:
-        await asyncio.sleep(0)
-    unwanted.cancel()
-    os.kill(process.pid, signal.SIGCONT)
-    lasting = lambda: {child.pid for child in children.all() if child.title.endswith("zygote")}
-    while zygote._pending_forks or set(processes.children(os.getpid())) != lasting():
-        await asyncio.sleep(0.01)
-    zygote.stop()
-    await process.exited
-
-asyncio.run(main())
+logging.basicConfig(level=logging.ERROR)  # that it is stopped may be seen, and said
+folder = RunDirectory(Path(sys.argv[1]))
+children = ProcessTable()
+zygote = Zygote(children, folder, "zygote", (), os.environ)
+zygote.start()
+for process in children.all():  # Ctrl-C is for the supervisor, also this early
+    os.kill(process.pid, signal.SIGINT)
+first = await zygote.spawn("one", "builtins:len", b"")
+count = "tests.integration.processes.test_zygote:exit_with_count"
+assert (await (await zygote.spawn("one", count, b"", [0] * 100)).exited) == "exit status 100"
+process, = [child for child in children.all() if child.title == "zygote"]
+os.kill(process.pid, signal.SIGSTOP)
+spawned = [asyncio.ensure_future(zygote.spawn("one", "builtins:len", b"")) for _ in range(500)]
+await asyncio.sleep(0)  # every request that is sent at once is sent
+os.kill(process.pid, signal.SIGCONT)
+ends = [await child.exited for child in await asyncio.gather(*spawned)]
+print(len(ends), set(ends))
+os.kill(process.pid, signal.SIGSTOP)
+stay = "tests.integration.processes.test_zygote:wait_for_signal"
+unwanted = asyncio.ensure_future(zygote.spawn("it", stay, b""))
+while not zygote._pending_forks:
+    await asyncio.sleep(0)
+unwanted.cancel()
+os.kill(process.pid, signal.SIGCONT)
+lasting = lambda: {child.pid for child in children.all() if child.title.endswith("zygote")}
+while zygote._pending_forks or set(processes.children(os.getpid())) != lasting():
+    await asyncio.sleep(0.01)
+zygote.stop()
+await process.exited
 """
 
 # The parent is notified of the child's exit before its start, as when both messages arrive
 # together.
 _SHORT_LIVED = """
-import asyncio, os
-from shmserve.supervisor.processes.children import ProcessTable
-
-async def main():
-    entered = []
-    children = ProcessTable()
-    children.on_exit = lambda child: print(child in entered, child.exited.result())
-    with children.spawning():
-        pid = os.posix_spawn("/bin/true", ["true"], {})
-        while pid not in children._early_exits:
-            await asyncio.sleep(0.01)
-        child = children.adopt(pid, "one")
-    entered.append(child)
-    await child.exited
-
-asyncio.run(main())
+entered = []
+children = ProcessTable()
+children.on_exit = lambda child: print(child in entered, child.exited.result())
+with children.spawning():
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    while pid not in children._early_exits:
+        await asyncio.sleep(0.01)
+    child = children.adopt(pid, "one")
+entered.append(child)
+await child.exited
 """
 
 # The kernel assigns pids in increasing order and may reuse them: here it reuses the next ones.
 _RECYCLED_PROGRAM = """
-import asyncio, os, sys
-from pathlib import Path
-from shmserve.ipc import processes
-from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.processes.children import ProcessTable
-from shmserve.supervisor.processes.zygote import Zygote
-
-async def main():
-    children = ProcessTable()
-    zygote = Zygote(children, RunDirectory(Path(sys.argv[1])), "zygote", (), os.environ)
-    zygote.start()
-    stay = "tests.integration.processes.test_zygote:wait_for_signal"
-    last = (await zygote.spawn("one", stay, b"")).pid
-    children._reserved_pids.extend(range(last + 1, last + 20))
-    another = await zygote.spawn("another", stay, b"")
-    known = lambda: {child.pid for child in children.all()}
-    while set(processes.children(os.getpid())) != known():
-        await asyncio.sleep(0.01)
-    known = known()
-    print(another.pid in known, another.pid not in range(last + 1, last + 20))
-    another.kill()
-    await another.exited
-    print(children.is_reserved(another.pid), children.is_reserved(last))
-    zygotes = [child for child in children.all() if child.title.endswith("zygote")]
-    zygote.stop()
-    for child in zygotes:  # a zygote that outlives its parent reports that the parent was killed
-        await child.until_exit()
-
-asyncio.run(main())
+children = ProcessTable()
+zygote = Zygote(children, RunDirectory(Path(sys.argv[1])), "zygote", (), os.environ)
+zygote.start()
+stay = "tests.integration.processes.test_zygote:wait_for_signal"
+last = (await zygote.spawn("one", stay, b"")).pid
+children._reserved_pids.extend(range(last + 1, last + 20))
+another = await zygote.spawn("another", stay, b"")
+known = lambda: {child.pid for child in children.all()}
+while set(processes.children(os.getpid())) != known():
+    await asyncio.sleep(0.01)
+known = known()
+print(another.pid in known, another.pid not in range(last + 1, last + 20))
+another.kill()
+await another.exited
+print(children.is_reserved(another.pid), children.is_reserved(last))
+zygotes = [child for child in children.all() if child.title.endswith("zygote")]
+zygote.stop()
+for child in zygotes:  # a zygote that outlives its parent reports that the parent was killed
+    await child.until_exit()
 """
 
 # The active zygote is killed repeatedly, then the spare, then both. The last line of output is the
 # number of imports of the preloaded module.
 _KILLED_PROGRAM = """
-import asyncio, os, sys
-from pathlib import Path
-from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.processes.children import ProcessTable
-from shmserve.supervisor.processes.zygote import Zygote
+children = ProcessTable()
+folder = RunDirectory(Path(sys.argv[1]))
+environment = {**os.environ, "PYTHONPATH": sys.argv[2]}
+zygote = Zygote(children, folder, "zygote", ("preloaded",), environment)
+imported = Path(sys.argv[2], "imported")
 
-async def main():
-    children = ProcessTable()
-    folder = RunDirectory(Path(sys.argv[1]))
-    environment = {**os.environ, "PYTHONPATH": sys.argv[2]}
-    zygote = Zygote(children, folder, "zygote", ("preloaded",), environment)
-    imported = Path(sys.argv[2], "imported")
+async def child(title):
+    while True:
+        for child in children.all():
+            if child.title == title:
+                return child
+        await asyncio.sleep(0.001)
 
-    async def child(title):
-        while True:
-            for child in children.all():
-                if child.title == title:
-                    return child
-            await asyncio.sleep(0.001)
+async def kill(*titles):
+    killed = [await child(title) for title in titles]
+    for each in killed:
+        each.kill()
+    for each in killed:
+        await each.until_exit()
+    spawned = await zygote.spawn("one", "builtins:len", b"")
+    await spawned.until_exit()
 
-    async def kill(*titles):
-        killed = [await child(title) for title in titles]
-        for each in killed:
-            each.kill()
-        for each in killed:
-            await each.until_exit()
-        spawned = await zygote.spawn("one", "builtins:len", b"")
-        await spawned.until_exit()
-
-    zygote.start()
-    for _ in range(40):
-        await child("spare zygote")
-        await kill("zygote")
-    await kill("spare zygote")
+zygote.start()
+for _ in range(40):
     await child("spare zygote")
-    print(imported.read_text())
-    await kill("zygote", "spare zygote")
-    await child("spare zygote")
-    print(imported.read_text())
-    rest = children.all()
-    zygote.stop()
-    print([await each.until_exit() for each in rest])
-
-asyncio.run(main())
+    await kill("zygote")
+await kill("spare zygote")
+await child("spare zygote")
+print(imported.read_text())
+await kill("zygote", "spare zygote")
+await child("spare zygote")
+print(imported.read_text())
+rest = children.all()
+zygote.stop()
+print([await each.until_exit() for each in rest])
 """
 # Recursion deeper than one zygote's stack, but not as deep as those of many nested zygotes.
 _PRELOADED_PROGRAM = """
@@ -255,7 +220,8 @@ def test_a_spare_zygote_takes_over(tmp_path: Path) -> None:
 
 def test_a_process_whose_zygote_dies_runs_once_its_pid_is_sent() -> None:
     """The supervisor has adopted the process, and would treat its exit as a failed start."""
-    assert output(_ORPHANED_PROGRAM) == "0\n"
+    run = run_python("-c", _ORPHANED_PROGRAM)
+    assert (run.stdout, run.stderr) == ("0\n", "")
 
 
 def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> None:
@@ -279,8 +245,8 @@ def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> 
     os.close(folder.lock_fd)
 
 
-def output(script: str, *arguments: str) -> str:
-    run = run_python("-c", script, *arguments)
+def output(body: str, *arguments: str) -> str:
+    run = run_table_program(body, *arguments)
     assert re.compile(r"process (spare )?zygote ended \(signal 9\)\n").sub("", run.stderr) == ""
     return run.stdout
 

@@ -12,7 +12,7 @@ from tests.support import repositories
 from tests.support.load import Load
 from tests.support.servers import Server, running, unload_all
 from tests.support.waiting import until
-from tests.support.wire.raw_http import json_input
+from tests.support.wire.raw_http import json_request
 
 
 def limited(count: int, name: str = "R", extra_fields: str = "") -> str:
@@ -33,8 +33,7 @@ def add(repository: Path, name: str, group: str) -> None:
 
 def send_request(server: Server, model: str, value: int) -> int:
     with server.http() as http:
-        tensors = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
-        return http.infer(model, {"inputs": tensors}).status
+        return http.infer(model, json_request(INPUT0=np.full((1, 16), value, np.int32))).status
 
 
 def wait_workers(server: Server, count: int) -> None:

@@ -11,6 +11,7 @@ import shmserve.client
 from tests.rigs.pipelines import add_ensemble, add_model, step, xy_step
 from tests.support.servers import Server, Start, running
 from tests.support.wire.raw_http import Http
+from tests.support.wire.triton import infer_inputs
 
 SIZE = 4 << 20
 LARGE_COUNT = 100_000  # elements: 400 KB
@@ -35,18 +36,9 @@ def server(models: Path, start: Start) -> Server:
 
 
 def infer(server: Server, model: str, array: np.ndarray, **options: Any) -> triton.InferResult:
-    client = triton.InferenceServerClient(server.url)
     name = "IN" if model == "pipeline" else "X"
-    tensor = triton.InferInput(name, array.shape, "FP32").set_data_from_numpy(array)
-    try:
-        return client.infer(model, [tensor], **options)
-    finally:
-        client.close()
-
-
-def stats(http: Http, model: str) -> dict[str, Any]:
-    (statistics,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
-    return dict(statistics)
+    with triton.InferenceServerClient(server.url) as client:
+        return client.infer(model, infer_inputs(triton, **{name: array}), **options)
 
 
 @pytest.mark.parametrize("model", ["counting", "batched"])
@@ -56,13 +48,13 @@ def test_a_repeated_request_is_answered_from_the_cache(
 ) -> None:
     """A cached response is the same except for its id, which is that of the new request."""
     array = np.arange(size, dtype=np.float32)
-    before = stats(http, model)
+    before = http.statistics(model)
     first_result = infer(server, model, array, request_id="one")
     for _ in range(3):
         second_result = infer(server, model, array, request_id="two")
         assert (second_result.as_numpy("Y") == first_result.as_numpy("Y")).all()
         assert second_result.get_response()["id"] == "two"
-    after = stats(http, model)
+    after = http.statistics(model)
     for part, expected_count in (("cache_hit", 3), ("cache_miss", 1), ("success", 4), ("queue", 4)):
         counts = [row["inference_stats"][part]["count"] for row in (before, after)]
         assert counts[1] - counts[0] == expected_count, part
@@ -74,11 +66,11 @@ def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
     for size in (3, LARGE_COUNT):
         array = np.ones(size, np.float32)
         first_output = infer(server, "pipeline", array).as_numpy("OUT")
-        execution_count = stats(http, "plain")["execution_count"]
+        execution_count = http.statistics("plain")["execution_count"]
         for _ in range(3):
             assert (infer(server, "pipeline", array).as_numpy("OUT") == first_output).all()
-        assert stats(http, "plain")["execution_count"] == execution_count
-    assert stats(http, "pipeline")["inference_stats"]["cache_hit"]["count"] == 6
+        assert http.statistics("plain")["execution_count"] == execution_count
+    assert http.statistics("pipeline")["inference_stats"]["cache_hit"]["count"] == 6
 
 
 def test_a_reloaded_step_invalidates_cached_responses_of_its_ensemble(tmp_path: Path) -> None:
@@ -109,7 +101,7 @@ def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) ->
         large = np.full(LARGE_COUNT, 5, np.float32)
         first, second = (np.asarray(client.infer("native", X=large)["Y"]).copy() for _ in range(2))
         assert (first != second).all()
-    assert stats(http, "native")["inference_stats"]["cache_hit"]["count"] == 1
+    assert http.statistics("native")["inference_stats"]["cache_hit"]["count"] == 1
 
 
 def test_only_models_with_a_cache_have_cache_metrics(server: Server) -> None:

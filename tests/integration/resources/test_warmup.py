@@ -194,14 +194,11 @@ def test_decoupled_models_are_warmed_up(server: Server) -> None:
 
 def test_warmup_requests_are_not_counted(server: Server) -> None:
     with server.http() as http:
-        (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
-        count_before = stats["execution_count"]
+        count_before = http.statistics("skipped")["execution_count"]
     warmup_requests(server, "skipped")
     with server.http() as http:
-        (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
-        (statistics,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
-    assert stats["execution_count"] - count_before == 1
-    assert statistics["execution_count"] <= 1
+        assert http.statistics("skipped")["execution_count"] - count_before == 1
+        assert http.statistics("zeros")["execution_count"] <= 1
 
 
 @pytest.mark.parametrize(

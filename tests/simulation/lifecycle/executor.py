@@ -161,7 +161,7 @@ class SimulatedExecutor(LifecycleExecutor):
         self.world.after(draw_delay_ns(self.world), self.lifecycle.load_planned, order, plan)
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        events = self.lifecycle.version_changed, self.lifecycle.finalise_config
+        events = self.lifecycle.version_changed, self._finalise_config
         version = ObservedVersion(
             self.context, spec, group, self._hosts, self.registry.find_published, *events
         )

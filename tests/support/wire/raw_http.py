@@ -33,7 +33,7 @@ _INTERNALS = re.compile(
     rb"Traceback|memfd|/dev/shm|/proc/|/run/|/tmp/|ipc://|site-packages|(?<!\bmodel)\.py\b"
     rb"| object at 0x|\bpid "
 )
-_DATATYPE = {dtype: name for name, dtype in _NUMPY.items()}
+_DATATYPE = {dtype: name for name, dtype in _NUMPY.items()} | {np.dtype(object): "BYTES"}
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,11 @@ def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
         "shape": [*array.shape],
         "data": array.tolist(),
     }
+
+
+def json_request(**arrays: np.ndarray) -> dict[str, Any]:
+    """Return an inference request with these inputs; strings are arrays of `object`."""
+    return {"inputs": [json_input(name, array) for name, array in arrays.items()]}
 
 
 def shm_input(
@@ -218,6 +223,13 @@ class Http:
     ) -> Reply:
         """Send an inference request with binary inputs (name, datatype, shape, data)."""
         return self.infer(model, *binary_request(inputs, **members))
+
+    def config(self, model: str) -> dict[str, Any]:
+        return dict(self.get(f"/v2/models/{model}/config").ok().json())
+
+    def statistics(self, model: str) -> dict[str, Any]:
+        (statistics,) = self.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
+        return dict(statistics)
 
     def load(self, model: str, **parameters: Any) -> Reply:
         return self._repository(model, "load", parameters)

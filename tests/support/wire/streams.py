@@ -9,6 +9,7 @@ import numpy as np
 import tritonclient.grpc as triton
 
 from tests.support.servers import Server
+from tests.support.wire.triton import infer_inputs
 
 StreamResults = queue.Queue[Any]
 
@@ -27,18 +28,18 @@ def send_repeat(
     values: list[int],
     delay_ms: int = 0,
     model: str = "repeat",
+    request_id: str = "",
 ) -> None:
     """Send a request to a model like "repeat", which sends values at intervals of `delay_ms`."""
-    arrays = {
-        "IN": np.array(values, np.int32),
-        "DELAY": np.full(len(values), delay_ms, np.uint32),
-        "WAIT": np.zeros(1, np.uint32),
-    }
-    inputs = []
-    for name, array in arrays.items():
-        tensor = triton.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
-        inputs.append(tensor.set_data_from_numpy(array))
-    client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+    inputs = infer_inputs(
+        triton,
+        IN=np.array(values, np.int32),
+        DELAY=np.full(len(values), delay_ms, np.uint32),
+        WAIT=np.zeros(1, np.uint32),
+    )
+    client.async_stream_infer(
+        model, inputs, request_id=request_id, enable_empty_final_response=True
+    )
 
 
 def count_responses(results: StreamResults) -> int:

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 from unittest.mock import Mock
+from urllib.request import Request
 
 import pytest
 
@@ -72,8 +73,8 @@ def test_a_missing_server_is_named() -> None:
 def test_the_token_comes_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[str] = []
 
-    def watch(_url: str, token: str, *_: object) -> profile.Profile:
-        tokens.append(token)
+    def watch(request: Request, *_: object) -> profile.Profile:
+        tokens.append(request.headers["Authorization"])
         return PROFILE
 
     monkeypatch.setattr(profile, "watch", watch)
@@ -86,4 +87,4 @@ def test_the_token_comes_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     request.token_file = str(tmp_path / "missing")
     with pytest.raises(InvalidArgument, match="--token-file: cannot read"):
         profile.run(request)
-    assert tokens == ["secret"]
+    assert tokens == ["Bearer secret"]

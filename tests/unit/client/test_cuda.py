@@ -478,7 +478,7 @@ def test_invalid_handles_are_rejected(
         def make_share_request(self, number: int) -> Any:
             return ShareDeviceMemory(number, size, handle, device, uuid), ()
 
-        def on_shared(self, memory: Any) -> None:
+        def set_memory(self, memory: Any) -> None:
             raise AssertionError(memory)
 
     with pytest.raises((InvalidArgument, PermissionDenied), match=text):

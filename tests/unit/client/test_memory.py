@@ -20,8 +20,8 @@ from shmserve.client.memory.region import Region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import as_array
+from shmserve.client.request.client_templates import ClientTemplate
 from shmserve.client.request.prepare import PLAIN, options_of, prepare
-from shmserve.client.request.prepared import ClientTemplate
 from shmserve.client.request.results import Result, read
 from shmserve.client.server_state import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Released, Unavailable
@@ -88,7 +88,7 @@ def test_a_client_can_use_all_of_its_memory() -> None:
     """A segment has room for more than was asked for, but not at the cost of what still fits."""
 
     def share(segment: AnySegment) -> None:
-        segment.on_shared(Memory(1, 0, 0, 0, segment.size, True).packed)
+        segment.set_memory(Memory(1, 0, 0, 0, segment.size, True).packed)
 
     memories = Memories(6 << 20, share, lambda segment: None)
     blocks = [memories.allocate(1 << 20) for _ in range(6)]

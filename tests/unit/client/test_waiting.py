@@ -182,7 +182,7 @@ def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
     if has_begun:
         scheduler.send(make_response(submit.id, 0))
         assert values([next(stream)]) == [0]
-    connection.on_scheduler_lost(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
+    connection.record_lost_scheduler(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
     if has_begun:
         with pytest.raises(Unavailable, match="after the request's first response"):
             next(stream)

@@ -23,7 +23,6 @@ def policy(**limits: int) -> ShmPolicy:
     return ShmPolicy(
         allow=None,
         group=NO_GROUP,
-        overlap="warn",
         **{**max_limits, "sparse_byte_size": 1 << 40, **limits},
     )
 

@@ -165,15 +165,8 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
 
 def test_log_flags_are_the_first_log_settings() -> None:
     assert settings().log == LogSettings()
-    options = settings(
-        "--log-info=false",
-        "--log-warning",
-        "off",
-        "--log-error=0",
-        "--log-verbose=3",
-        "--log-format=ISO8601",
-        "--log-file=/tmp/x",
-    )
+    switches = ("--log-info=false", "--log-warning", "off", "--log-error=0", "--log-verbose=3")
+    options = settings(*switches, "--log-format=ISO8601", "--log-file=/tmp/x")
     assert options.log == LogSettings("/tmp/x", False, False, False, 3, "ISO8601")
     assert options.without_effect == ()
     for text, level in (("true", 1), ("False", 0), ("4294967295", 2**32 - 1)):
@@ -187,12 +180,8 @@ def test_flags_without_effect_are_named_once() -> None:
 
 
 def test_backend_settings_that_no_backend_reads_are_found() -> None:
-    idle = [
-        "python,python-runtime=p",
-        "python,shm-default-byte-sze=1",
-        "tensorrt,version=lean",
-        "a=b",
-    ]
+    idle = ["python,python-runtime=p", "python,shm-default-byte-sze=1", "tensorrt,version=lean"]
+    idle.append("a=b")
     read = ["onnxruntime,intra_op_thread_count=2", "default-max-batch-size=8"]
     options = settings(*(f"--backend-config={text}" for text in idle + read))
     assert server.unread_backend_settings(options.backend_config) == idle
@@ -316,13 +305,11 @@ def test_the_environment_sets_options() -> None:
     options = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
     assert (options.scheduling.delay_scheduler, options.visible_devices) == (3, "1")
     assert settings(TRITONSERVER_DELAY_SCHEDULER="").scheduling.delay_scheduler == 0
-    assert (
-        settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").scheduling.backlog_delay_scheduler == 2
-    )
+    scheduling = settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").scheduling
+    assert scheduling.backlog_delay_scheduler == 2
     for text in ("x", "-1", "\N{SUPERSCRIPT TWO}"):
-        assert "TRITONSERVER_DELAY_SCHEDULER" in refusal(
-            str(ROOT), TRITONSERVER_DELAY_SCHEDULER=text
-        )
+        error = refusal(str(ROOT), TRITONSERVER_DELAY_SCHEDULER=text)
+        assert "TRITONSERVER_DELAY_SCHEDULER" in error
 
 
 @given(ANY_FLAG, st.text(max_size=200))

@@ -82,12 +82,8 @@ def test_a_completion_in_chunks_and_whole() -> None:
     assert json.loads(usage.removeprefix(b"data: "))["choices"] == []
     assert [done_event] == choices.encode_end(shows_usage=False) == [b"data: [DONE]\n\n"]
     assert "usage" not in chunk
-    assert (
-        json.loads(Choices(COMPLETION_FORMAT, "m", 1, shows_usage=True).encode_chunk([first]))[
-            "usage"
-        ]
-        is None
-    )
+    chunk = Choices(COMPLETION_FORMAT, "m", 1, shows_usage=True).encode_chunk([first])
+    assert json.loads(chunk)["usage"] is None
 
 
 @pytest.mark.parametrize("choices_format", [COMPLETION_FORMAT, CHAT_FORMAT])
@@ -257,8 +253,7 @@ def read_body(raw: bytes, prompts: Sequence[str] = (), **headers: str) -> dict[s
 def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     given: dict[str, Any], max_tokens: int
 ) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
-    parsed = asyncio.run(bodies.parse_chat(text_gateway(), body))
+    parsed = asyncio.run(bodies.parse_chat(text_gateway(), {"model": "m", **CHAT, **given}))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
     assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
 
@@ -289,7 +284,7 @@ def test_the_name_of_an_adapter_stands_for_its_model_with_the_adapter() -> None:
 
 
 def test_zero_likeliest_tokens_request_no_log_probabilities() -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "top_logprobs": 0}
+    body = {"model": "m", **CHAT, "top_logprobs": 0}
     parameters = asyncio.run(bodies.parse_chat(text_gateway(), body)).parameters
     assert "top_logprobs" not in parameters
 
@@ -304,7 +299,7 @@ def test_zero_likeliest_tokens_request_no_log_probabilities() -> None:
     ],
 )
 def test_fields_of_a_chat_have_their_types(given: dict[str, Any], message: str) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
+    body = {"model": "m", **CHAT, **given}
     with pytest.raises(InvalidArgument, match=message):
         asyncio.run(bodies.parse_chat(text_gateway(), body))
 

@@ -105,6 +105,11 @@ class Request(InflightRequest):
         self.freed += 1
 
 
+class BrokenRequest(Request):
+    def handle(self, message: Response) -> None:
+        raise RuntimeError("broken")
+
+
 @pytest.fixture
 def client() -> Client:
     return Client()
@@ -230,10 +235,6 @@ def test_a_request_that_is_submitted_again_keeps_its_memory(client: Client) -> N
 
 
 def test_the_memory_of_a_request_that_cannot_take_its_response_is_free(client: Client) -> None:
-    class BrokenRequest(Request):
-        def handle(self, message: Response) -> None:
-            raise RuntimeError("broken")
-
     request = BrokenRequest(client)
     with pytest.raises(RuntimeError):
         client.receive(m.Finished(1, b"", []))
@@ -338,10 +339,6 @@ def test_outputs_read_after_a_scheduler_died_are_released_by_its_successor(
 
 
 def test_a_response_that_cannot_be_taken_stops_no_failover(client: Client) -> None:
-    class BrokenRequest(Request):
-        def handle(self, message: Response) -> None:
-            raise RuntimeError("broken")
-
     broken_request, other_request = BrokenRequest(client, number=1), Request(client, number=2)
     client.links.last_messages[OLD] = [m.Finished(1, b"", [])]
     client.lose(OLD, NEW)

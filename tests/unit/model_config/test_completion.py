@@ -16,13 +16,12 @@ from shmserve.model_config import (
     ignored_fields,
     merge_autocomplete,
     normalise,
-    parse_pbtxt,
     read_pbtxt,
     to_dict,
     warnings_of,
 )
 from shmserve.proto import model_config_pb2
-from tests.rigs.marked_configs import PYTHON, place
+from tests.rigs.marked_configs import PYTHON, parse_pbtxt, place
 from tests.support.repositories import identity_config
 
 RECORDED_CONFIGS: dict[str, dict[str, Any]] = json.loads(

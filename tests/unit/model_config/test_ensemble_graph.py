@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from shmserve.model_config import GraphProblem, ModelConfig, compose, parse_pbtxt
+from shmserve.model_config import GraphProblem, ModelConfig, compose
 from shmserve.model_config.source import key_text
+from tests.rigs.marked_configs import parse_pbtxt
 
 
 def config(text: str) -> ModelConfig:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.model_config import normalise, parse_pbtxt, validate
+from shmserve.model_config import normalise, validate
+from tests.rigs.marked_configs import parse_pbtxt
 
 VALID_PADDING = {
     "IMAGE": {

@@ -22,13 +22,13 @@ from shmserve.model_config import (
     ignored_fields,
     merge_autocomplete,
     normalise,
-    parse_pbtxt,
     to_dict,
     validate,
 )
 from shmserve.model_config.message_builder import is_map, is_repeated
 from shmserve.proto import load, model_config_pb2
 from shmserve.supervisor.models.model_version import describe
+from tests.rigs.marked_configs import parse_pbtxt
 
 DATA = Path(__file__).with_name("data")
 RECORDED: dict[str, dict[str, Any]] = json.loads(DATA.joinpath("triton_configs.json").read_text())

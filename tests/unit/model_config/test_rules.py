@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.model_config import LoadProblem, normalise, parse_pbtxt, validate
-from tests.rigs.marked_configs import PYTHON, TENSORS, place, positions, problems
+from shmserve.model_config import LoadProblem, normalise, validate
+from tests.rigs.marked_configs import PYTHON, TENSORS, parse_pbtxt, place, positions, problems
 
 DIM_TEXT = "dimension must be integer >= 1, or -1 to indicate a variable-size dimension for m"
 BATCH = "max_batch_size: 4 " + TENSORS

@@ -143,7 +143,7 @@ def test_requests_that_fail_at_once_are_counted(
     server = LostServer()
     spec = ModelSpec.of({"name": "m", "max_batch_size": 0, "input": [], "output": []})
     server.models.publish(ModelPublished("m", "1", spec, {}, "ipc://lost", True, True, 0.0, 0))
-    server.on_scheduler_lost("ipc://lost", "")
+    server.record_lost_scheduler("ipc://lost", "")
     packed = PackedRequest(server.models.resolve("m", ""), b"work", [], PLAIN)
     lanes: Any = SimpleNamespace(is_decoupled=is_decoupled, loop=transport.loop, connection=None)
     lanes.session = SimpleNamespace(pack=lambda *_, **__: packed)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.model_config import normalise, parse_pbtxt, to_dict, validate
+from shmserve.model_config import normalise, to_dict, validate
 from shmserve.perf import report, search
 from shmserve.perf.search import Candidate, Search, SearchSpace, Trial
+from tests.rigs.marked_configs import parse_pbtxt
 
 TARGET_MS = 30.0
 MAX_BATCH = 64

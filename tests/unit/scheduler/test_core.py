@@ -44,27 +44,31 @@ def failure(number: int, code: str, message: str, is_early: bool = False) -> m.F
     return m.Failed(number, code, message, 0, is_early)
 
 
+def done(number: int) -> m.Finished:
+    """Return the answer to a request that `Rig.finish` has completed."""
+    return m.Finished(number, b"done", [b"done"])
+
+
 # --- default scheduling ---------------------------------------------------------------------------
 
 
 def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     rig, peer = ready_rig()
-    first_id, second_id = rig.submit(2)
-    _, batch = rig.execute()
+    (first_id, second_id), batch = rig.submit_batch(2)
     assert [request.data[0] for request in batch.requests] == [b"w1"]
     assert (batch.requests[0].client_pid, batch.in_flight) == (7000, 2)
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(first_id, b"done", [b"done"])]
+    assert rig.answers() == [done(first_id)]
     _, batch = rig.execute()
     assert batch.in_flight == 1
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(second_id, b"done", [b"done"])]
+    assert rig.answers() == [done(second_id)]
     assert rig.wake_ns == NEVER
 
 
 def test_each_instance_gets_a_batch() -> None:
     rig = Rig({})
-    peers = [rig.start(0, 100), rig.start(1, 101)]
+    peers = rig.start_two()
     rig.submit(9)
     assert [(p, len(b.requests)) for p, b in rig.take_batches()] == [(peers[0], 8), (peers[1], 1)]
 
@@ -83,22 +87,17 @@ def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:
 
 def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
     rig, peer = ready_rig({})
-    a, b = rig.submit(2)
-    _, batch = rig.execute()
+    (a, b), batch = rig.submit_batch(2)
     keys = [request.key for request in batch.requests]
     rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok_reply(keys[0]))
-    assert rig.answers() == [
-        m.Finished(a, b"done", [b"done"]),
-        failure(b, "INVALID_ARG", "bad row"),
-    ]
+    assert rig.answers() == [done(a), failure(b, "INVALID_ARG", "bad row")]
 
 
 def test_the_delay_hook_holds_batches_until_enough_requests_arrived() -> None:
     rig, peer = ready_rig({}, delay_scheduler=3)
     rig.submit(2)
     assert rig.take_batches() == []
-    rig.submit(1)
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch(1)
     assert len(batch.requests) == 3
     rig.finish(peer, batch)
     rig.submit(1)
@@ -107,8 +106,7 @@ def test_the_delay_hook_holds_batches_until_enough_requests_arrived() -> None:
 
 def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
-    rig.start(0, 100)
-    rig.start(1, 101)
+    rig.start_two()
     (first_id,) = rig.submit(timeout_ns=5 * MS)
     (second_id,) = rig.submit()
     _, (peer2, batch2) = rig.take_batches()
@@ -117,15 +115,14 @@ def test_an_ordered_response_does_not_wait_for_a_cancelled_request() -> None:
     rig.pass_time(6 * MS)
     assert rig.answers() == [
         failure(first_id, "UNAVAILABLE", EXPIRED_TEXT, is_early=True),
-        m.Finished(second_id, b"done", [b"done"]),
+        done(second_id),
     ]
 
 
 def test_ordered_responses_have_different_times_in_traces() -> None:
     """A response that was held until another is sent is later than this one, as in Triton."""
     rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
-    rig.start(0, 100)
-    rig.start(1, 101)
+    rig.start_two()
     rig.submit(2, trace=TraceContext.new().encoded)
     for peer, batch in reversed(rig.take_batches()):
         rig.finish(peer, batch)
@@ -135,8 +132,7 @@ def test_ordered_responses_have_different_times_in_traces() -> None:
 
 def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
-    rig.start(0, 100)
-    rig.start(1, 101)
+    rig.start_two()
     rig.submit()
     (second_id,) = rig.submit(timeout_ns=5 * MS)
     (third_id,) = rig.submit()
@@ -171,7 +167,7 @@ def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())
-    assert rig.answers() == [m.Finished(number, b"done", [b"done"]) for number in (first, last)]
+    assert rig.answers() == [done(number) for number in (first, last)]
 
 
 def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
@@ -237,8 +233,7 @@ def test_an_unregistered_worker_is_notified_of_a_readers_exit() -> None:
 def test_an_instance_announced_during_a_retirement_is_new() -> None:
     """The retiring instance's worker had died, so its index is free."""
     rig = Rig()
-    rig.start(0, 100)
-    rig.start(1, 101)
+    rig.start_two()
     rig.supervisor(ProcessExited(101, "killed"))
     rig.supervisor(RetireInstance(1), InstanceExpected(1, 102))
     assert rig.control.take() == [(b"", InstanceRetired(0))]
@@ -251,8 +246,7 @@ def test_an_instance_announced_during_a_retirement_is_new() -> None:
 
 def test_a_full_queue_reports_when_to_retry() -> None:
     rig, peer = ready_rig(max_queue_size=4)
-    rig.submit()
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch()
     rig.pass_time(2_000 * MS)
     rig.finish(peer, batch)
     # All requests of one turn: requests that an idle instance can take at once do not count as
@@ -275,7 +269,7 @@ def test_expired_requests_are_removed_from_a_full_queue() -> None:
     (number,) = rig.submit()
     assert rig.answers() == [failure(expiring_id, "UNAVAILABLE", EXPIRED_TEXT)]
     rig.finish(*rig.execute())
-    assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
+    assert rig.answers() == [done(number)]
 
 
 def test_overload_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -299,10 +293,7 @@ def test_a_duplicate_id_is_dropped_but_other_clients_may_use_it() -> None:
     peer = rig.start()
     for _ in range(2):
         rig.finish(peer, rig.execute()[1])
-    assert rig.clients.take() == [
-        (GATEWAY, m.Finished(number, b"done", [b"done"])),
-        (OTHER_PEER, m.Finished(number, b"done", [b"done"])),
-    ]
+    assert rig.clients.take() == [(GATEWAY, done(number)), (OTHER_PEER, done(number))]
     assert rig.report()["shmserve"]["malformed"] == 1
 
 
@@ -332,8 +323,7 @@ def test_the_supervisor_is_notified_of_the_first_execution_of_each_process() -> 
 
 def test_an_instance_that_dies_during_its_first_stream_has_served_nothing() -> None:
     rig, peer = ready_rig(decoupled=True)
-    rig.submit()
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch()
     rig.report_returned(peer, batch)
     rig.respond(peer, batch.requests[0].key)
     assert rig.take_supervisor_messages(InstanceServed) == []
@@ -427,14 +417,13 @@ def test_a_waiting_batch_hurries_for_a_deadline() -> None:
     assert rig.now < rig.wake_ns < rig.now + 50 * MS
     rig.pass_time(rig.wake_ns - rig.now)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
+    assert rig.answers() == [done(number)]
     assert rig.report()["shmserve"]["batches_closed"]["deadline"] == 1
 
 
 def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
-    rig, peer = ready_rig(
-        {}, parameters={"execution_timeout_seconds": "0.5"}, execution_timeout_s=60
-    )
+    limit = {"execution_timeout_seconds": "0.5"}
+    rig, peer = ready_rig({}, parameters=limit, execution_timeout_s=60)
     number, batch = rig.submit_and_take_batch()
     assert rig.wake_ns == rig.now + 500 * MS
     rig.pass_time(500 * MS)
@@ -449,7 +438,7 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     assert rig.control.take() == [] and rig.take_batches() == []
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(waiting_id, b"done", [b"done"])]
+    assert rig.answers() == [done(waiting_id)]
     assert batch.batch
 
 
@@ -461,7 +450,7 @@ def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
     assert rig.answers() == []
     rig.supervisor(ProcessExited(100, "signal 9"))
     rig.finish(rig.start(0, 101), rig.execute()[1])
-    assert rig.answers() == [m.Finished(first_id, b"done", [b"done"])]
+    assert rig.answers() == [done(first_id)]
     rig.pass_time(2_000 * MS)
     text = "execution of the request exceeded the limit of 2 seconds"
     assert rig.answers() == [failure(second_id, "INTERNAL", text, is_early=True)]
@@ -501,17 +490,13 @@ def test_a_queued_request_is_cancelled() -> None:
 
 def test_cancelling_an_executing_request_does_not_affect_other_requests() -> None:
     rig, peer = ready_rig({})
-    first_id, second_id = rig.submit(2, timeout_ns=50 * MS)
-    _, batch = rig.execute()
+    (first_id, second_id), batch = rig.submit_batch(2, timeout_ns=50 * MS)
     keys = [request.key for request in batch.requests]
     rig.client(m.Cancel(first_id))
     assert rig.answers() == []
     assert rig.workers.take() == [(peer, m.CancelExecution(keys[0]))]
     rig.finish(peer, batch, ok_reply(keys[0], response_in_arena(100, 0)), ok_reply(keys[1]))
-    assert rig.answers() == [
-        failure(first_id, "CANCELLED", "request cancelled"),
-        m.Finished(second_id, b"done", [b"done"]),
-    ]
+    assert rig.answers() == [failure(first_id, "CANCELLED", "request cancelled"), done(second_id)]
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [0]))]
 
 
@@ -526,15 +511,14 @@ def test_an_exited_client_receives_nothing() -> None:
     _, batch = rig.execute()
     assert len(batch.requests) == 1
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(client_id, b"done", [b"done"])]
+    assert rig.answers() == [done(client_id)]
     rig.submit(1, peer=OTHER_PEER)
     assert rig.take_batches() == [] and rig.answers() == []
 
 
 def test_a_client_disconnects_while_its_requests_execute() -> None:
     rig, peer = ready_rig({})
-    first_id, second_id = rig.submit(2, timeout_ns=5 * MS)
-    _, batch = rig.execute()
+    (first_id, second_id), batch = rig.submit_batch(2, timeout_ns=5 * MS)
     keys = [r.key for r in batch.requests]
     rig.client(m.Cancel(first_id))
     rig.supervisor(ProcessExited(7000, ""))
@@ -559,7 +543,7 @@ def test_after_a_death_each_member_of_the_batch_runs_again_alone_and_first() -> 
         _, batch = rig.execute()
         assert len(batch.requests) == 1
         rig.finish(peer, batch)
-        assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
+        assert rig.answers() == [done(number)]
     counters = rig.report()["shmserve"]
     assert counters["retried"] == 3 and counters["workers_lost"] == 1
     assert counters["batches_closed"]["retry"] == 3
@@ -577,7 +561,7 @@ def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
     text = "the model's worker died while running this request (signal 11)"
     assert rig.answers() == [failure(fatal_id, "INTERNAL", text)]
     rig.finish(rig.start(0, 102), rig.execute()[1])
-    assert rig.answers() == [m.Finished(harmless_id, b"done", [b"done"])]
+    assert rig.answers() == [done(harmless_id)]
 
 
 def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
@@ -594,7 +578,7 @@ def test_a_request_whose_input_may_be_overwritten_is_not_retried() -> None:
     )
     assert rig.answers() == [failure(number, "INTERNAL", text) for number in executing_ids]
     rig.finish(rig.start(0, 101), rig.execute()[1])
-    assert rig.answers() == [m.Finished(waiting_id, b"done", [b"done"])]
+    assert rig.answers() == [done(waiting_id)]
 
 
 def test_a_cancelled_request_is_not_retried() -> None:
@@ -627,14 +611,11 @@ def test_a_cancelled_request_is_not_retried() -> None:
 )
 def test_replies_that_do_not_match_fail_only_their_batch(corrupt) -> None:
     rig, peer = ready_rig({})
-    first_id, second_id = rig.submit(2)
-    _, batch = rig.execute()
+    (first_id, second_id), batch = rig.submit_batch(2)
     replies = corrupt([ok_reply(request.key) for request in batch.requests])
     rig.worker(peer, m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
-    assert rig.answers() == [
-        failure(first_id, "INTERNAL", Internal().message),
-        failure(second_id, "INTERNAL", Internal().message),
-    ]
+    text = Internal().message
+    assert rig.answers() == [failure(number, "INTERNAL", text) for number in (first_id, second_id)]
     rig.submit()
     rig.finish(peer, rig.execute()[1])
     assert len(rig.answers()) == 1
@@ -713,7 +694,7 @@ def test_draining_rejects_new_requests_and_completes_accepted_ones() -> None:
     assert rig.answers() == [failure(refused_id, "UNAVAILABLE", text)]
     assert not has_drained(rig)
     rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(number, b"done", [b"done"])]
+    assert rig.answers() == [done(number)]
     assert has_drained(rig)
     rig.supervisor(Drain())
     assert has_drained(rig)
@@ -721,8 +702,7 @@ def test_draining_rejects_new_requests_and_completes_accepted_ones() -> None:
 
 def test_draining_waits_for_requests_that_are_not_settled() -> None:
     rig, peer = ready_rig()
-    rig.submit(timeout_ns=MS)
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch(timeout_ns=MS)
     rig.pass_time(2 * MS)
     rig.supervisor(Drain())
     assert not has_drained(rig)
@@ -756,7 +736,7 @@ def test_stopping_responds_to_every_request() -> None:
 
 def test_metrics_are_an_instances_own_and_stay_counted() -> None:
     rig = Rig()
-    peers = [rig.start(0, 100), rig.start(1, 101)]
+    peers = rig.start_two()
     for number, peer in enumerate(peers, 1):
         rig.worker(peer, m.MetricsReported([["c", "", "COUNTER", [[[], [number], []]]]]))
     assert reported_families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
@@ -780,8 +760,7 @@ def test_request_options_reach_the_worker() -> None:
     rig, _ = ready_rig({})
     fields: dict[str, Any] = {"request_id": "me", "flags": 3, "timeout_us": 9, "priority": 1}
     fields |= {"correlation_id": 4, "correlation_text": "text"}
-    rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **fields)
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch(work=(schema_of(), [b"packed"]), timeout_ns=MS, **fields)
     (w,) = batch.requests
     pid = int(GATEWAY.split(b".")[0])
     assert w == m.Work(w.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS)

@@ -1,24 +1,22 @@
 """Several responses to one request; the worker's slot is free independently of its end."""
 
-from typing import Any
-
 import pytest
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import Drain, Drained, KillInstance, Stop
 from shmserve.scheduler.requests.scheduled import NEVER
-from tests.rigs.scheduler_rig import MS, Rig, pack_response, ready_rig, response_in_arena
+from tests.rigs.scheduler_rig import (
+    MS,
+    Rig,
+    pack_response,
+    ready_rig,
+    response_in_arena,
+    stream_rig,
+)
 from tests.support.texts import EXPIRED_TEXT
 
 DIED_ERROR = "the model's worker died before this request's last response"
-
-
-def start_stream(**options: Any) -> tuple[Rig, bytes, int, int]:
-    """Start a decoupled model with one request at its worker; return also its number and key."""
-    rig, peer = ready_rig(decoupled=True, **options)
-    number, batch = rig.submit_and_take_batch()
-    return rig, peer, number, batch.requests[0].key
 
 
 def part(number: int, response: bytes = b"part", final: bool = False) -> m.Responded:
@@ -29,7 +27,7 @@ def part(number: int, response: bytes = b"part", final: bool = False) -> m.Respo
 
 
 def test_responses_are_relayed_as_they_arrive_and_the_last_ends_the_request() -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     for text in (b"a", b"b"):
         rig.respond(peer, key, text)
         assert rig.answers() == [part(number, text)]
@@ -41,7 +39,7 @@ def test_responses_are_relayed_as_they_arrive_and_the_last_ends_the_request() ->
 
 def test_an_end_before_execute_returns_contains_the_duration() -> None:
     """An ensemble sums the durations of its steps."""
-    rig, peer, _, key = start_stream()
+    rig, peer, _, key = stream_rig()
     rig.pass_time(3 * MS)
     rig.respond(peer, key, b"", final=True)
     (end_message,) = rig.answers()
@@ -50,13 +48,13 @@ def test_an_end_before_execute_returns_contains_the_duration() -> None:
 
 
 def test_an_end_may_arrive_without_any_response() -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     rig.respond(peer, key, b"", final=True)
     assert rig.answers() == [part(number, b"", final=True)]
 
 
 def test_an_error_may_precede_other_responses() -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     rig.respond(peer, key, b"", code="NOT_FOUND", message="not this one")
     rig.respond(peer, key, final=True)
     assert rig.answers() == [
@@ -69,7 +67,7 @@ def test_an_error_may_precede_other_responses() -> None:
 
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(has_failed: bool) -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     rig.respond(peer, key)
     rig.respond(
         peer, key, b"", code="INTERNAL", message="no", final=True, request_failed=has_failed
@@ -83,7 +81,7 @@ def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(has_fa
 
 
 def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
-    rig, peer, first_id, key = start_stream()
+    rig, peer, first_id, key = stream_rig()
     (second_id,) = rig.submit()
     assert rig.take_batches() == []
     rig.report_returned(peer, m.Execute(1, []))
@@ -101,7 +99,7 @@ def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
 
 
 def test_all_responses_may_arrive_before_execute_returns() -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     rig.respond(peer, key)
     rig.respond(peer, key, final=True)
     rig.report_returned(peer, m.Execute(1, []))
@@ -111,7 +109,7 @@ def test_all_responses_may_arrive_before_execute_returns() -> None:
 
 
 def test_a_reply_ends_a_request_too() -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     rig.report_returned(peer, m.Execute(1, []), m.Reply(key, "INVALID_ARG", "cannot be read"))
     assert rig.answers() == [m.Responded(number, "INVALID_ARG", "cannot be read", b"", [], True)]
     assert rig.core.live_count == 0
@@ -119,8 +117,7 @@ def test_a_reply_ends_a_request_too() -> None:
 
 def test_a_batch_of_requests_ends_one_by_one() -> None:
     rig, peer = ready_rig({}, decoupled=True)
-    numbers = rig.submit(3)
-    _, batch = rig.execute()
+    numbers, batch = rig.submit_batch(3)
     keys = [request.key for request in batch.requests]
     rig.report_returned(peer, batch, m.Reply(keys[1], "INTERNAL", "no"))
     rig.respond(peer, keys[2], final=True)
@@ -130,8 +127,7 @@ def test_a_batch_of_requests_ends_one_by_one() -> None:
 
 def test_the_order_of_requests_is_not_preserved() -> None:
     rig, peer = ready_rig({"preserve_ordering": True}, decoupled=True)
-    first_id, second_id = rig.submit(2)
-    _, batch = rig.execute()
+    (first_id, second_id), batch = rig.submit_batch(2)
     keys = [request.key for request in batch.requests]
     rig.respond(peer, keys[1], final=True)
     rig.respond(peer, keys[0], final=True)
@@ -140,14 +136,13 @@ def test_the_order_of_requests_is_not_preserved() -> None:
 
 def test_an_ordinary_model_has_one_response() -> None:
     rig, peer = ready_rig()
-    rig.submit()
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch()
     rig.respond(peer, batch.requests[0].key)
     assert rig.answers() == [] and rig.report()["shmserve"]["malformed"] == 1
 
 
 def test_responses_of_unknown_peers_and_to_foreign_requests_are_dropped() -> None:
-    rig, _, number, key = start_stream()
+    rig, _, number, key = stream_rig()
     other_worker = rig.start(1, 101)
     rig.respond(b"0.77", key)
     rig.respond(other_worker, key)
@@ -160,7 +155,7 @@ def test_responses_of_unknown_peers_and_to_foreign_requests_are_dropped() -> Non
 
 
 def test_credit_of_a_client_reaches_the_worker() -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     for _ in range(3):
         rig.respond(peer, key)
     rig.client(m.Credit(number, 2))
@@ -170,7 +165,7 @@ def test_credit_of_a_client_reaches_the_worker() -> None:
 
 @pytest.mark.parametrize("absurd_count", [1 << 62, (1 << 64) - 1])
 def test_credit_is_limited_to_the_responses_sent(absurd_count: int) -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     rig.client(m.Credit(number, 5))
     rig.respond(peer, key)
     for responses in (-3, 0, absurd_count, absurd_count):
@@ -186,7 +181,7 @@ def test_credit_is_limited_to_the_responses_sent(absurd_count: int) -> None:
 @pytest.mark.parametrize("has_returned", [True, False])
 @pytest.mark.parametrize("responses", [0, 2])
 def test_a_cancelled_request_ends_when_its_model_does(has_returned: bool, responses: int) -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     for _ in range(responses):
         rig.respond(peer, key)
     if has_returned:
@@ -204,7 +199,7 @@ def test_a_cancelled_request_ends_when_its_model_does(has_returned: bool, respon
 
 
 def test_an_exited_client_ends_only_its_own_requests() -> None:
-    rig, peer, _, key = start_stream()
+    rig, peer, _, key = stream_rig()
     rig.respond(peer, key)
     rig.report_returned(peer, m.Execute(1, []))
     rig.answers()
@@ -238,7 +233,7 @@ def test_a_deadline_holds_until_the_last_response(has_returned: bool) -> None:
 
 
 def test_a_request_with_a_response_is_never_retried() -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     rig.respond(peer, key)
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [
@@ -250,7 +245,7 @@ def test_a_request_with_a_response_is_never_retried() -> None:
 
 
 def test_an_open_request_is_never_retried() -> None:
-    rig, peer, number, _ = start_stream()
+    rig, peer, number, _ = stream_rig()
     rig.report_returned(peer, m.Execute(1, []))
     rig.supervisor(ProcessExited(100, ""))
     assert rig.answers() == [m.Failed(number, "INTERNAL", DIED_ERROR, 0, False)]
@@ -259,8 +254,7 @@ def test_an_open_request_is_never_retried() -> None:
 
 def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() -> None:
     rig, peer = ready_rig({}, decoupled=True)
-    completed_id, responding_id, silent_id = rig.submit(3)
-    _, batch = rig.execute()
+    (completed_id, responding_id, silent_id), batch = rig.submit_batch(3)
     keys = [request.key for request in batch.requests]
     rig.respond(peer, keys[0], final=True)
     rig.respond(peer, keys[1])
@@ -277,7 +271,7 @@ def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() ->
 
 
 def test_the_execution_limit_excludes_later_responses() -> None:
-    rig, peer, number, key = start_stream(execution_timeout_s=1)
+    rig, peer, number, key = stream_rig(execution_timeout_s=1)
     rig.pass_time(500 * MS)
     rig.report_returned(peer, m.Execute(1, []))
     rig.pass_time(60_000 * MS)
@@ -287,7 +281,7 @@ def test_the_execution_limit_excludes_later_responses() -> None:
 
 
 def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
-    rig, peer, number, key = start_stream(execution_timeout_s=1)
+    rig, peer, number, key = stream_rig(execution_timeout_s=1)
     rig.respond(peer, key)
     rig.pass_time(1000 * MS)
     ((_, kill),) = rig.control.take()
@@ -302,7 +296,7 @@ def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
 
 
 def test_draining_waits_for_open_requests() -> None:
-    rig, peer, _, key = start_stream()
+    rig, peer, _, key = stream_rig()
     rig.report_returned(peer, m.Execute(1, []))
     rig.supervisor(Drain())
     assert not rig.take_supervisor_messages(Drained)
@@ -311,7 +305,7 @@ def test_draining_waits_for_open_requests() -> None:
 
 
 def test_stopping_fails_open_requests() -> None:
-    rig, peer, number, key = start_stream()
+    rig, peer, number, key = stream_rig()
     rig.respond(peer, key)
     rig.supervisor(Stop())
     _, failed_message = rig.answers()
@@ -324,7 +318,7 @@ def test_stopping_fails_open_requests() -> None:
 
 @pytest.mark.parametrize("first_event", ["the end", "the return"])
 def test_a_request_is_counted_once_in_either_order(first_event: str) -> None:
-    rig, peer, _, key = start_stream()
+    rig, peer, _, key = stream_rig()
     rig.pass_time(MS)
     if first_event == "the return":
         rig.report_returned(peer, m.Execute(1, []))

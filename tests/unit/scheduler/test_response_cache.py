@@ -87,6 +87,19 @@ def run(rig: Rig, peer: bytes, request: Packed, result: Packed) -> int:
     return number
 
 
+def rig_with_large_response(arena: Arena, **options: Any) -> Rig:
+    """Return a rig whose cache has a response that is too large for a message."""
+    rig = cached_rig(**options)
+    run(rig, rig.start(), pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
+    return rig
+
+
+def lent_bytes(rig: Rig) -> int:
+    """Return the number of bytes of copies that readers have not released."""
+    byte_size: int = rig.report()["shmserve"]["cache"]["lent_bytes"]
+    return byte_size
+
+
 def unpack_answer(message: m.Finished) -> Packed:
     return message.schema, message.data
 
@@ -143,8 +156,7 @@ def test_hits_keep_the_order_of_requests() -> None:
 def test_errors_are_not_cached() -> None:
     rig = cached_rig()
     peer = rig.start()
-    rig.submit(work=pack_request())
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch(work=pack_request())
     rig.finish(peer, batch, m.Reply(batch.requests[0].key, "INTERNAL", "no"))
     rig.answers()
     run(rig, peer, pack_request(), pack_response(b"y"))
@@ -165,9 +177,7 @@ def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
     peer = rig.start()
     placed_body = place_data(arena, b"l" * LARGE_SIZE)
     run(rig, peer, pack_request(), pack_response(placed_body))
-    arena.view(placed_body)[:] = (
-        b"!" * LARGE_SIZE
-    )  # the worker may reuse the memory of its response
+    arena.view(placed_body)[:] = b"!" * LARGE_SIZE  # the worker may reuse its response's memory
     for _ in range(30):  # 3 MB in total, through an arena of 1 MB
         (output,) = inferred_of(submit_hit(rig, pack_request())).outputs
         assert isinstance(output.data, Range)
@@ -175,43 +185,39 @@ def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
         assert bytes(view) == b"l" * LARGE_SIZE
         view[:] = b"?" * LARGE_SIZE
         rig.client(release_message(output.data))
-    assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
+    assert lent_bytes(rig) == 0
 
 
 def test_an_exited_reader_releases_all_blocks(arena: Arena) -> None:
-    rig = cached_rig()
-    run(rig, rig.start(), pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
+    rig = rig_with_large_response(arena)
     submit_hit(rig, pack_request(), peer=b"7001.cd")
-    assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE_SIZE
+    assert lent_bytes(rig) >= LARGE_SIZE
     rig.supervisor(ProcessExited(7001, ""))
-    assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
+    assert lent_bytes(rig) == 0
 
 
 def test_a_reader_cannot_release_blocks_it_was_not_lent(arena: Arena) -> None:
-    rig = cached_rig()
-    run(rig, rig.start(), pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
+    rig = rig_with_large_response(arena)
     (output,) = inferred_of(submit_hit(rig, pack_request())).outputs
     assert isinstance(output.data, Range)
     rig.client(release_message(output.data), peer=b"7001.cd")
-    assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE_SIZE
+    assert lent_bytes(rig) >= LARGE_SIZE
 
 
 def test_a_cancelled_held_hit_releases_its_copy(arena: Arena) -> None:
-    rig = cached_rig(dynamic_batching={"preserve_ordering": True})
-    run(rig, rig.start(), pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
+    rig = rig_with_large_response(arena, dynamic_batching={"preserve_ordering": True})
     rig.submit(work=pack_request(b"z"))
     (executed_id,) = rig.submit(work=pack_request())
     rig.client(m.Cancel(executed_id))
     assert [answer.code for answer in rig.answers()] == ["CANCELLED"]
-    assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
+    assert lent_bytes(rig) == 0
 
 
 def test_a_refused_hit_releases_its_copy(arena: Arena) -> None:
-    rig = cached_rig()
-    run(rig, rig.start(), pack_request(), pack_response(place_data(arena, b"l" * LARGE_SIZE)))
+    rig = rig_with_large_response(arena)
     rig.submit(work=pack_request(), deadline_ns=1)
     assert [type(answer) for answer in rig.answers()] == [m.Failed]
-    assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
+    assert lent_bytes(rig) == 0
 
 
 def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
@@ -226,27 +232,19 @@ def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
 def region_requests(arena: Arena) -> dict[str, Packed]:
     """Return requests whose inputs or outputs are in memory that schedulers do not read."""
     memory_range = place_data(arena, b"r" * 64)
-    memory, copied = memory_range.memory, memory_range.memory
-    cached_memory = type(memory)(9, SUPERVISOR, memory.fd, memory.inode, memory.byte_size, True)
-    copied = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True)
-    unsealed_memory = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, False)
+    memory = memory_range.memory
+    cached_memory = Memory(9, SUPERVISOR, memory.fd, memory.inode, memory.byte_size, True)
+    copied = Memory(9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True)
+    unsealed_memory = Memory(9, memory.pid, memory.fd, memory.inode, memory.byte_size, False)
     return {
-        "a client's region": pack_request(Range(cached_memory, memory_range.offset, 64)),
-        "an untrusted client's": pack_request(Range(copied, memory_range.offset, 64)),
-        "an object that may shrink": pack_request(Range(unsealed_memory, memory_range.offset, 64)),
-        "an output's place": pack_request(b"x", Range(cached_memory, memory_range.offset, 64)),
+        "region": pack_request(Range(cached_memory, memory_range.offset, 64)),
+        "untrusted": pack_request(Range(copied, memory_range.offset, 64)),
+        "may shrink": pack_request(Range(unsealed_memory, memory_range.offset, 64)),
+        "output": pack_request(b"x", Range(cached_memory, memory_range.offset, 64)),
     }
 
 
-@pytest.mark.parametrize(
-    "region_kind",
-    [
-        "a client's region",
-        "an untrusted client's",
-        "an object that may shrink",
-        "an output's place",
-    ],
-)
+@pytest.mark.parametrize("region_kind", ["region", "untrusted", "may shrink", "output"])
 def test_requests_with_client_regions_are_not_cached(arena: Arena, region_kind: str) -> None:
     """A client could change its region between the hash and the execution, and poison the cache."""
     rig = cached_rig()
@@ -349,9 +347,8 @@ def test_another_sequence_or_position_has_another_key() -> None:
 
 
 def test_another_model_or_version_has_another_key() -> None:
-    assert (
-        len({request_key(REQUEST), request_key(REQUEST, "n"), request_key(REQUEST, "m", "2")}) == 3
-    )
+    keys = {request_key(REQUEST), request_key(REQUEST, "n"), request_key(REQUEST, "m", "2")}
+    assert len(keys) == 3
 
 
 @pytest.mark.parametrize(

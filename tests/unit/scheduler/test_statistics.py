@@ -114,8 +114,7 @@ def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> 
 
 def test_a_request_that_fails_before_the_model_is_no_execution() -> None:
     rig, peer = ready_rig({})
-    rig.submit()
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch()
     (request,) = batch.requests
     replies = [m.Reply(request.key, "INVALID_ARG", "incomplete string")]
     now = rig.now
@@ -285,8 +284,7 @@ def last_snapshot(rig: Rig) -> dict[str, Any]:
 def drained(rig: Rig) -> dict[str, Any]:
     """Return the snapshot of a scheduler that has executed a batch of two, and drained."""
     peer = rig.start()
-    rig.submit(2)
-    _, batch = rig.execute()
+    _, batch = rig.submit_batch(2)
     rig.finish(peer, batch)
     rig.supervisor(Drain())
     return last_snapshot(rig)

@@ -9,7 +9,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import SnapshotStatistics, StatisticsSnapshot
 from shmserve.scheduler.tables import ACCURACY, LAST_RESPONSE_INDEX, Quantiles
 from shmserve.supervisor.models.scheduler_process import CarriedCounters
-from tests.rigs.scheduler_rig import MS, Rig, ready_rig
+from tests.rigs.scheduler_rig import MS, Rig, ready_rig, stream_rig
 
 ZERO_ENTRY = {"count": 0, "ns": 0}
 
@@ -30,13 +30,6 @@ def stats_of(report: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
     }
 
 
-def begin_stream(**options: Any) -> tuple[Rig, bytes, int, int]:
-    """Start a decoupled model and send a request to its worker; return also its number and key."""
-    rig, peer = ready_rig(decoupled=True, **options)
-    (number,) = rig.submit()
-    return rig, peer, number, rig.execute()[1].requests[0].key
-
-
 def send_response(
     rig: Rig, peer: bytes, key: int, infer_ns: int, sent_ns: int, **fields: Any
 ) -> None:
@@ -46,7 +39,7 @@ def send_response(
 
 
 def test_each_response_is_measured_from_the_previous_one() -> None:
-    rig, peer, _, key = begin_stream()
+    rig, peer, _, key = stream_rig()
     send_response(rig, peer, key, 3 * MS, 1)
     send_response(rig, peer, key, 2 * MS, 2)
     send_response(rig, peer, key, 5 * MS, 0, response=b"", final=True)
@@ -61,21 +54,21 @@ def test_each_response_is_measured_from_the_previous_one() -> None:
 
 
 def test_the_last_response_may_also_end_the_request() -> None:
-    rig, peer, _, key = begin_stream()
+    rig, peer, _, key = stream_rig()
     send_response(rig, peer, key, MS, 1, final=True)
     (row,) = stats(rig).values()
     assert row["success"] == (1, MS + 1)
 
 
 def test_an_error_is_a_response_that_failed() -> None:
-    rig, peer, _, key = begin_stream()
+    rig, peer, _, key = stream_rig()
     send_response(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
     rig.respond(peer, key, final=True)
     assert stats(rig)["0"] == {"compute_infer": (1, MS), "fail": (1, MS)}
 
 
 def test_a_cancelled_request_is_counted_once_by_its_state() -> None:
-    rig, peer, number, key = begin_stream()
+    rig, peer, number, key = stream_rig()
     send_response(rig, peer, key, MS, 0)
     rig.client(m.Cancel(number))
     rig.respond(peer, key)
@@ -85,16 +78,15 @@ def test_a_cancelled_request_is_counted_once_by_its_state() -> None:
 
 
 def test_a_model_may_report_its_own_cancellation() -> None:
-    rig, peer, _, key = begin_stream()
+    rig, peer, _, key = stream_rig()
     send_response(rig, peer, key, MS, 0)
-    send_response(
-        rig, peer, key, MS, 0, response=b"", code="CANCELLED", message="no more", final=True
-    )
+    cancellation = {"code": "CANCELLED", "message": "no more"}
+    send_response(rig, peer, key, MS, 0, response=b"", final=True, **cancellation)
     assert stats(rig)["1"] == {"cancel": (1, MS)}
 
 
 def test_requests_add_up_by_index() -> None:
-    rig, peer, _, key = begin_stream()
+    rig, peer, _, key = stream_rig()
     for batch, count in ((1, 3), (2, 2)):
         for _ in range(count):
             send_response(rig, peer, key, 10, 1)
@@ -103,14 +95,12 @@ def test_requests_add_up_by_index() -> None:
         rig.submit()
         key = rig.execute()[1].requests[0].key
     figures = stats(rig)
-    assert [figures[index].get("success", (0, 0))[0] for index in sorted(figures)] == [2, 2, 1, 0]
-    assert [figures[index].get("empty_response", (0, 0))[0] for index in sorted(figures)] == [
-        *(0, 0, 1, 1)
-    ]
+    for name, expected in (("success", [2, 2, 1, 0]), ("empty_response", [0, 0, 1, 1])):
+        assert [figures[index].get(name, (0, 0))[0] for index in sorted(figures)] == expected
 
 
 def test_impossible_times_are_clamped() -> None:
-    rig, peer, _, key = begin_stream()
+    rig, peer, _, key = stream_rig()
     for computed_ns, written_ns in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
         rig.pass_time(10)
         rig.respond(peer, key, computed_ns=computed_ns, written_ns=written_ns)
@@ -120,7 +110,7 @@ def test_impossible_times_are_clamped() -> None:
 
 
 def test_the_table_is_bounded() -> None:
-    rig, peer, _, key = begin_stream()
+    rig, peer, _, key = stream_rig()
     for _ in range(LAST_RESPONSE_INDEX + 5):
         rig.respond(peer, key)
     figures = stats(rig)
@@ -129,7 +119,7 @@ def test_the_table_is_bounded() -> None:
 
 
 def test_counts_are_carried_to_the_next_scheduler() -> None:
-    rig, peer, _, key = begin_stream()
+    rig, peer, _, key = stream_rig()
     send_response(rig, peer, key, MS, 1)
     counts = CarriedCounters(lambda _: None)
     first_report, first_snapshot = rig.report(), rig.snapshot()
@@ -158,7 +148,7 @@ def test_ordinary_models_have_no_response_statistics() -> None:
 
 
 def test_the_first_response_of_a_request_is_observed() -> None:
-    rig, peer, _, key = begin_stream()
+    rig, peer, _, key = stream_rig()
     send_response(rig, peer, key, 300 * MS, 0)
     send_response(rig, peer, key, 9_000 * MS, 0, final=True)
     assert rig.report()["shmserve"]["first_response_ms"] == {
@@ -170,13 +160,13 @@ def test_the_first_response_of_a_request_is_observed() -> None:
 
 
 def test_an_end_without_a_response_is_no_first_response() -> None:
-    rig, peer, _, key = begin_stream()
+    rig, peer, _, key = stream_rig()
     rig.respond(peer, key, b"", final=True)
     assert rig.report()["shmserve"]["first_response_ms"]["count"] == 0
 
 
 def test_a_successor_continues_the_counts() -> None:
-    rig, peer, number, key = begin_stream()
+    rig, peer, number, key = stream_rig()
     send_response(rig, peer, key, MS, 1)
     send_response(rig, peer, key, MS, 0, response=b"", code="INTERNAL", message="no")
     rig.client(m.Cancel(number))

@@ -8,16 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgpack
 import pytest
 
 from shmserve.common import fd_limits
 from shmserve.common.peers import NO_GROUP
+from shmserve.errors import Internal
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import Capabilities
 from shmserve.ipc.messages import publications as m
-from shmserve.ipc.messages.control_requests import Hello, Refused, ShareMemory
+from shmserve.ipc.messages.control_requests import Hello, Refused, ShareMemory, WantModel
 from shmserve.ipc.messages.publications import Acknowledged, HealthChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import unpack_memory
@@ -175,6 +177,26 @@ async def test_many_inputs_end_no_connection(run_dir: Path, tensors: int, all_fi
         models.insert(0, wide)
         later = stack.enter_context(join_server(run_dir))
         assert _names(await _receive(later, 4)) == ({"plain", "wide"} if all_fit else {"plain"})
+
+
+@pytest.mark.parametrize("request_", [WantModel(7, "m", 0.0), ShareMemory(7, 4096, False)])
+async def test_a_request_that_fails_unexpectedly_is_refused(
+    run_dir: Path, request_: WantModel | ShareMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the program would wait for its response for ever."""
+
+    async def load_on_demand(name: str, timeout_s: float) -> None:
+        raise OSError("no descriptor is free")
+
+    memory: Any = SimpleNamespace(share=MagicMock(side_effect=OSError("no descriptor is free")))
+    arguments = Capabilities(bytes(32)), memory, list, Acknowledgements(), lambda _: None
+    local_clients = LocalClientServer(run_dir, NO_GROUP, *arguments, load_on_demand)
+    with join_server(run_dir) as link:
+        link.send(frames.pack([Hello(frames.VERSION), request_]))
+        _, response = await _receive(link, 2, sends_hello=False)
+    local_clients.connections.close()
+    assert response == Refused(7, Internal.code, Internal().message)
+    assert "no descriptor is free" in caplog.text
 
 
 def test_the_tensors_that_a_welcome_lists() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.workers.backends.python import server
-from tests.rigs.worker_rig import Rig, rig
+from tests.rigs.worker_rig import MIB, Region, Rig, rig
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +20,11 @@ def closed_backend() -> Iterator[None]:
 def worker(tmp_path: Path) -> Iterator[Rig]:
     with rig(tmp_path) as model_rig:
         yield model_rig
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    """Yield a client's region, which is larger than the tensors of any test."""
+    client_region = Region(40 * MIB)
+    yield client_region
+    client_region.close()

@@ -3,7 +3,6 @@
 import mmap
 import os
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -40,13 +39,6 @@ from tests.rigs.worker_rig import (
 )
 
 F32 = np.float32
-
-
-@pytest.fixture
-def region() -> Iterator[Region]:
-    new_region = Region(40 * MIB)
-    yield new_region
-    new_region.close()
 
 
 def echo(requests: list[Request]) -> list[Response]:
@@ -162,7 +154,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
         raw_inputs.append(requests[0].inputs["X"].raw)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, record_inputs), one_tensor())
+    worker.serve_function(record_inputs, one_tensor())
     requested_output = RequestedOutput("Y", region.memory_range(20 * MIB, 16 * MIB))
     request = inference(TensorRef("X", "FP32", data.shape, source), outputs=[requested_output])
     tracemalloc.start()
@@ -173,8 +165,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     assert peak < 1 * MIB
     assert address_of(raw_inputs[0]) == address_of(worker.context.mappings.view(source))
     assert region.read(20 * MIB, 16 * MIB) == data.tobytes()
-    assert reply.answer is not None
-    assert reply.answer.outputs[0].data == requested_output.memory_range
+    assert reply.outputs[0].data == requested_output.memory_range
     assert worker.context.arena.used_bytes == 0
 
 
@@ -185,7 +176,7 @@ def test_only_inputs_in_regions_are_read_only(worker: Rig, region: Region) -> No
         flags.append(requests[0].inputs["X"].numpy().flags.writeable)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, record_flags), one_tensor())
+    worker.serve_function(record_flags, one_tensor())
     data = np.arange(4, dtype=F32)
     worker.batch(inference(tensor("X", data)))
     worker.batch(inference(tensor("X", data, region.write(0, data))))
@@ -199,18 +190,18 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(worker: Rig, region: Re
             array += 1
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, add_one), one_tensor())
+    worker.serve_function(add_one, one_tensor())
     data = np.arange(4, dtype=F32)
     for _ in range(2):
-        (reply,) = worker.batch(inference(tensor("X", data, region.write(8, data))))
+        reply = worker.infer(tensor("X", data, region.write(8, data)))
         assert reply.array("Y").tolist() == [1, 2, 3, 4]
         assert region.read(8, 16) == data.tobytes(), "the client's memory is as it was"
 
 
 def test_unaligned_inputs_are_read_correctly(worker: Rig, region: Region) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor())
+    worker.serve_function(echo, one_tensor())
     data = np.arange(5, dtype=F32)
-    (reply,) = worker.batch(inference(tensor("X", data, region.write(3, data))))
+    reply = worker.infer(tensor("X", data, region.write(3, data)))
     assert reply.array("Y").tolist() == data.tolist()
 
 
@@ -219,16 +210,15 @@ def test_unaligned_inputs_are_read_correctly(worker: Rig, region: Region) -> Non
 
 def test_outputs_are_written_to_their_destinations(worker: Rig, region: Region) -> None:
     """Small outputs inline, large ones in the arena, requested ranges of a client."""
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor())
+    worker.serve_function(echo, one_tensor())
     small_array, large_array = np.arange(8, dtype=F32), np.random.rand(MIB).astype(F32)
-    (reply,) = worker.batch(inference(tensor("X", small_array)))
+    reply = worker.infer(tensor("X", small_array))
     assert reply.array("Y").tolist() == small_array.tolist()
     assert worker.context.arena.used_bytes == 0
-    (reply,) = worker.batch(inference(tensor("X", large_array, region.write(0, large_array))))
+    reply = worker.infer(tensor("X", large_array, region.write(0, large_array)))
     assert np.array_equal(reply.array("Y", worker), large_array)
     assert worker.context.arena.used_bytes == 4 * MIB
-    assert reply.answer is not None
-    memory_range = reply.answer.outputs[0].data
+    memory_range = reply.outputs[0].data
     assert not isinstance(memory_range, bytes)
     worker.release([memory_range.offset], pid=1)
     worker.batch(inference(tensor("X", small_array)))
@@ -249,14 +239,13 @@ def test_a_returned_input_is_not_copied(worker: Rig, region: Region, may_return:
         y = {"whole": x, "part": x[: MIB // 2], "computed": x + 1}[kinds_of_output.pop(0)]
         return [Response([Output("Y", "FP32", y)])]
 
-    worker.serve(FunctionBackend(worker.context, compute), one_tensor())
+    worker.serve_function(compute, one_tensor())
     memory_range = region.write(0, data)
     requested = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), may_return)
     for expected in (data, data[: MIB // 2], data, data + 1):
         is_returned = may_return and expected is data
-        (reply,) = worker.batch(inference(tensor("X", data, memory_range), outputs=[requested]))
-        assert reply.answer is not None
-        (output,) = reply.answer.outputs
+        reply = worker.infer(tensor("X", data, memory_range), outputs=[requested])
+        (output,) = reply.outputs
         assert isinstance(output.data, Range)
         assert output.data.offset == (0 if is_returned else 8 * MIB)
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
@@ -279,7 +268,7 @@ def test_a_write_over_an_input_changes_no_other_output(
         [tensor_config(name, "FP32", (-1,)) for name in "XY"],
         [tensor_config(name, "FP32", (-1,)) for name in "ABZ"],
     )
-    worker.serve(FunctionBackend(worker.context, compute), config)
+    worker.serve_function(compute, config)
     x, y = np.arange(size, dtype=F32), np.arange(size, dtype=F32) + 1000
     # A client may have registered the object a second time, under another name, for outputs.
     memory = region.memory if names == "one" else replace(region.memory, id=region.memory.id + 1)
@@ -292,7 +281,7 @@ def test_a_write_over_an_input_changes_no_other_output(
             )
             for name, index in range_indices.items()
         ]
-        (reply,) = worker.batch(inference(*inputs, outputs=expected))
+        reply = worker.infer(*inputs, outputs=expected)
         return {
             name: reply.array(name, worker).tolist()
             if index is None
@@ -307,7 +296,7 @@ def test_a_write_over_an_input_changes_no_other_output(
 
 
 def test_an_output_too_large_for_its_range_fails_that_request(worker: Rig, region: Region) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=4))
+    worker.serve_function(echo, one_tensor(max_batch_size=4))
     bytes_before = region.read(0, 64)
     requested_output = RequestedOutput("Y", region.memory_range(0, 15))
     data = np.ones((1, 4), F32)
@@ -325,27 +314,18 @@ def test_an_output_too_large_for_its_range_fails_that_request(worker: Rig, regio
 
 def test_only_requested_outputs_are_sent(worker: Rig) -> None:
     def respond_with_three(requests: list[Request]) -> list[Response]:
-        return [
-            Response(
-                [
-                    Output("A", "INT32", np.array([1], np.int32)),
-                    Output("B", "INT32", np.array([2], np.int32)),
-                    Output("UNKNOWN", "INT32", np.array([3], np.int32)),
-                ]
-            )
-            for _ in requests
-        ]
+        names = ("A", "B", "UNKNOWN")
+        return [Response([Output(name, "INT32", np.ones(1, np.int32)) for name in names])]
 
     config = model_config(
         [tensor_config("X", "FP32", [-1])],
         [tensor_config("A", "INT32", [1]), tensor_config("B", "INT32", [1])],
     )
-    worker.serve(FunctionBackend(worker.context, respond_with_three), config)
+    worker.serve_function(respond_with_three, config)
     x = tensor("X", np.zeros(1, F32))
     for outputs, names in (((), ["A", "B"]), ([RequestedOutput("B")], ["B"])):
-        (reply,) = worker.batch(inference(x, outputs=outputs))
-        assert reply.answer is not None
-        assert [ref.name for ref in reply.answer.outputs] == names
+        reply = worker.infer(x, outputs=outputs)
+        assert [ref.name for ref in reply.outputs] == names
 
 
 @pytest.mark.parametrize(
@@ -358,11 +338,9 @@ def test_only_requested_outputs_are_sent(worker: Rig) -> None:
 )
 def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, message: str) -> None:
     kind = "FP64" if getattr(data, "dtype", None) == np.float64 else "FP32"
-    worker.serve(
-        FunctionBackend(worker.context, lambda requests: [Response([Output("Y", kind, data)])]),
-        one_tensor(dims=(4,)),
-    )
-    (reply,) = worker.batch(inference(tensor("X", np.zeros(4, F32))))
+    response = Response([Output("Y", kind, data)])
+    worker.serve_function(lambda requests: [response], one_tensor(dims=(4,)))
+    reply = worker.infer(tensor("X", np.zeros(4, F32)))
     assert reply.code == "INTERNAL"
     assert message in reply.message
 
@@ -373,7 +351,7 @@ def test_a_lenient_backend_passes_any_output(worker: Rig) -> None:
     )
     backend.strict_outputs = False
     worker.serve(backend, one_tensor(dims=(4,)))
-    (reply,) = worker.batch(inference(tensor("X", np.zeros(4, F32))))
+    reply = worker.infer(tensor("X", np.zeros(4, F32)))
     assert reply.array("Y").shape == (2, 3)
 
 
@@ -389,12 +367,10 @@ def test_a_lenient_backend_passes_any_output(worker: Rig) -> None:
 )
 @pytest.mark.parametrize("has_range", [False, True])
 def test_layouts_are_row_major(worker: Rig, region: Region, rows: Any, has_range: bool) -> None:
-    worker.serve(
-        FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", rows)])]),
-        one_tensor(dims=(3, 4)),
-    )
+    response = Response([Output("Y", "FP32", rows)])
+    worker.serve_function(lambda requests: [response], one_tensor(dims=(3, 4)))
     requested = [RequestedOutput("Y", region.memory_range(64, 100))] if has_range else []
-    (reply,) = worker.batch(inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested))
+    reply = worker.infer(tensor("X", np.zeros((3, 4), F32)), outputs=requested)
     assert reply.code == "", reply.message
     plain = np.ascontiguousarray(
         rows.detach().numpy() if isinstance(rows, torch.Tensor) else rows, F32
@@ -404,13 +380,12 @@ def test_layouts_are_row_major(worker: Rig, region: Region, rows: Any, has_range
 
 
 def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=4))
+    worker.serve_function(echo, one_tensor(max_batch_size=4))
     for shape in ((1, 0), (0, 3)):
         data = np.zeros(shape, F32)
         for outputs in ((), [RequestedOutput("Y", region.memory_range(0, 0))]):
-            (reply,) = worker.batch(inference(tensor("X", data), outputs=outputs))
-            assert reply.answer is not None, reply.message
-            assert reply.answer.outputs[0].shape == shape
+            reply = worker.infer(tensor("X", data), outputs=outputs)
+            assert reply.outputs[0].shape == shape
 
 
 def test_an_empty_output_beside_a_large_one_needs_no_memory(worker: Rig) -> None:
@@ -420,10 +395,9 @@ def test_an_empty_output_beside_a_large_one_needs_no_memory(worker: Rig) -> None
 
     outputs = [tensor_config(name, "FP32", [-1]) for name in "AB"]
     config = model_config([tensor_config("X", "FP32", [-1])], outputs)
-    worker.serve(FunctionBackend(worker.context, respond), config)
-    (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
-    assert reply.answer is not None
-    ranges = [output.data for output in reply.answer.outputs if isinstance(output.data, Range)]
+    worker.serve_function(respond, config)
+    reply = worker.infer(tensor("X", np.zeros(1, F32)))
+    ranges = [output.data for output in reply.outputs if isinstance(output.data, Range)]
     assert [memory_range.byte_size for memory_range in ranges] == [4 * MIB]
     worker.release([memory_range.offset for memory_range in ranges])
     worker.instance.link.receive()
@@ -432,27 +406,21 @@ def test_an_empty_output_beside_a_large_one_needs_no_memory(worker: Rig) -> None
 
 @pytest.mark.parametrize("has_range", [False, True])
 def test_string_outputs(worker: Rig, region: Region, has_range: bool) -> None:
-    worker.serve(
-        FunctionBackend(worker.context, echo), one_tensor("STRING", (2,), max_batch_size=4)
-    )
+    worker.serve_function(echo, one_tensor("STRING", (2,), max_batch_size=4))
     data = np.array([[b"", "ä".encode()], [b"\0\1", b"x" * 50]], dtype=object)
     requested_outputs = [RequestedOutput("Y", region.memory_range(0, 1000))] if has_range else []
-    (reply,) = worker.batch(inference(tensor("X", data), outputs=requested_outputs))
-    assert reply.answer is not None, reply.message
+    reply = worker.infer(tensor("X", data), outputs=requested_outputs)
     sent = tensor("X", data).data
     assert isinstance(sent, bytes)
-    assert (region.read(0, len(sent)) if has_range else reply.answer.outputs[0].data) == sent
+    assert (region.read(0, len(sent)) if has_range else reply.outputs[0].data) == sent
 
 
 def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
-    for data in (np.array(["é", "b"]), np.array([b"x", b"y"]), np.array([5, "z"], dtype=object)):
-        worker.serve(
-            FunctionBackend(
-                worker.context, lambda requests, data=data: [Response([Output("Y", "BYTES", data)])]
-            ),
-            one_tensor("STRING", (2,)),
-        )
-        (reply,) = worker.batch(inference(tensor("X", np.array([b"a", b"b"], dtype=object))))
+    arrays = [np.array(["é", "b"]), np.array([b"x", b"y"]), np.array([5, "z"], dtype=object)]
+    outputs = iter([Output("Y", "BYTES", data) for data in arrays])
+    worker.serve_function(lambda requests: [Response([next(outputs)])], one_tensor("STRING", (2,)))
+    for _ in arrays:
+        reply = worker.infer(tensor("X", np.array([b"a", b"b"], dtype=object)))
         assert reply.code == "", reply.message
 
 
@@ -464,7 +432,7 @@ def test_reshape_of_inputs_and_outputs(worker: Rig) -> None:
         return echo(requests)
 
     config = one_tensor(dims=(4, -1), max_batch_size=8, reshape={"shape": [2, 2, -1]})
-    worker.serve(FunctionBackend(worker.context, record_shapes), config)
+    worker.serve_function(record_shapes, config)
     replies = worker.batch(*(inference(tensor("X", np.zeros((n, 4, 5), F32))) for n in (1, 3)))
     assert shapes == [(1, 2, 2, 5), (3, 2, 2, 5)]
     assert [reply.array("Y").shape for reply in replies] == [(1, 4, 5), (3, 4, 5)]
@@ -487,7 +455,7 @@ def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.Data
 
 
 def test_an_invalid_request_fails_alone(worker: Rig, region: Region) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=8))
+    worker.serve_function(echo, one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
     outside_range = region.memory_range(40 * MIB - 8, 16)
     wrong_size = TensorRef("X", "FP32", (1, 4), b"123")
@@ -507,9 +475,7 @@ def test_an_invalid_request_fails_alone(worker: Rig, region: Region) -> None:
 
 
 def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
-    worker.serve(
-        FunctionBackend(worker.context, echo), one_tensor("STRING", (1,), max_batch_size=8)
-    )
+    worker.serve_function(echo, one_tensor("STRING", (1,), max_batch_size=8))
     valid_tensor = tensor("X", np.array([[b"a"]], dtype=object))
     bad_tensor = TensorRef("X", "BYTES", (1, 1), b"\xff\0\0\0ab")
     first_reply, second = worker.batch(inference(valid_tensor), inference(bad_tensor))
@@ -553,13 +519,13 @@ def test_all_inputs_are_named_whose_strings_do_not_add_up(worker: Rig) -> None:
     names = ("A", "B", "C")
     inputs = [tensor_config(name, "STRING", [2]) for name in names]
     config = model_config(inputs, [tensor_config("Y", "STRING", [2])])
-    worker.serve(FunctionBackend(worker.context, echo), config)
+    worker.serve_function(echo, config)
     one_string, two_strings = b"\1\0\0\0a", b"\1\0\0\0a" * 2
     tensors = [
         TensorRef(name, "BYTES", (2,), data)
         for name, data in zip(names, (one_string, two_strings, b""), strict=True)
     ]
-    (reply,) = worker.batch(inference(*tensors))
+    reply = worker.infer(*tensors)
     assert reply.code == "INVALID_ARG"
     assert reply.message == (
         "[request id: id-1] expected 2 string elements for inference input 'A' for model 'm', "
@@ -568,12 +534,12 @@ def test_all_inputs_are_named_whose_strings_do_not_add_up(worker: Rig) -> None:
 
 
 def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor())
+    worker.serve_function(echo, one_tensor())
     data = np.zeros(4, F32)
     memory_range = region.write(8192, data)
     assert worker.batch(inference(tensor("X", data, memory_range)))[0].code == ""
     os.ftruncate(region.fd, 4096)
-    (reply,) = worker.batch(inference(tensor("X", data, memory_range)))
+    reply = worker.infer(tensor("X", data, memory_range))
     assert reply.code == "INVALID_ARG" and "truncated" in reply.message
 
 
@@ -588,7 +554,7 @@ def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.Mo
             worker.cancel(7)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, execute), one_tensor(max_batch_size=16))
+    worker.serve_function(execute, one_tensor(max_batch_size=16))
     rows = [np.full((1, n), n, F32) for n in (10, 10, 5, 1, 40, 10, 5, 5)]
     items = [inference(tensor("X", row)) for row in rows]
     items[3] = inference(tensor("Z", rows[3]))
@@ -612,7 +578,7 @@ def test_the_requests_of_a_failed_batch_are_retried_alone(worker: Rig) -> None:
             array *= 2  # the retry must not see this change
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, fail_several), one_tensor(max_batch_size=8))
+    worker.serve_function(fail_several, one_tensor(max_batch_size=8))
     replies = worker.batch(*(inference(tensor("X", np.array([[n]], F32))) for n in (1, -1, 3)))
     assert sizes == [3, 1, 1, 1]
     assert [reply.code for reply in replies] == ["", "INTERNAL", ""]
@@ -650,7 +616,7 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
             raise memory_error
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, execute), one_tensor(max_batch_size=8))
+    worker.serve_function(execute, one_tensor(max_batch_size=8))
     replies = worker.batch(*(inference(tensor("X", np.full((1, 1), n, F32))) for n in range(8)))
     assert batch_sizes == sizes
     assert freed_after == [attempt for attempt, size in enumerate(sizes, 1) if size > max_rows]
@@ -665,25 +631,19 @@ def test_a_request_too_large_for_the_memory_fails_alone(worker: Rig) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, execute), one_tensor(max_batch_size=8))
+    worker.serve_function(execute, one_tensor(max_batch_size=8))
     replies = worker.batch(*(inference(tensor("X", np.array([[n]], F32))) for n in (1, -1, 3, 4)))
     assert [reply.code for reply in replies] == ["", "UNAVAILABLE", "CANCELLED", ""]
     assert "not enough memory on device 'cpu' for model 'm'" in replies[1].message
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([], "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
-        (None, "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
-    ],
-)
-def test_wrong_numbers_of_responses_fail_a_batch(worker: Rig, result: Any, message: str) -> None:
-    worker.serve(FunctionBackend(worker.context, lambda requests: result), one_tensor())
-    (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
+@pytest.mark.parametrize("result", [[], None])
+def test_wrong_numbers_of_responses_fail_a_batch(worker: Rig, result: Any) -> None:
+    worker.serve_function(lambda requests: result, one_tensor())
+    reply = worker.infer(tensor("X", np.zeros(1, F32)))
     assert reply.code == "INTERNAL"
     assert reply.message.startswith("Failed to process the request(s) for model 'm_0_0', message:")
-    assert message in reply.message
+    assert "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0" in reply.message
 
 
 @pytest.mark.parametrize(
@@ -701,9 +661,9 @@ def test_exceptions_of_a_model_fail_the_request(
     def fail(requests: list[Request]) -> list[Response]:
         raise error
 
-    worker.serve(FunctionBackend(worker.context, fail), one_tensor())
+    worker.serve_function(fail, one_tensor())
     for _ in range(2):
-        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
+        reply = worker.infer(tensor("X", np.zeros(1, F32)))
         assert reply.code == code
         assert text in reply.message
 
@@ -712,7 +672,7 @@ def test_a_failed_copy_of_an_input_fails_its_request_only(
     worker: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inputs in another user's memory are copied."""
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=8))
+    worker.serve_function(echo, one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
     copied = Range(replace(region.memory, copied=True), 0, data.nbytes)
 
@@ -733,7 +693,7 @@ def test_per_request_errors_and_parameters(worker: Rig) -> None:
         bad_response.error = Internal("not this one")
         return [good_response, bad_response]
 
-    worker.serve(FunctionBackend(worker.context, answer_mixed), one_tensor(max_batch_size=8))
+    worker.serve_function(answer_mixed, one_tensor(max_batch_size=8))
     data = tensor("X", np.zeros((1, 1), F32))
     good_reply, bad_reply = worker.batch(inference(data), inference(data))
     assert good_reply.answer is not None and good_reply.answer.parameters == {"n": 1}
@@ -748,7 +708,7 @@ def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None
         cancelled_flags.extend(request.is_cancelled() for request in requests)
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, answer_cancelled), one_tensor(max_batch_size=8))
+    worker.serve_function(answer_cancelled, one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
     first_reply, second_reply = worker.batch(
         *(
@@ -766,7 +726,7 @@ def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None
 
 
 def test_times_are_in_order(worker: Rig) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor())
+    worker.serve_function(echo, one_tensor())
     worker.batch(inference(tensor("X", np.zeros(1, F32))))
     finished_message = worker.finished
     assert (
@@ -786,11 +746,9 @@ def test_outputs_for_a_dead_scheduler_are_not_written(worker: Rig, region: Regio
         worker.scheduler.close()
         return echo(requests)
 
-    worker.serve(FunctionBackend(worker.context, execute), one_tensor())
+    worker.serve_function(execute, one_tensor())
     x = tensor("X", np.ones(4, F32))
-    (reply,) = worker.batch(
-        inference(x, outputs=[RequestedOutput("Y", region.memory_range(0, 16))])
-    )
+    reply = worker.infer(x, outputs=[RequestedOutput("Y", region.memory_range(0, 16))])
     assert reply.code == "CANCELLED"
     assert region.read(0, 16) == bytes(16)
 
@@ -881,7 +839,7 @@ def test_a_local_client_without_releases_cannot_fill_the_arena() -> None:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_outputs_of_a_batch_without_its_scheduler_are_released(worker: Rig, is_lost: bool) -> None:
-    worker.serve(FunctionBackend(worker.context, echo), one_tensor())
+    worker.serve_function(echo, one_tensor())
     worker.batch(inference(tensor("X", np.ones(MIB, F32))))
     assert worker.context.arena.used_bytes
     if is_lost:
@@ -899,7 +857,7 @@ def test_an_arena_that_is_full_fails_the_request_and_keeps_nothing(worker: Rig) 
         [tensor_config("X", "FP32", [-1])],
         [tensor_config("A", "FP32", [-1]), tensor_config("B", "FP32", [-1])],
     )
-    worker.serve(FunctionBackend(worker.context, answer_huge), config)
-    (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
+    worker.serve_function(answer_huge, config)
+    reply = worker.infer(tensor("X", np.zeros(1, F32)))
     assert reply.code == "UNAVAILABLE"
     assert worker.context.arena.used_bytes == 0

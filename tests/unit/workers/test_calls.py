@@ -4,6 +4,7 @@ import asyncio
 import errno
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -31,16 +32,10 @@ from shmserve.ipc.transport import zmtp
 from shmserve.workers.bls.calls import UnaryBlsCall
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
 from shmserve.workers.bls.router import CallRouter
-from tests.rigs.called_models import CalledModels, finished, work
-from tests.rigs.worker_rig import MIB, Region, Rig, rig, tensor
+from tests.rigs.called_models import CalledModels, Peer, finished, work
+from tests.rigs.worker_rig import MIB, Region, Rig, tensor
 from tests.support.leaks import descriptor_count
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as model_rig:
-        yield model_rig
 
 
 @pytest.fixture
@@ -71,6 +66,18 @@ def request(values: object = (1.0, 2.0), model: str = "other", **fields: object)
 
 def call(calls: CallRouter, call_request: CallRequest) -> CallResponse:
     return calls.submit_now(UnaryBlsCall(calls, call_request)).wait()
+
+
+def begin(
+    calls: CallRouter,
+    callees: CalledModels,
+    scheduler: Peer,
+    call_request: CallRequest | None = None,
+) -> tuple[Future[CallResponse], m.Submit]:
+    """Begin a call whose model is found at `scheduler`; return it and its submission there."""
+    running_call = callees.run(call, calls, call_request or request())
+    callees.answer_find(scheduler.name)
+    return running_call, scheduler.next(m.Submit)
 
 
 def call_soon(calls: CallRouter, call_request: CallRequest) -> asyncio.Future[CallResponse]:
@@ -127,9 +134,8 @@ def test_a_models_endpoint_is_looked_up_once(router: CallRouter, callees: Called
         scheduler.send(doubled_response(scheduler.next(m.Submit)))
         running_call.result(10)
     router.invalidate("other")
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s1")
-    scheduler.send(doubled_response(scheduler.next(m.Submit)))
+    running_call, submit = begin(router, callees, scheduler)
+    scheduler.send(doubled_response(submit))
     running_call.result(10)
 
 
@@ -137,9 +143,9 @@ def test_a_models_endpoint_is_looked_up_once(router: CallRouter, callees: Called
 def test_calls_end_with_callers(router: CallRouter, callees: CalledModels, own_us: int) -> None:
     scheduler = callees.scheduler("s1")
     deadline_ns = time.monotonic_ns() + 10**9
-    running_call = callees.run(call, router, request(timeout_us=own_us, deadline_ns=deadline_ns))
-    callees.answer_find("s1")
-    submit = scheduler.next(m.Submit)
+    running_call, submit = begin(
+        router, callees, scheduler, request(timeout_us=own_us, deadline_ns=deadline_ns)
+    )
     assert submit.deadline_ns == deadline_ns
     scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
     with pytest.raises(Unavailable, match="Request timeout expired"):
@@ -174,9 +180,8 @@ def test_errors(router: CallRouter, callees: CalledModels) -> None:
 
 def test_a_malformed_answer_is_an_error(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s1")
-    scheduler.send(m.Finished(scheduler.next(m.Submit).id, b"garbage", []))
+    running_call, submit = begin(router, callees, scheduler)
+    scheduler.send(m.Finished(submit.id, b"garbage", []))
     with pytest.raises(ShmserveError, match="internal error"):
         running_call.result(10)
 
@@ -205,17 +210,16 @@ def test_large_tensors_lie_in_memory(router: CallRouter, callees: CalledModels) 
         caller_arena.free(memory_range.offset)
 
 
-def test_inputs_in_the_requests_memory_stay(router: CallRouter, callees: CalledModels) -> None:
-    scheduler, region = callees.scheduler("s1"), Region(4096)
+def test_inputs_in_the_requests_memory_stay(
+    router: CallRouter, callees: CalledModels, region: Region
+) -> None:
+    scheduler = callees.scheduler("s1")
     memory_range = region.write(64, np.array([1, 2], dtype=np.float32))
     call_request = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), memory_range)])
-    running_call = callees.run(call, router, call_request)
-    callees.answer_find("s1")
-    submit = scheduler.next(m.Submit)
+    running_call, submit = begin(router, callees, scheduler, call_request)
     assert work(submit).inputs[0].data == memory_range
     scheduler.send(finished(submit))
     running_call.result(10)
-    region.close()
 
 
 def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
@@ -259,18 +263,15 @@ def test_a_full_arena_fails_the_call(worker: Rig, callees: CalledModels) -> None
 
 def test_a_lost_schedulers_calls_are_moved(router: CallRouter, callees: CalledModels) -> None:
     first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s1")
-    lost_submit = first_scheduler.next(m.Submit)
+    running_call, lost_submit = begin(router, callees, first_scheduler)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     resubmit = second_scheduler.next(m.Submit)
     assert resubmit == lost_submit
     second_scheduler.send(doubled_response(resubmit))
     assert values(running_call.result(10)) == [2.0, 4.0]
     # New calls are sent to the scheduler that the supervisor names.
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s2")
-    second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
+    running_call, submit = begin(router, callees, second_scheduler)
+    second_scheduler.send(doubled_response(submit))
     running_call.result(10)
 
 
@@ -283,9 +284,7 @@ def test_a_call_fails_without_a_descriptor_for_the_successor(
         raise OSError(errno.EMFILE, "Too many open files")
 
     scheduler = callees.scheduler("s1")
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s1")
-    scheduler.next(m.Submit)
+    running_call, _ = begin(router, callees, scheduler)
     monkeypatch.setattr(zmtp, "Dealer", raise_no_descriptors)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
     with pytest.raises(Unavailable, match="cannot connect to a scheduler: Too many open"):
@@ -300,9 +299,7 @@ def test_a_call_fails_without_a_descriptor_for_the_successor(
 def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: CalledModels) -> None:
     """The old scheduler rejects the calls or exits; the new version serves them."""
     first, second, third = (callees.scheduler(name) for name in ("s1", "s2", "s3"))
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s1")
-    submit = first.next(m.Submit)
+    running_call, submit = begin(router, callees, first)
     first.send(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
     callees.answer_find("s2")
     second.next(m.Submit)
@@ -314,9 +311,7 @@ def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: Calle
 
 def test_a_call_fails_if_none_serves_its_model(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s1")
-    scheduler.next(m.Submit)
+    running_call, _ = begin(router, callees, scheduler)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), ""))
     find_question = callees.supervisor.next(FindModel)
     callees.supervisor.send(Refused(find_question.id, "NOT_FOUND", "it is not loaded"))
@@ -326,9 +321,7 @@ def test_a_call_fails_if_none_serves_its_model(router: CallRouter, callees: Call
 
 def test_an_unavailable_model_is_looked_up_again(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s1")
-    submit = scheduler.next(m.Submit)
+    running_call, submit = begin(router, callees, scheduler)
     scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "too many", 1, False, is_refused=True))
     callees.answer_find("s1")
     with pytest.raises(Unavailable, match="Model other - Error when running inference: too many"):
@@ -338,18 +331,14 @@ def test_an_unavailable_model_is_looked_up_again(router: CallRouter, callees: Ca
 
 def test_news_of_a_withdrawn_model(router: CallRouter, callees: CalledModels) -> None:
     first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s1")
-    submit = first_scheduler.next(m.Submit)
+    running_call, submit = begin(router, callees, first_scheduler)
     callees.supervisor.send(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
     until("it is heard", lambda: not router._targets)
-    first_scheduler.send(
-        doubled_response(submit)
-    )  # a call in flight is answered by its old scheduler
+    # A call in flight is answered by its old scheduler.
+    first_scheduler.send(doubled_response(submit))
     running_call.result(10)
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s2")
-    second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
+    running_call, submit = begin(router, callees, second_scheduler)
+    second_scheduler.send(doubled_response(submit))
     running_call.result(10)
 
 
@@ -363,9 +352,7 @@ def test_callers_are_checked_without_the_lock(router: CallRouter, callees: Calle
         return True
 
     origin = SimpleNamespace(is_cancelled=is_cancelled)
-    running_call = callees.run(call, router, request(origins=[origin]))
-    callees.answer_find("s1")
-    submit = scheduler.next(m.Submit)
+    running_call, submit = begin(router, callees, scheduler, request(origins=[origin]))
     router.on_cancelled()
     assert scheduler.next(m.Cancel) == m.Cancel(submit.id)
     scheduler.send(m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
@@ -457,9 +444,7 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
     router: CallRouter, callees: CalledModels
 ) -> None:
     scheduler = callees.scheduler("s1")
-    running_call = callees.run(call, router, request([1]))
-    callees.answer_find("s1")
-    first_submit = scheduler.next(m.Submit)
+    running_call, first_submit = begin(router, callees, scheduler, request([1]))
 
     async def call_once() -> list[float]:
         return values(await call_soon(router, request([2])))
@@ -475,10 +460,9 @@ def test_memory_of_an_exited_process_is_unmapped(router: CallRouter, callees: Ca
     memory_range = exited_arena.allocate(8)
     count_before = descriptor_count(exited_arena.memory.fd)
 
-    running_call = callees.run(call, router, request())
-    callees.answer_find("s1")
+    running_call, submit = begin(router, callees, scheduler)
     answer = TensorRef("Y", "FP32", (1, 2), memory_range)
-    scheduler.send(finished(scheduler.next(m.Submit), answer))
+    scheduler.send(finished(submit, answer))
     running_call.result(10)
     scheduler.next(m.Release)
     assert descriptor_count(exited_arena.memory.fd) > count_before

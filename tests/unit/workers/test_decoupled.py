@@ -7,7 +7,6 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -23,7 +22,7 @@ from shmserve.workers.batch import response_stream
 from shmserve.workers.links import wait_readable
 from shmserve.workers.user_code import EventLoopThread
 from tests.rigs.stream_rig import DECOUPLED_CONFIG, Streams
-from tests.rigs.worker_rig import Region, Rig, rig
+from tests.rigs.worker_rig import Region, Rig
 from tests.support.messages import inferred_of
 from tests.support.waiting import until
 
@@ -94,11 +93,10 @@ class Model(Streams):
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Iterator[Model]:
-    with rig(tmp_path) as model_rig:
-        model = Model(model_rig)
-        yield model
-        model.backend.unload()
+def model(worker: Rig) -> Iterator[Model]:
+    model = Model(worker)
+    yield model
+    model.backend.unload()
 
 
 @pytest.fixture
@@ -156,8 +154,7 @@ def test_a_thread_responds_after_execute_has_returned(model: Model) -> None:
     assert model.responses(2) == [[6, 0], [6, 1], [6, 2], "end"]
 
 
-def test_inputs_in_memory_of_a_client_are_the_models_own(model: Model) -> None:
-    region = Region(4096)
+def test_inputs_in_memory_of_a_client_are_the_models_own(model: Model, region: Region) -> None:
     memory_range = region.write(0, np.array([3], np.float32))
     model.serve("""
         def execute(self, requests):
@@ -168,7 +165,6 @@ def test_inputs_in_memory_of_a_client_are_the_models_own(model: Model) -> None:
     model.begin(3, memory_range=memory_range)
     assert model.responses(1) == [[7], "end"]
     assert region.read(0, 4) == np.array([3], np.float32).tobytes()
-    region.close()
 
 
 def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
@@ -196,9 +192,8 @@ def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
 
 
 def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
-    model: Model, start_pump: Callable[[], None]
+    model: Model, region: Region, start_pump: Callable[[], None]
 ) -> None:
-    region = Region(4096)
     model.serve("""
         def answer(self, request):
             sender = request.get_response_sender()
@@ -213,7 +208,6 @@ def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
     model.credit(1, 1)
     assert model.responses(1) == [text, "in its place", "end"]
     assert region.read(0, 4) == np.float32(3).tobytes()
-    region.close()
 
 
 # --- rejected calls
@@ -502,9 +496,8 @@ def test_send_waits_for_credit_in_execute_itself(model: Model) -> None:
 
 
 def test_responses_to_one_memory_range_are_sent_one_at_a_time(
-    model: Model, start_pump: Callable[[], None]
+    model: Model, region: Region, start_pump: Callable[[], None]
 ) -> None:
-    region = Region(64)
     model.serve(sends(1, 3))
     model.begin(0, output=region.memory_range(0, 4))
     start_pump()
@@ -514,7 +507,6 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
         assert np.frombuffer(region.read(0, 4), "f4")[0] == n
         model.credit(1, 1)
     assert model.responses(1) == ["in its place"] * 3 + ["end"]
-    region.close()
 
 
 def test_a_client_that_never_reads_is_disconnected(

@@ -33,7 +33,6 @@ from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.memory.device_memory import Allocation, DeviceLost, DeviceMemory
 from tests.rigs.fake_cuda import Exported, FakeCuda, FakeDevice
 from tests.rigs.worker_rig import (
-    FunctionBackend,
     Region,
     Rig,
     inference,
@@ -256,9 +255,9 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     worker.context = dataclasses.replace(
         worker.context, mappings=Mappings(memory.open), device_memory=memory
     )
-    worker.serve(FunctionBackend(worker.context, lambda requests: []), row_config())
+    worker.serve_function(lambda requests: [], row_config())
     exported = cuda.export(64)
-    (reply,) = worker.batch(inference(device_x(exported.memory(), 0, ROW)))
+    reply = worker.infer(device_x(exported.memory(), 0, ROW))
     assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
     assert memory.check(CheckMemory(7, exported.raw_handle, 0, b"", 64)).code == "UNAVAILABLE"
     gc.collect()
@@ -318,10 +317,9 @@ def test_a_batch_of_one_is_on_the_device(worker: Rig, cuda: FakeCuda, device: Fa
     for iteration in range(3):
         exported_memory.write(0, ROW + iteration)
         cuda.calls.clear()
-        (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
+        reply = worker.infer(device_x(memory, 0, ROW), outputs=on_device(memory, 32))
         assert reply.code == "", reply.message
-        assert reply.answer is not None
-        assert reply.answer.outputs[0].data == Range(memory, 32, 16)
+        assert reply.outputs[0].data == Range(memory, 32, 16)
         assert (exported_memory.read(32, ROW) == (ROW + iteration) * 2).all()
         # The reply is sent after the device has finished its work.
         assert cuda.calls[-1] == ("synchronize", 0)
@@ -386,7 +384,7 @@ def test_a_region_unregistered_in_flight_stays_mapped(
     serve_doubling(worker, body=body)
     _, memory = export_row(cuda)
     for _ in range(2):
-        (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
+        reply = worker.infer(device_x(memory, 0, ROW), outputs=on_device(memory, 32))
         assert reply.code == ""
     worker.context.mappings.unmap(memory.id)
     assert cuda.opened == 1, "the model still has its input"
@@ -415,11 +413,9 @@ def test_memory_ranges_that_are_too_small_or_unmapped(
 ) -> None:
     serve_doubling(worker)
     exported_memory = cuda.export(64)
-    (reply,) = worker.batch(
-        inference(
-            device_x(exported_memory.memory(), 0, ROW),
-            outputs=on_device(exported_memory.memory(), 32, 8),
-        )
+    reply = worker.infer(
+        device_x(exported_memory.memory(), 0, ROW),
+        outputs=on_device(exported_memory.memory(), 32, 8),
     )
     assert (reply.code, reply.message) == (
         "INTERNAL",
@@ -494,7 +490,7 @@ def test_a_failed_device_ends_the_worker(
     worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     """A worker whose device has failed exits, so that a working process replaces it."""
-    worker.serve(FunctionBackend(worker.context, lambda requests: []), row_config())
+    worker.serve_function(lambda requests: [], row_config())
 
     def fail(*arguments: Any, **options: Any) -> Any:
         raise _AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -516,9 +512,9 @@ def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> No
         assert not any(item.on_device or item.is_shared for item in inputs)
         return [Response([Output("y", item.datatype, item.numpy())]) for item in inputs]
 
-    worker.serve(FunctionBackend(worker.context, echo), row_config())
+    worker.serve_function(echo, row_config())
     exported_memory, memory = export_row(cuda)
-    (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
+    reply = worker.infer(device_x(memory, 0, ROW), outputs=on_device(memory, 32))
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW).all()
     assert (worker.finished.copied_input_bytes, worker.finished.copied_output_bytes) == (16, 16)
@@ -529,14 +525,14 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
         return [Response([Output("y", "BYTES", r.inputs["x"].numpy())]) for r in requests]
 
     config = model_config([tensor_config("x", "STRING", [2])], [tensor_config("y", "STRING", [2])])
-    worker.serve(FunctionBackend(worker.context, echo), config)
+    worker.serve_function(echo, config)
     exported_memory = cuda.export(64)
     memory = exported_memory.memory()
     string_array = np.array([b"one", b"three"], dtype=np.object_)
     wire = np.frombuffer(b"\3\0\0\0one\5\0\0\0three", np.uint8)
     exported_memory.write(0, wire)
     input_tensor = tensor("x", string_array, Range(memory, 0, wire.nbytes))
-    (reply,) = worker.batch(inference(input_tensor, outputs=on_device(memory, 32, 20)))
+    reply = worker.infer(input_tensor, outputs=on_device(memory, 32, 20))
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, wire) == wire).all()
 
@@ -557,7 +553,7 @@ class TritonPythonModel:
     backend = PythonBackend(worker.context)
     worker.serve(backend, row_config(parameters=parameters))
     exported_memory, memory = export_row(cuda)
-    (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
+    reply = worker.infer(device_x(memory, 0, ROW), outputs=on_device(memory, 32))
     backend.unload()  # all backends of a process share the module that models import
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW * 2).all()
@@ -578,7 +574,7 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     worker.serve(backend, config)
     exported_memory, memory = export_row(cuda)
     requested_outputs = (RequestedOutput(config["output"][0]["name"], Range(memory, 32, 16)),)
-    (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=requested_outputs))
+    reply = worker.infer(device_x(memory, 0, ROW), outputs=requested_outputs)
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW * 2).all()
 

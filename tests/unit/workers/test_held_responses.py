@@ -2,9 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +16,7 @@ from shmserve.workers import links
 from shmserve.workers.backends import Output, OutputStream, Response
 from shmserve.workers.links import HOLD_NS, InstanceLink, Timer
 from tests.rigs.stream_rig import DECOUPLED_CONFIG, Streams
-from tests.rigs.worker_rig import FunctionBackend, rig
+from tests.rigs.worker_rig import FunctionBackend, Rig
 from tests.support.waiting import until
 
 
@@ -150,15 +148,14 @@ class Sender(Streams):
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Iterator[Sender]:
+def model(worker: Rig) -> Sender:
     class KeepingBackend(FunctionBackend):
         def execute_decoupled(self, streams: list[OutputStream]) -> None:
             sender.streams = streams
 
-    with rig(tmp_path) as model_rig:
-        model_rig.serve(KeepingBackend(model_rig.context, None), DECOUPLED_CONFIG)
-        sender = Sender(model_rig)
-        yield sender
+    worker.serve(KeepingBackend(worker.context, None), DECOUPLED_CONFIG)
+    sender = Sender(worker)
+    return sender
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.batch import backend_request
 from tests.rigs.worker_rig import (
     CLIENT_PID,
-    FunctionBackend,
     Region,
     Rig,
     inference,
@@ -32,6 +31,7 @@ CONFIG = model_config(
     [tensor_config("X", "FP32", [-1])],
     [tensor_config("A", "FP32", [-1]), tensor_config("B", "INT32", [-1, 2])],
 )
+ZERO = tensor("X", np.zeros(1, np.float32))
 OUTPUT_A = st.tuples(
     st.just("A"), st.sampled_from(["<f4", ">f4", "<f8"]), st.sampled_from([(1,), (3,)])
 )
@@ -58,7 +58,7 @@ RESPONSES = st.lists(
 @given(responses=RESPONSES)
 def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> None:
     model_responses: list[Response] = []
-    worker.serve(FunctionBackend(worker.context, lambda requests: [model_responses[-1]]), CONFIG)
+    worker.serve_function(lambda requests: [model_responses[-1]], CONFIG)
     for count, (outputs, expected, parameters) in enumerate(responses * 3):
         arrays = {
             name: (np.arange(np.prod(shape)) + count).astype(kind).reshape(shape)
@@ -72,7 +72,7 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
             )
         )
         requested = [RequestedOutput(name) for name in expected]
-        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=requested))
+        reply = worker.infer(ZERO, outputs=requested)
         shown = {name: value for name, value in arrays.items() if name in (expected or ("A", "B"))}
         is_invalid = ("A" in shown and shown["A"].dtype == np.float64) or (
             "B" in shown and shown["B"].ndim != 2
@@ -80,8 +80,8 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
         assert (reply.code != "") == is_invalid, reply.message
         if is_invalid:
             continue
+        assert [ref.name for ref in reply.outputs] == list(shown)
         assert reply.answer is not None
-        assert [ref.name for ref in reply.answer.outputs] == list(shown)
         assert reply.answer.parameters == ({"n": 1} if parameters else {})
         for name, value in shown.items():
             assert np.array_equal(reply.array(name), value)
@@ -89,9 +89,10 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, reuse: bool) -> None:
+def test_outputs_with_client_ranges_are_written_each_time(
+    worker: Rig, region: Region, reuse: bool
+) -> None:
     """An unchanged input may stay in place; copies and other arrays are written."""
-    region = Region(64)
     requested_outputs = [RequestedOutput("A", region.memory_range(32, 16), reuse)]
     size = np.dtype("f4").itemsize
 
@@ -103,15 +104,14 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, reuse: bo
         variants = {"shorter": rows[:2] * 2, "swapped": (rows * 2).astype(">f4"), "new": rows * 2}
         return [Response([Output("A", "FP32", variants.get(output_kind, rows))])]
 
-    worker.serve(FunctionBackend(worker.context, execute), CONFIG)
+    worker.serve_function(execute, CONFIG)
     output_kinds = ["new", "returned", "owned", "shorter", "swapped"]
     for count, output_kind in enumerate((output_kinds + output_kinds[::-1]) * 2):
         numbers = np.arange(4, dtype="f4") + count
         sent_tensor = tensor("X", numbers, region.write(0, numbers))
         region.write(32, np.full(4, -1, "f4"))
-        (reply,) = worker.batch(inference(sent_tensor, outputs=requested_outputs))
-        assert reply.answer is not None, reply.message
-        (output,) = reply.answer.outputs
+        reply = worker.infer(sent_tensor, outputs=requested_outputs)
+        (output,) = reply.outputs
         assert isinstance(output.data, Range)
         expected = numbers if output_kind in ("returned", "owned") else numbers * 2
         expected = expected[: 2 if output_kind == "shorter" else 4]
@@ -120,13 +120,11 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, reuse: bo
         assert output.shape == expected.shape
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
         assert worker.finished.copied_output_bytes == (0 if stays_in_input else expected.nbytes)
-    region.close()
 
 
 @pytest.mark.parametrize("has_range", [False, True])
-def test_texts_of_all_sizes_are_written(worker: Rig, has_range: bool) -> None:
+def test_texts_of_all_sizes_are_written(worker: Rig, region: Region, has_range: bool) -> None:
     """A long text is too large for the message, and short texts of the same shape follow it."""
-    region = Region(2 * INLINE_LIMIT)
     config = model_config(
         [tensor_config("X", "FP32", [-1])],
         [tensor_config("T", "STRING", [-1]), tensor_config("N", "INT32", [-1])],
@@ -136,14 +134,13 @@ def test_texts_of_all_sizes_are_written(worker: Rig, has_range: bool) -> None:
     def execute(requests: list[Request]) -> list[Response]:
         return [Response([Output.of_values("T", "BYTES", [text]), Output("N", "INT32", number)])]
 
-    worker.serve(FunctionBackend(worker.context, execute), config)
+    worker.serve_function(execute, config)
     memory_range = region.memory_range(0, 2 * INLINE_LIMIT) if has_range else None
     requested = [RequestedOutput("T", memory_range), RequestedOutput("N")]
     for count, text in enumerate(texts * 2):
         number = np.full(1, count, np.int32)
-        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=requested))
-        assert reply.answer is not None, reply.message
-        output = reply.answer.outputs[0]
+        reply = worker.infer(ZERO, outputs=requested)
+        output = reply.outputs[0]
         assert isinstance(output.data, Range) == (has_range or len(text) == INLINE_LIMIT)
         raw = output.data
         if isinstance(raw, Range):
@@ -152,7 +149,6 @@ def test_texts_of_all_sizes_are_written(worker: Rig, has_range: bool) -> None:
         assert raw == len(text).to_bytes(4, "little") + text
         assert reply.array("N", worker).tolist() == [count]
         assert worker.finished.copied_output_bytes == 4 + len(text) + number.nbytes
-    region.close()
 
 
 def test_rows_of_another_number_are_checked(worker: Rig) -> None:
@@ -164,9 +160,9 @@ def test_rows_of_another_number_are_checked(worker: Rig) -> None:
     def answer_two_rows(requests: list[Request]) -> list[Response]:
         return [Response([Output("Y", "FP32", np.ones((2, 1), np.float32))]) for _ in requests]
 
-    worker.serve(FunctionBackend(worker.context, answer_two_rows), config)
+    worker.serve_function(answer_two_rows, config)
     for rows, code in [(2, "")] * 4 + [(3, "INTERNAL"), (2, "")]:
-        (reply,) = worker.batch(inference(tensor("X", np.ones((rows, 1), np.float32))))
+        reply = worker.infer(tensor("X", np.ones((rows, 1), np.float32)))
         assert reply.code == code
 
 
@@ -186,7 +182,7 @@ def test_requests_that_differ_outside_the_schema_are_parsed_once(
         return RequestSchema(schema)
 
     monkeypatch.setattr(backend_request, "RequestSchema", read_counted)
-    worker.serve(FunctionBackend(worker.context, execute), CONFIG)
+    worker.serve_function(execute, CONFIG)
     sent_work = [
         Work(
             1,
@@ -225,9 +221,9 @@ def test_the_size_of_a_response_is_limited(
     """Without limits, a response would block the processes that other clients use."""
     output = Output("A", "FP32", np.zeros(1, np.float32))
     response = Response([output] * repeats, parameters)
-    worker.serve(FunctionBackend(worker.context, lambda requests: [response]), CONFIG)
+    worker.serve_function(lambda requests: [response], CONFIG)
     for _ in range(2):
-        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32))))
+        reply = worker.infer(ZERO)
         assert error in reply.message
         assert (reply.code != "") == bool(error), reply.message
 
@@ -235,7 +231,7 @@ def test_the_size_of_a_response_is_limited(
 def test_a_response_that_is_too_large_keeps_no_memory(worker: Rig) -> None:
     output = Output("A", "FP32", np.zeros(INLINE_LIMIT, np.float32))
     response = Response([output], {"a": "b" * (1 << 20)})
-    worker.serve(FunctionBackend(worker.context, lambda requests: [response]), CONFIG)
-    (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32))))
+    worker.serve_function(lambda requests: [response], CONFIG)
+    reply = worker.infer(ZERO)
     assert "at most 1048576 bytes are allowed" in reply.message
     assert len(worker.context.output_memory) == 0

@@ -124,8 +124,7 @@ def test_several_outputs(worker: Rig) -> None:
     assert [output["name"] for output in model.config["output"]] == ["y", "z"]
 
 
-def test_inputs_are_the_models_own(worker: Rig) -> None:
-    region = Region(64)
+def test_inputs_are_the_models_own(worker: Rig, region: Region) -> None:
     memory_range = region.write(0, np.array([2], np.float32))
     body = f"""
 def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
@@ -138,7 +137,6 @@ def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
     model.begin(2, memory_range=memory_range)
     assert model.responses(1) == [[3], [4], "end"]
     assert region.read(0, 4) == np.array([2], np.float32).tobytes()
-    region.close()
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -301,11 +299,11 @@ async def is_ready(self):
     thread = threading.Thread(target=lambda: results.append(model.backend.is_ready()))
     thread.start()
     until("it waits", lambda: model.records)
-    (reply,) = worker.batch(inference(tensor("x", np.ones((1, 1), np.float32))))
+    reply = worker.infer(tensor("x", np.ones((1, 1), np.float32)))
     assert reply.array("output").tolist() == [[1]]
     thread.join()
     assert results == [True]
-    (reply,) = worker.batch(inference(tensor("x", np.zeros((1, 1), np.float32))))
+    reply = worker.infer(tensor("x", np.zeros((1, 1), np.float32)))
     assert reply.message == f"{FAILED_REQUEST}SystemExit: no data"
     assert model.backend.is_ready()
 

@@ -68,7 +68,7 @@ def test_a_fixed_first_dimension_is_no_batch_and_a_scalar_has_one_element(worker
     scalar = {"name": "s", "data_type": "TYPE_FP32", "dims": [1]}
     assert completed["output"] == [scalar]
     worker.serve(OnnxBackend(worker.context), completed)
-    (reply,) = worker.batch(inference(tensor("a", np.ones((2, 4), F32))))
+    reply = worker.infer(tensor("a", np.ones((2, 4), F32)))
     assert reply.array("s").tolist() == [8.0]
 
 
@@ -87,23 +87,21 @@ def test_a_large_output_is_computed_in_the_arena(worker: Rig, dims: tuple[Any, .
     save_sum(worker, dims)
     serve(worker)
     large_array = np.arange(LARGE_DIM, dtype=F32)[None]
-    (reply,) = worker.batch(inference(tensor("a", large_array), tensor("b", large_array)))
+    reply = worker.infer(tensor("a", large_array), tensor("b", large_array))
     np.testing.assert_array_equal(reply.array("s", worker), large_array + large_array)
     assert worker.finished.copied_output_bytes == 0
 
 
-def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
+def test_a_large_output_is_computed_in_the_clients_region(worker: Rig, region: Region) -> None:
     save_sum(worker, ("batch", LARGE_DIM))
     serve(worker)
     large_array = np.arange(LARGE_DIM, dtype=F32)[None]
-    region = Region(large_array.nbytes)
     requested_output = RequestedOutput("s", region.memory_range(0, large_array.nbytes))
     inputs = (tensor("a", large_array), tensor("b", large_array))
-    (reply,) = worker.batch(inference(*inputs, outputs=[requested_output]))
+    reply = worker.infer(*inputs, outputs=[requested_output])
     assert reply.code == ""
     assert region.read(0, large_array.nbytes) == (large_array + large_array).tobytes()
     assert worker.finished.copied_output_bytes == 0
-    region.close()
 
 
 def test_an_output_shape_that_contradicts_the_file_is_accepted(worker: Rig) -> None:
@@ -118,12 +116,12 @@ def test_an_output_shape_that_contradicts_the_file_is_accepted(worker: Rig) -> N
     a = np.zeros(LARGE_DIM, F32)
     a[7] = a[9] = 1
     for _ in range(2):
-        (reply,) = worker.batch(inference(tensor("a", a)))
+        reply = worker.infer(tensor("a", a))
         assert reply.array("s").tolist() == [[7.0, 9.0]]
         worker.instance.send_reply(worker.finished)
         assert len(worker.context.output_memory) == 0  # the unused reservation is free again
     a = np.ones(LARGE_DIM, F32)
-    (reply,) = worker.batch(inference(tensor("a", a)))
+    reply = worker.infer(tensor("a", a))
     assert reply.array("s", worker).shape == (1, LARGE_DIM)
 
 
@@ -168,12 +166,10 @@ def test_text_in_and_out(worker: Rig) -> None:
     inputs, outputs = [("a", text, dims)], [("s", text, dims)]
     save(worker.context.version_dir, [("Identity", "a", "s")], inputs, outputs)
     serve(worker)
-    (reply,) = worker.batch(inference(tensor("a", np.array([["é", "b"]], object))))
-    assert reply.answer is not None
-    assert reply.answer.outputs[0].data == b"\x02\0\0\0" + "é".encode() + b"\x01\0\0\0b"
-    (reply,) = worker.batch(inference(tensor("a", np.array([[b"\xff\0z", b"b"]], object))))
-    assert reply.answer is not None
-    assert reply.answer.outputs[0].data == b"\x03\0\0\0\xff\0z\x01\0\0\0b"
+    reply = worker.infer(tensor("a", np.array([["é", "b"]], object)))
+    assert reply.outputs[0].data == b"\x02\0\0\0" + "é".encode() + b"\x01\0\0\0b"
+    reply = worker.infer(tensor("a", np.array([[b"\xff\0z", b"b"]], object)))
+    assert reply.outputs[0].data == b"\x03\0\0\0\xff\0z\x01\0\0\0b"
     with pytest.raises(UnicodeDecodeError):
         b"\xff".decode()
 
@@ -194,7 +190,7 @@ def test_bf16_is_passed_unchanged(worker: Rig) -> None:
     save(worker.context.version_dir, [("Identity", "a", "s")], inputs, outputs)
     serve(worker)
     patterns = np.array([[0x3F80, 0x4000]], np.uint16)
-    (reply,) = worker.batch(inference(tensor("a", patterns, datatype="BF16")))
+    reply = worker.infer(tensor("a", patterns, datatype="BF16"))
     np.testing.assert_array_equal(reply.array("s"), patterns)
 
 
@@ -202,7 +198,7 @@ def test_errors_of_a_run_have_tritons_text(worker: Rig) -> None:
     save_sum(worker, ("batch", "n"))
     serve(worker)
     two, three = (tensor(name, np.ones((1, n), F32)) for name, n in (("a", 2), ("b", 3)))
-    (reply,) = worker.batch(inference(two, three))
+    reply = worker.infer(two, three)
     assert "onnx runtime error" in reply.message
 
 
@@ -345,10 +341,9 @@ def test_a_scalar_has_one_element_for_clients(worker: Rig, fields: dict[str, Any
     config = fields or model_config(inputs, outputs, 0)
     worker.serve(OnnxBackend(worker.context), OnnxBackend(worker.context).complete_config(config))
     scale, values = np.array([3], np.float32), np.array([1, 2], np.float32)
-    (reply,) = worker.batch(inference(tensor("a", scale), tensor("b", values)))
-    assert reply.answer is not None
-    assert [output.shape for output in reply.answer.outputs] == [(2,), (1,)]
-    assert reply.answer.outputs[1].data == np.float32(9).tobytes()
+    reply = worker.infer(tensor("a", scale), tensor("b", values))
+    assert [output.shape for output in reply.outputs] == [(2,), (1,)]
+    assert reply.outputs[1].data == np.float32(9).tobytes()
 
 
 def test_an_output_has_its_true_shape(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,8 +355,8 @@ def test_an_output_has_its_true_shape(worker: Rig, monkeypatch: pytest.MonkeyPat
     worker.serve(OnnxBackend(worker.context), config)
     ones = np.ones((2, 4), np.float32)
     for _ in range(2):
-        (reply,) = worker.batch(inference(tensor("a", ones), tensor("b", ones)))
-        assert reply.answer is not None and reply.answer.outputs[0].shape == (2, 4)
+        reply = worker.infer(tensor("a", ones), tensor("b", ones))
+        assert reply.outputs[0].shape == (2, 4)
     (warning,) = sent_messages
     assert warning.text.startswith("unexpected shape for inference output 's'")
 
@@ -419,9 +414,8 @@ def test_strings_that_are_not_utf8_reach_the_model(worker: Rig) -> None:
     outputs = [("s", int(TensorProto.INT64), (2,))]
     save(worker.context.version_dir, [("Shape", "a", "s")], inputs, outputs)
     serve(worker)
-    (reply,) = worker.batch(inference(tensor("a", np.array([[b"\xffa"], [b"b"]], object))))
-    assert reply.answer is not None, reply.message
-    assert reply.answer.outputs[0].data == np.array([2, 1]).tobytes()
+    reply = worker.infer(tensor("a", np.array([[b"\xffa"], [b"b"]], object)))
+    assert reply.outputs[0].data == np.array([2, 1]).tobytes()
 
 
 @pytest.mark.parametrize("text", ["1", "true", "ON"])
@@ -439,7 +433,7 @@ def test_the_arena_can_be_shrunk_after_each_run(worker: Rig) -> None:
     backend = OnnxBackend(worker.context)
     worker.serve(backend, backend.complete_config(config))
     ones = np.ones((1, 4), np.float32)
-    (reply,) = worker.batch(inference(tensor("a", ones), tensor("b", ones)))
+    reply = worker.infer(tensor("a", ones), tensor("b", ones))
     assert reply.answer is None and "no device" in reply.message
 
 

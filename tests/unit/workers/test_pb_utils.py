@@ -1,7 +1,9 @@
 """The module that models import: tensors, responses, requests, configurations, metrics."""
 
 import json
+import re
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,25 +74,6 @@ def test_a_tensor_of_strings() -> None:
         assert tensor.as_numpy() is array
 
 
-@pytest.mark.parametrize(
-    "array", [np.zeros(1, complex), np.array(["a"]), np.zeros(1, ">f4"), np.zeros(1, "M8[s]")]
-)
-def test_tensors_of_other_types_are_refused(array: Any) -> None:
-    with pytest.raises(TritonModelException, match="NumPy dtype is not supported"):
-        Tensor("x", array)
-
-
-def test_a_tensor_of_a_wrong_type_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"not torch.Tensor \(Tensor.from_dlpack takes one\)"):
-        pb_utils.Tensor("X", torch.zeros(1))  # type: ignore[arg-type]
-    with pytest.raises(TritonModelException, match="Tensor name cannot be an empty string"):
-        Tensor("", np.zeros(1))
-    with pytest.raises(TypeError):
-        Tensor("x", [1, 2])  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        Tensor(3, np.zeros(1))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", TYPES)
 def test_dlpack_import_and_export(kind: str) -> None:
     array = np.arange(6).reshape(2, 3).astype(kind)
@@ -123,17 +106,38 @@ def test_dlpack_of_bf16() -> None:
     assert (received_tensor.as_output().data == value.view(torch.uint16).numpy()).all()
 
 
-def test_unsupported_dlpack_tensors_are_refused() -> None:
-    with pytest.raises(TritonModelException, match="does not have support for string tensors"):
-        Tensor("x", np.array([b"a"], dtype=object)).to_dlpack()
-    with pytest.raises(TritonModelException, match="Tensor must be a DLPack capsule"):
-        Tensor.from_dlpack("x", 3)
-    with pytest.raises(TritonModelException, match="not contiguous"):
-        Tensor.from_dlpack("x", torch.zeros(4, 4).T)
-    with pytest.raises(TritonModelException, match="not supported"):
-        Tensor.from_dlpack("x", torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(TritonModelException, match="empty string"):
-        Tensor.from_dlpack("", torch.zeros(2))
+UNTYPED: Any = Tensor  # accepts arguments of wrong types
+UNSUPPORTED_ARRAYS: tuple[Any, ...] = (
+    np.zeros(1, complex), np.array(["a"]), np.zeros(1, ">f4"), np.zeros(1, "M8[s]"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        *((partial(UNTYPED, "x", array), TritonModelException, "NumPy dtype is not supported")
+          for array in UNSUPPORTED_ARRAYS),
+        (partial(UNTYPED, "X", torch.zeros(1)), TypeError, "(Tensor.from_dlpack takes one)"),
+        (partial(UNTYPED, "x", [1, 2]), TypeError, "expected a numpy.ndarray, not builtins.list"),
+        (partial(UNTYPED, 3, np.zeros(1)), TypeError, "the name of a Tensor must be a str"),
+        (partial(UNTYPED, "", np.zeros(1)), TritonModelException,
+         "Tensor name cannot be an empty string"),
+        (Tensor("x", np.array([b"a"], dtype=object)).to_dlpack, TritonModelException,
+         "does not have support for string tensors"),
+        (partial(Tensor.from_dlpack, "x", 3), TritonModelException,
+         "Tensor must be a DLPack capsule"),
+        (partial(Tensor.from_dlpack, "x", torch.zeros(4, 4).T), TritonModelException,
+         "not contiguous"),
+        (partial(Tensor.from_dlpack, "x", torch.zeros(2, dtype=torch.complex64)),
+         TritonModelException, "not supported"),
+        (partial(Tensor.from_dlpack, "", torch.zeros(2)), TritonModelException, "empty string"),
+    ],
+)  # fmt: skip
+def test_unsupported_tensors_are_refused(
+    make: Callable[[], object], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        make()
 
 
 def test_dlpack_of_a_read_only_array_is_a_copy() -> None:
@@ -195,21 +199,17 @@ def test_errors(code: str, status: int) -> None:
     assert to_model_error(to_server_error(error)).code() is error.code()
 
 
-def test_constants_have_their_names_as_text() -> None:
-    constants = [
-        pb_utils.TritonError.NOT_FOUND,
-        pb_utils.Logger.INFO,
-        pb_utils.MetricFamily.GAUGE,
-        pb_utils.TRITONSERVER_MEMORY_CPU,
-    ]
-    names = [
-        "ErrorCode.NOT_FOUND",
-        "LogLevel.INFO",
-        "MetricKind.GAUGE",
-        "MemoryType.TRITONSERVER_MEMORY_CPU",
-    ]
-    assert [str(constant) for constant in constants] == names
-    assert [f"{constant}" for constant in constants] == names
+@pytest.mark.parametrize(
+    ("constant", "name"),
+    [
+        (pb_utils.TritonError.NOT_FOUND, "ErrorCode.NOT_FOUND"),
+        (pb_utils.Logger.INFO, "LogLevel.INFO"),
+        (pb_utils.MetricFamily.GAUGE, "MetricKind.GAUGE"),
+        (pb_utils.TRITONSERVER_MEMORY_CPU, "MemoryType.TRITONSERVER_MEMORY_CPU"),
+    ],
+)
+def test_a_constant_has_its_name_as_text(constant: object, name: str) -> None:
+    assert str(constant) == f"{constant}" == name
 
 
 def test_an_error_without_a_code_is_internal() -> None:
@@ -235,28 +235,26 @@ def test_responses() -> None:
     assert str(to_response(failed).error) == "no"
 
 
-def test_a_response_of_a_wrong_type_is_refused() -> None:
-    with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
-        pb_utils.InferenceResponse([None])  # type: ignore[list-item]
-    tensor = pb_utils.Tensor("OUT", np.zeros(1))
-    wrong_values: list[tuple[dict[str, Any], str]] = [
-        ({"output_tensors": [3]}, "an output must be a Tensor"),
-        ({"output_tensors": tensor}, "output_tensors must be a list, not Tensor"),
-        (
-            {"output_tensors": pb_utils.TritonError("e")},
-            "output_tensors must be a list, not TritonError",
-        ),
-        ({"error": "e"}, "the error must be a TritonError"),
-    ]
-    for wrong_value, text in wrong_values:
-        with pytest.raises(TypeError, match=text):
-            pb_utils.InferenceResponse(**wrong_value)
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"output_tensors": [None]}, TritonModelException, "Output tensor .* should not be empty"),
+        ({"output_tensors": [3]}, TypeError, "an output must be a Tensor"),
+        ({"output_tensors": Tensor("OUT", np.zeros(1))}, TypeError, "must be a list, not Tensor"),
+        ({"output_tensors": pb_utils.TritonError("e")}, TypeError, "a list, not TritonError"),
+        ({"error": "e"}, TypeError, "the error must be a TritonError"),
+    ],
+)
+def test_a_response_of_a_wrong_type_is_refused(
+    fields: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        pb_utils.InferenceResponse(**fields)
 
 
 def test_a_misspelt_name_is_reported_by_the_name_of_the_module() -> None:
-    with pytest.raises(
-        AttributeError, match=r"^module 'triton_python_backend_utils' .*'Tensor'\?$"
-    ):
+    text = r"^module 'triton_python_backend_utils' .*'Tensor'\?$"
+    with pytest.raises(AttributeError, match=text):
         _ = pb_utils.Tensr
 
 
@@ -328,11 +326,7 @@ def test_a_request_for_another_model() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        (
-            {"inputs": [None]},
-            TritonModelException,
-            "Input tensor for request with id 'q' and model",
-        ),
+        ({"inputs": [None]}, TritonModelException, "Input tensor for request with id 'q' and mo"),
         ({"inputs": [3]}, TypeError, "must be a Tensor"),
         ({"requested_output_names": [""]}, TritonModelException, "Requested output name for"),
         ({"correlation_id": 1.5}, TritonModelException, "must be integer or string"),
@@ -476,10 +470,8 @@ def test_a_configuration_is_completed() -> None:
     nameless = pb_utils.ModelConfig('{"input": []}')
     nameless.add_input(INPUT_X)
     assert nameless.as_dict() == {"input": [INPUT_X]}
-    assert pb_utils.get_input_config_by_name(made.as_dict(), "X") == {
-        **INPUT_X,
-        "optional": True,
-    }
+    optional_x = {**INPUT_X, "optional": True}
+    assert pb_utils.get_input_config_by_name(made.as_dict(), "X") == optional_x
     assert pb_utils.get_output_config_by_name(made.as_dict(), "X") == INPUT_X
     assert pb_utils.get_output_config_by_name(made.as_dict(), "Z") is None
     assert not pb_utils.using_decoupled_model_transaction_policy(made.as_dict())

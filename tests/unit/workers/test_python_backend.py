@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -25,7 +25,7 @@ from shmserve.ipc.tensors.schemas import INLINE_LIMIT, Inference
 from shmserve.workers.backends.python import PythonBackend, log_thread_exception, metrics
 from shmserve.workers.main import WorkerInstance
 from tests.rigs.called_models import CalledModels, finished, work
-from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 
 BIG_SIZE = INLINE_LIMIT  # number of FP32 elements; such a tensor is too large for a message
 MODULE_HEAD = """
@@ -91,19 +91,11 @@ def input_x(values: Any, memory_range: Range | None = None) -> TensorRef:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Iterator[Model]:
-    with rig(tmp_path) as model_rig:
-        model = Model(model_rig)
-        yield model
-        model.backend.unload()
+def model(worker: Rig) -> Iterator[Model]:
+    model = Model(worker)
+    yield model
+    model.backend.unload()
     torch.set_warn_always(False)
-
-
-@pytest.fixture
-def region() -> Iterator[Region]:
-    new_region = Region(4 * BIG_SIZE)
-    yield new_region
-    new_region.close()
 
 
 @pytest.fixture
@@ -129,7 +121,7 @@ def test_the_arguments_of_initialize(model: Model) -> None:
         def execute(self, requests):
             return [response(np.zeros(1), parameters={"told": json.dumps(self.told)})]
         """)
-    (reply,) = model.rig.batch(inference(input_x(0)))
+    reply = model.rig.infer(input_x(0))
     assert reply.answer is not None
     seen_request = json.loads(reply.answer.parameters["told"])
     context = model.rig.context
@@ -212,23 +204,19 @@ def test_names_that_a_shell_would_read_are_refused(model: Model, character: str)
         backend.complete_config(config())
 
 
-def test_a_file_without_a_model(model: Model) -> None:
-    (model.rig.context.version_dir / "model.py").write_text("x = 1\n")
-    with pytest.raises(InvalidArgument, match=r"no class TritonPythonModel$"):
-        model.backend.load(ModelSpec.of(config()))
-
-
 @pytest.mark.parametrize(
-    ("text", "hint"),
+    ("text", "error"),
     [
+        ("x = 1\n", r"no class TritonPythonModel$"),
         ("class Mine: ...\n", "'predict' is served, too, but its class Mine has none"),
         ("import torch\nclass Net(torch.nn.Module): ...\n", 'nn.Module: write backend: "pytorch"'),
         ("class Blur:\n    def predict(self, x): ...\n", 'write backend: "native"'),
     ],
 )
-def test_another_kind_of_class_is_named(model: Model, text: str, hint: str) -> None:
+def test_a_file_without_the_class_is_refused(model: Model, text: str, error: str) -> None:
+    """Another kind of class is named, with the backend that serves it."""
     (model.rig.context.version_dir / "model.py").write_text(text)
-    with pytest.raises(InvalidArgument, match=hint):
+    with pytest.raises(InvalidArgument, match=error):
         model.backend.load(ModelSpec.of(config()))
 
 
@@ -439,9 +427,8 @@ def test_an_attribute_named_is_ready_is_not_called(model: Model) -> None:
 def test_outputs_are_sent_as_the_model_made_them(model: Model) -> None:
     """Like Triton's, the Python backend does not compare outputs with the configuration."""
     model.serve("def execute(self, requests): return [response(np.ones((2, 1), 'f8'))]")
-    (reply,) = model.rig.batch(inference(input_x(0)))
-    assert reply.answer is not None
-    (output,) = reply.answer.outputs
+    reply = model.rig.infer(input_x(0))
+    (output,) = reply.outputs
     assert (output.datatype, output.shape) == ("FP64", (2, 1))
 
 
@@ -609,9 +596,8 @@ def test_sends_that_are_refused(model: Model, send_call: str, text: str) -> None
             requests[0].get_response_sender().{send_call}
         """)
     (response,) = model.infer(0)
-    assert (
-        isinstance(response, str) and response.endswith(text) and "TritonModelException" in response
-    )
+    assert isinstance(response, str) and response.endswith(text)
+    assert "TritonModelException" in response
 
 
 # --- inputs in reused memory
@@ -776,28 +762,21 @@ def test_a_call_ends_with_the_request_it_is_for(model: Model, callees: CalledMod
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "text"),
+    ("refusal", "code", "text"),
     [
-        (
-            lambda question: m.Refused(question.id, "NOT_FOUND", "x"),
-            "INTERNAL",
-            "Model other - Error when running inference: Failed for execute the inference "
-            "request. Model 'other' is not ready.",
-        ),
-        (
-            lambda question: m.Refused(question.id, "UNAVAILABLE", "it is loading"),
-            "UNAVAILABLE",
-            "Model other - Error when running inference: it is loading",
-        ),
+        (("NOT_FOUND", "x"), "INTERNAL",
+         "Failed for execute the inference request. Model 'other' is not ready."),
+        (("UNAVAILABLE", "it is loading"), "UNAVAILABLE", "it is loading"),
     ],
-)
+)  # fmt: skip
 def test_a_call_without_a_scheduler_fails(
-    model: Model, callees: CalledModels, answer: Callable[[m.FindModel], Any], code: str, text: str
+    model: Model, callees: CalledModels, refusal: tuple[str, str], code: str, text: str
 ) -> None:
     model.serve(CALLING_MODEL)
     running_call = callees.run(model.rig.batch, inference(input_x(1)))
-    callees.supervisor.send(answer(callees.supervisor.next(m.FindModel)))
+    callees.supervisor.send(m.Refused(callees.supervisor.next(m.FindModel).id, *refusal))
     (reply,) = running_call.result(10)
+    text = f"Model other - Error when running inference: {text}"
     assert (reply.code, reply.message) == (code, text)
 
 

@@ -130,13 +130,11 @@ def test_inputs_by_argument_by_index_or_in_order(
     if model_kind == "script":
         save_script(ThreeArguments(), worker)
     else:
-        export(
-            ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic_shapes=(BATCH, BATCH, BATCH)
-        )
+        export(ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic_shapes=(BATCH,) * 3)
     serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
     row = {"a": 7.0, "b": 2.0, "c": 3.0}
     items = [tensor(name, np.array([[row[i]]], F32)) for name, i in zip(names, order, strict=True)]
-    (reply,) = worker.batch(inference(*items[::-1]))
+    reply = worker.infer(*items[::-1])
     assert reply.array("OUTPUT__0").tolist() == [[5]]
     assert reply.array("OUTPUT__1").tolist() == [[21]]
 
@@ -158,8 +156,8 @@ def test_dictionaries_are_passed_by_key(
         export(ByKey(), worker, example, dynamic_shapes=({"a": BATCH, "b": BATCH},))
         names = ["x_a", "x_b"]
     serve(worker, vectors(dict.fromkeys(names, 1), {"difference": 1, "sum": 1}))
-    (reply,) = worker.batch(
-        inference(*(tensor(n, np.array([[v]], F32)) for n, v in zip(names, (5, 3), strict=True)))
+    reply = worker.infer(
+        *(tensor(n, np.array([[v]], F32)) for n, v in zip(names, (5, 3), strict=True))
     )
     assert (reply.array("sum").item(), reply.array("difference").item()) == (8, 2)
     assert "mapped by their order" not in caplog.text
@@ -176,8 +174,7 @@ def test_every_datatype_of_torch(worker: Rig, datatype: str, rows: int) -> None:
     raw = bytes([1] * 2 * ITEM_SIZE[datatype])
     replies = worker.batch(*(inference(TensorRef("x", datatype, (1, 2), raw)) for _ in range(rows)))
     for reply in replies:
-        assert reply.answer is not None, reply.message
-        (output,) = reply.answer.outputs
+        (output,) = reply.outputs
         assert (output.datatype, output.data) == (datatype, raw)
 
 
@@ -189,7 +186,7 @@ def test_optional_inputs_take_the_models_default(worker: Rig) -> None:
     serve(worker, config)
     ones = np.ones((1, 1), F32)
     for names, expected in (("a", 1), ("ab", 2), ("ac", 11), ("abc", 12)):
-        (reply,) = worker.batch(inference(*(tensor(name, ones) for name in names)))
+        reply = worker.infer(*(tensor(name, ones) for name in names))
         assert reply.array("y").item() == expected
 
 
@@ -209,7 +206,7 @@ def test_weights_lie_beside_the_class_and_cannot_run_code(worker: Rig) -> None:
     torch.save({"w": torch.tensor([3.0])}, weights)
     config = vectors({"x": 1}, {"y": 1}, default_model_filename="model.py")
     serve(worker, config)
-    (reply,) = worker.batch(inference(tensor("x", np.array([[2]], F32))))
+    reply = worker.infer(tensor("x", np.array([[2]], F32)))
     assert reply.array("y").tolist() == [[6]]
     for wrong_weights, text in (
         ({"w": contextlib.suppress}, r"'model\.pt' contains objects that are not tensors"),
@@ -302,7 +299,7 @@ def test_keyword_only_arguments(worker: Rig) -> None:
     serve(worker, config)
     ones = np.ones((1, 1), F32)
     for names in ("a", "ab"):
-        (reply,) = worker.batch(inference(*(tensor(name, ones) for name in names)))
+        reply = worker.infer(*(tensor(name, ones) for name in names))
         assert reply.array("y").item() == 2
 
 
@@ -319,7 +316,7 @@ def test_the_class_called_model_is_served(worker: Rig) -> None:
         "class Model(torch.nn.Module):\n    def forward(self, x): return x + 1\n",
     )
     serve(worker, vectors({"x": 1}, {"y": 1}, runtime="model.py"))
-    (reply,) = worker.batch(inference(tensor("x", np.array([[2]], F32))))
+    reply = worker.infer(tensor("x", np.array([[2]], F32)))
     assert reply.array("y").tolist() == [[3]]
 
 
@@ -333,16 +330,13 @@ def test_parameters_enable_torch_compile(worker: Rig, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "compile", compiled)
     write_forward(worker, "return x")
     key = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
-    for text, expected in (
-        ('{"backend": "eager"}', [{"backend": "eager"}]),
-        ('{"disable": true}', []),
-    ):
+    eager = [{"backend": "eager"}]
+    for text, expected in (('{"backend": "eager"}', eager), ('{"disable": true}', [])):
         calls.clear()
         serve(worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": text}}))
         assert calls == expected
-    assert "is not a JSON object" in load_error(
-        worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": "fast"}})
-    )
+    config = vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": "fast"}})
+    assert "is not a JSON object" in load_error(worker, config)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +351,7 @@ def test_inference_mode(worker: Rig, value: str | None, inference_mode: bool) ->
     write_forward(worker, *statements)
     parameters = {} if value is None else {"INFERENCE_MODE": {"string_value": value}}
     serve(worker, vectors({"x": 1}, {"y": 1}, parameters=parameters))
-    (reply,) = worker.batch(inference(tensor("x", np.zeros((1, 1), F32))))
+    reply = worker.infer(tensor("x", np.zeros((1, 1), F32)))
     assert reply.array("y").item() == inference_mode
 
 
@@ -399,12 +393,8 @@ def test_a_missing_file(worker: Rig) -> None:
 
 
 def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
-    export(
-        ThreeArguments(),
-        worker,
-        *torch.zeros(3, 2, 1),
-        dynamic_shapes=({0: torch.export.Dim("b", max=6)},) * 3,
-    )
+    batch = {0: torch.export.Dim("b", max=6)}
+    export(ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic_shapes=(batch,) * 3)
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 4 and completed["dynamic_batching"] == {}
     assert completed["input"] == [tensor_config(name, "FP32", [1]) for name in "abc"]
@@ -430,13 +420,8 @@ def test_an_exported_integer_is_refused(worker: Rig) -> None:
 
 
 def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
-    length = torch.export.Dim("length")
-    export(
-        Scores(),
-        worker,
-        torch.zeros(2, 5, dtype=torch.int64),
-        dynamic_shapes=({**BATCH, 1: length},),
-    )
+    shape = {**BATCH, 1: torch.export.Dim("length")}
+    export(Scores(), worker, torch.zeros(2, 5, dtype=torch.int64), dynamic_shapes=(shape,))
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["input"] == [tensor_config("tokens", "INT64", [-1])]
     assert completed["output"] == [
@@ -445,7 +430,7 @@ def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
     ]
     serve(worker, completed)
     tokens = np.arange(6, dtype=np.int64).reshape(2, 3)
-    (reply,) = worker.batch(inference(tensor("tokens", tokens)))
+    reply = worker.infer(tensor("tokens", tokens))
     assert reply.array("mean").tolist() == [[1], [4]]
     assert np.array_equal(reply.array("doubled"), tokens * 2)
 
@@ -462,7 +447,7 @@ def test_a_script_has_tensors_of_rank_0(
     save_script(Rank(), worker)
     inputs = [tensor_config("x", "FP32", [1], **reshape)]
     serve(worker, model_config(inputs, [tensor_config("y", "FP32", [1])], 0))
-    (reply,) = worker.batch(inference(tensor("x", np.full(1, 3, F32))))
+    reply = worker.infer(tensor("x", np.full(1, 3, F32)))
     assert reply.array("y").tolist() == [result]
 
 
@@ -571,14 +556,12 @@ def test_a_script_receives_and_returns_lists_of_texts(worker: Rig, names: tuple[
         [[["3z", "äz"], ["5z", "6zz"]], [["2", "3"], ["2", "3"]]],
     ]
     first, second = np.array([[b"\xff", b"1"]], np.object_), text_array("x y")
-    (reply,) = worker.batch(inference(tensor(first_name, first), tensor(second_name, second)))
-    assert reply.answer is not None
-    assert reply.answer.outputs[0].data == b"\x02\0\0\0\xffx\x02\0\0\x001y"
+    reply = worker.infer(tensor(first_name, first), tensor(second_name, second))
+    assert reply.outputs[0].data == b"\x02\0\0\0\xffx\x02\0\0\x001y"
 
 
 def decoded(reply: Any, name: str) -> Any:
-    assert reply.answer is not None, reply.message
-    ref = next(ref for ref in reply.answer.outputs if ref.name == name)
+    ref = next(ref for ref in reply.outputs if ref.name == name)
     array = decode_bytes(ref.data, ref.shape, name, "m")
     return np.vectorize(bytes.decode, otypes=[object])(array).tolist()
 
@@ -586,11 +569,10 @@ def decoded(reply: Any, name: str) -> Any:
 def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
     save_script(Upper(), worker)
     serve(worker, vectors({"a": -1}, {"y": -1}, data_type="STRING", max_batch_size=0))
-    (reply,) = worker.batch(inference(tensor("a", np.array(["a", "bc"], np.object_))))
+    reply = worker.infer(tensor("a", np.array(["a", "bc"], np.object_)))
     assert decoded(reply, "y") == ["A", "BC"]
-    (reply,) = worker.batch(inference(tensor("a", np.array([b"\xff"], np.object_))))
-    assert reply.answer is not None
-    assert reply.answer.outputs[0].data == b"\x01\0\0\0\xff"
+    reply = worker.infer(tensor("a", np.array([b"\xff"], np.object_)))
+    assert reply.outputs[0].data == b"\x01\0\0\0\xff"
 
 
 @pytest.mark.parametrize(
@@ -640,7 +622,7 @@ def test_outputs_that_do_not_match_the_configuration(worker: Rig) -> None:
             "model 'm' returned 0 output(s), but not 'y'",
         )
     ):
-        (reply,) = worker.batch(inference(tensor("x", np.full((2, 1), case, F32))))
+        reply = worker.infer(tensor("x", np.full((2, 1), case, F32)))
         assert reply.code == "INTERNAL"
         assert message in reply.message
 
@@ -649,17 +631,15 @@ def test_outputs_that_do_not_match_the_configuration(worker: Rig) -> None:
 
 
 @pytest.mark.parametrize("write", ["x.add_(1)", "x.data.add_(1)", "np.add(a := x.numpy(), 1, a)"])
-def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
+def test_the_clients_region_is_never_written(worker: Rig, region: Region, write: str) -> None:
     """Torch has no read-only tensors, so a model that works in place receives copies."""
     write_forward(worker, "import numpy as np", write, "return x")
     serve(worker, vectors({"x": 4}, {"y": 4}))
-    region = Region(4096)
     data = np.zeros((1, 4), F32)
     for _ in range(3):
-        (reply,) = worker.batch(inference(tensor("x", data, region.write(0, data))))
+        reply = worker.infer(tensor("x", data, region.write(0, data)))
         assert reply.array("y").tolist() == [[1, 1, 1, 1]]
         assert region.read(0, 16) == bytes(16)
-    region.close()
 
 
 @pytest.mark.parametrize(
@@ -672,30 +652,29 @@ def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
     ],
 )
 def test_a_write_before_or_after_an_exception_is_detected(
-    worker: Rig, statement: str, values: Sequence[int], expected: list[bool]
+    worker: Rig, region: Region, statement: str, values: Sequence[int], expected: list[bool]
 ) -> None:
     write_forward(worker, statement, "return x")
     serve(worker, vectors({"x": 1}, {"y": 1}))
-    region = Region(4096)
     was_changed = []
     for value in values:
         memory_range = region.write(0, data := np.full((1, 1), value, F32))
         worker.batch(inference(tensor("x", data, memory_range)))
         was_changed.append(region.read(0, 4) != data.tobytes())
     assert was_changed == expected
-    region.close()
 
 
-def test_a_model_that_does_not_write_to_its_inputs_receives_views(worker: Rig) -> None:
+def test_a_model_that_does_not_write_to_its_inputs_receives_views(
+    worker: Rig, region: Region
+) -> None:
     write_forward(worker, "self.at = x.data_ptr()", "return x")
     backend = PytorchBackend(worker.context)
     worker.serve(backend, vectors({"x": 4}, {"y": 4}))
-    region = Region(4096)
     data = np.ones((1, 4), F32)
     place, expected = (region.write(64, data), RequestedOutput("y", region.memory_range(256, 16)))
     addresses = []
     for _ in range(3):
-        (reply,) = worker.batch(inference(tensor("x", data, place), outputs=[expected]))
+        reply = worker.infer(tensor("x", data, place), outputs=[expected])
         assert reply.code == "", reply.message
         program: Any = backend._program.call
         addresses.append(program.at)
@@ -703,7 +682,6 @@ def test_a_model_that_does_not_write_to_its_inputs_receives_views(worker: Rig) -
     mapped_address = mapped_bytes.__array_interface__["data"][0]
     assert [address == mapped_address for address in addresses] == [False, True, True]
     assert region.read(256, 16) == data.tobytes()
-    region.close()
 
 
 # --- pure functions on names
@@ -795,23 +773,17 @@ def test_tensors_go_to_a_device_once_a_batch(worker: Rig, monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_kind", ["script", "exported", "class"])
-def test_on_a_cuda_device(worker: Rig, model_kind: str) -> None:
+def test_on_a_cuda_device(worker: Rig, region: Region, model_kind: str) -> None:
     save_affine(worker, model_kind)
     if model_kind == "class":
         statements = "assert image.is_cuda", "return image.sum(-1, keepdim=True) * 2"
         write_forward(worker, *statements, arguments="image")
     context = dataclasses.replace(worker.context, device="cuda:0", kind="GPU")
     worker.serve(PytorchBackend(context), vectors({"image": 4}, {"y": 1}))
-    region = Region(4096)
     rows = [np.random.rand(n, 4).astype(F32) for n in (1, 3)]
     memory_ranges = [region.write(offset, row) for offset, row in zip((0, 1024), rows, strict=True)]
     for count in (1, 2):
-        replies = worker.batch(
-            *(
-                inference(tensor("image", row, memory_range))
-                for row, memory_range in zip(rows[:count], memory_ranges, strict=False)
-            )
-        )
+        placed_rows = zip(rows[:count], memory_ranges, strict=False)
+        replies = worker.batch(*(inference(tensor("image", *placed)) for placed in placed_rows))
         for row, reply in zip(rows, replies, strict=False):
             np.testing.assert_allclose(reply.array("y"), row.sum(-1, keepdims=True) * 2, rtol=1e-5)
-    region.close()

@@ -1,7 +1,6 @@
 """Control inputs and implicit state in a worker."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ from shmserve.workers.batch.backend_request import Output, Request, Response
 from shmserve.workers.tensor_specs import generated_names, with_generated_tensors
 from tests.rigs.worker_rig import (
     CLIENT_PID,
-    FunctionBackend,
     Rig,
     inference,
     model_config,
-    rig,
     tensor,
     tensor_config,
 )
@@ -35,13 +32,8 @@ NUMBERS = {"UINT64": np.uint64, "INT64": np.int64, "UINT32": np.uint32, "INT32":
 
 
 def config(batched: bool = True, **batching: Any) -> dict[str, Any]:
-    return {
-        "name": "m",
-        "max_batch_size": 4 if batched else 0,
-        "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [1]}],
-        "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [1]}],
-        "sequence_batching": batching,
-    }
+    x, y = (tensor_config(name, "FP32", [1]) for name in "XY")
+    return model_config([x], [y], 4 if batched else 0, sequence_batching=batching)
 
 
 def control(kind: str, **control_values: Any) -> dict[str, Any]:
@@ -191,10 +183,8 @@ def test_state_outputs_are_returned_only_if_they_are_outputs() -> None:
     model.add_inputs(0, START_FLAG)
     assert model.complete_request(answer, new_state(5)).outputs == [answer]
     model.add_inputs()
-    assert [
-        output.name
-        for output in model.complete_request(answer, new_state(6), returned_names=("O",)).outputs
-    ] == ["Y", "O"]
+    response = model.complete_request(answer, new_state(6), returned_names=("O",))
+    assert [output.name for output in response.outputs] == ["Y", "O"]
     assert model.value() == [[6.0]]
 
 
@@ -293,14 +283,7 @@ class Sequences:
         self.state: Any = None  # the state to return; None: the sum of state and input
         self._worker_rig = worker_rig
         self._keys = itertools.count(1)
-        sequence_batching: dict[str, Any] = {"state": [spec()], "direct": {}}
-        configuration = model_config(
-            [tensor_config("X", "FP32", [1])],
-            [tensor_config("Y", "FP32", [1])],
-            4,
-            sequence_batching=sequence_batching,
-        )
-        worker_rig.serve(FunctionBackend(worker_rig.context, self._execute), configuration)
+        worker_rig.serve_function(self._execute, config(state=[spec()], direct={}))
         self.states: sequence_inputs.States = worker_rig.instance._executor._states  # type: ignore[attr-defined]
 
     def _execute(self, requests: list[Request]) -> list[Response]:
@@ -329,9 +312,8 @@ class Sequences:
 
 
 @pytest.fixture
-def sequences(tmp_path: Path) -> Iterator[Sequences]:
-    with rig(tmp_path) as model_rig:
-        yield Sequences(model_rig)
+def sequences(worker: Rig) -> Sequences:
+    return Sequences(worker)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -360,19 +342,18 @@ def test_a_state_that_cannot_be_stored_fails_its_request(sequences: Sequences) -
     assert "UnicodeEncodeError" in finished.replies[0].message
 
 
-def test_a_native_model_may_omit_a_state(tmp_path: Path) -> None:
+def test_a_native_model_may_omit_a_state(worker: Rig) -> None:
     """The old value of the state is kept."""
-    with rig(tmp_path) as worker_rig:
-        (worker_rig.context.version_dir / "model.py").write_text(NATIVE_MODEL)
-        backend = NativeBackend(worker_rig.context)
-        worker_rig.serve(backend, backend.complete_config(model_config([], [])))
-        packed_request = pack_inference(inference(tensor("x", np.ones((1, 1), np.float32))))
-        rows = [SequenceRow(0, 1, START_FLAG, 7)]
-        execution = Execute(1, [Work(1, CLIENT_PID, *packed_request)], rows=rows)
-        worker_rig.instance.link._dispatch(execution)
-        worker_rig.instance.serve_commands()
-        (finished,) = worker_rig.sent()
-        assert [reply.message for reply in finished.replies] == [""]
+    (worker.context.version_dir / "model.py").write_text(NATIVE_MODEL)
+    backend = NativeBackend(worker.context)
+    worker.serve(backend, backend.complete_config(model_config([], [])))
+    packed_request = pack_inference(inference(tensor("x", np.ones((1, 1), np.float32))))
+    rows = [SequenceRow(0, 1, START_FLAG, 7)]
+    execution = Execute(1, [Work(1, CLIENT_PID, *packed_request)], rows=rows)
+    worker.instance.link._dispatch(execution)
+    worker.instance.serve_commands()
+    (finished,) = worker.sent()
+    assert [reply.message for reply in finished.replies] == [""]
 
 
 def test_sequences_that_the_scheduler_ends_release_their_state(sequences: Sequences) -> None:

@@ -1,7 +1,6 @@
 """Scheduler messages that an instance serves: batches, or the messages in its backend's table."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ from shmserve.workers.links import HandlerTable, WorkerRequest
 from tests.rigs.worker_rig import (
     CLIENT_PID,
     FunctionBackend,
+    Rig,
     inference,
     model_config,
-    rig,
     tensor,
     tensor_config,
 )
@@ -62,39 +61,36 @@ def work(key: int, value: float) -> m.Work:
     return m.Work(key, CLIENT_PID, *pack_inference(inference(x)))
 
 
-def test_a_backend_serves_own_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with rig(tmp_path) as model_rig:
-        backend = StepBackend(model_rig.context)
-        model_rig.serve(backend, CONFIG)
-        instance = model_rig.instance
-        link = instance.link
-        link._dispatch(Step(7, [work(1, 3.0), work(2, 4.0)], in_flight=5))
-        # The cancellation arrives after the step that began the request.
-        link._dispatch(m.CancelExecution(2))
-        link._dispatch(Step(-1))
-        link._dispatch(m.Execute(1, [work(3, 1.0)]))  # the backend does not serve this message
-        assert "unexpected Execute" in caplog.text
-        assert not link._open_requests.keys() - {1, 2}
-        instance.serve_commands()
-        assert backend.steps == [(7, [False, True]), (-1, [])]
-        assert instance._in_flight == 1 and not link.has_open_requests
-        first_response, second_response, finished_message = model_rig.sent()
-        assert (first_response.key, first_response.code, first_response.final) == (1, "", True)
-        answer = inferred_of(first_response).outputs[0]
-        assert answer.data == np.array([6.0], np.float32).tobytes()
-        assert second_response.key == 2
-        assert second_response.schema == b""
-        assert second_response.final is True
-        assert isinstance(finished_message, m.BatchFinished) and finished_message.batch == 7
+def test_a_backend_serves_own_messages(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    backend = StepBackend(worker.context)
+    worker.serve(backend, CONFIG)
+    instance = worker.instance
+    link = instance.link
+    link._dispatch(Step(7, [work(1, 3.0), work(2, 4.0)], in_flight=5))
+    # The cancellation arrives after the step that began the request.
+    link._dispatch(m.CancelExecution(2))
+    link._dispatch(Step(-1))
+    link._dispatch(m.Execute(1, [work(3, 1.0)]))  # the backend does not serve this message
+    assert "unexpected Execute" in caplog.text
+    assert not link._open_requests.keys() - {1, 2}
+    instance.serve_commands()
+    assert backend.steps == [(7, [False, True]), (-1, [])]
+    assert instance._in_flight == 1 and not link.has_open_requests
+    first_response, second_response, finished_message = worker.sent()
+    assert (first_response.key, first_response.code, first_response.final) == (1, "", True)
+    answer = inferred_of(first_response).outputs[0]
+    assert answer.data == np.array([6.0], np.float32).tobytes()
+    assert second_response.key == 2
+    assert second_response.schema == b""
+    assert second_response.final is True
+    assert isinstance(finished_message, m.BatchFinished) and finished_message.batch == 7
 
 
-def test_batches_are_the_default(tmp_path: Path) -> None:
-    with rig(tmp_path) as model_rig:
-        backend = FunctionBackend(model_rig.context, lambda rows: [Response() for _ in rows])
-        model_rig.serve(backend, CONFIG)
-        model_rig.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], in_flight=4))
-        model_rig.instance.serve_commands()
-        (finished_message,) = model_rig.sent()
-        assert finished_message.batch == 3
-        assert len(finished_message.replies) == 1
-        assert model_rig.instance._in_flight == 4
+def test_batches_are_the_default(worker: Rig) -> None:
+    worker.serve_function(lambda rows: [Response() for _ in rows], CONFIG)
+    worker.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], in_flight=4))
+    worker.instance.serve_commands()
+    (finished_message,) = worker.sent()
+    assert finished_message.batch == 3
+    assert len(finished_message.replies) == 1
+    assert worker.instance._in_flight == 4

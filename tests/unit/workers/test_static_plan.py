@@ -238,7 +238,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(
     (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     worker.serve(RecordedBackend(worker.context, FailingRecorder()), config((3,), 5, **GRAPHS))
     assert "runs without CUDA graphs: " in caplog.text and "capturing" in caplog.text
-    (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
+    reply = worker.infer(tensor("X", np.zeros((1, 3), F32)))
     assert reply.array("Y").tolist() == [[1, 1, 1]]
 
 
@@ -254,6 +254,6 @@ def test_graphs_are_recorded_only_on_request(worker: Rig) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH_MODEL)
     fake_recorder = FakeRecorder()
     worker.serve(RecordedBackend(worker.context, fake_recorder), config((3,), 5))
-    (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
+    reply = worker.infer(tensor("X", np.zeros((1, 3), F32)))
     assert reply.array("Y").tolist() == [[1, 1, 1]] and fake_recorder.reserved_bytes() == 0
     assert torch.cuda.CUDAGraph is not None  # torch is replaced by a fake under this name

@@ -252,6 +252,9 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
     assert last_response["logprobs"] == ["null"]
 
 
+NEGATIVE = '{"temperature": -1}'
+
+
 @pytest.mark.parametrize(
     ("inputs", "problem"),
     [
@@ -259,10 +262,7 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
         ({"text_input": "hi", "image": np.empty(0, np.object_)}, "image: not supported"),
         ({"text_input": "hi", "embedding_request": "{}"}, "embedding_request: not supported"),
         ({"text_input": "hi", "sampling_parameters": "["}, "sampling_parameters: "),
-        (
-            {"text_input": "hi", "sampling_parameters": '{"temperature": -1}'},
-            "temperature: refused",
-        ),
+        ({"text_input": "hi", "sampling_parameters": NEGATIVE}, "temperature: refused"),
     ],
 )
 def test_refused_requests(model: Model, inputs: dict[str, Any], problem: str) -> None:
@@ -532,13 +532,7 @@ def test_constraints_that_are_no_object(name: str) -> None:
     [
         ("GPU", 1, "", None, "1"),
         ("GPU", 1, "", "2,GPU-a", "GPU-a"),
-        (
-            "GPU",
-            2,
-            "",
-            "",
-            "instance_group: with tensor_parallel_size, the kind must be KIND_MODEL",
-        ),
+        ("GPU", 2, "", "", "instance_group: with tensor_parallel_size, the kind must be KIND_MO"),
         ("MODEL", 2, "2, 3", "", "2,3"),
         ("MODEL", 2, "1,0", "4,5", "5,4"),
         ("MODEL", 1, "", "4,5", ""),

@@ -179,16 +179,16 @@ class _CompiledTemplate(NamedTuple):
     """
 
     template: Template
-    iterates_parts: bool  # over the parts of a content
-    distinguishes_parts: bool  # a list of parts from a string
+    iterates_parts: bool
+    distinguishes_parts: bool
     has_developer_role: bool
-    names_content: bool  # contains the name `content`
-    names_thinking: bool  # contains a tag or a variable of reasoning
-    checks_content: bool  # whether a message has a content
-    checks_null: bool  # whether a content is null
-    takes_argument_text: bool  # writes the arguments of a call as a text
+    names_content: bool
+    names_thinking: bool
+    checks_content: bool
+    checks_null: bool
+    takes_argument_text: bool
     requires_tool_name: bool
-    variables: frozenset[str]  # names
+    variables: frozenset[str]
 
     @property
     def takes_only_parts(self) -> bool:
@@ -365,7 +365,7 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
       vLLM, arguments that are not a JSON object become an empty object, because clients send
       back calls that a token limit has truncated.
     - A missing content becomes empty, as in vLLM, unless the message has calls and the template
-      checks for a content. It is null if the template checks for null.
+      checks for a content. The missing content becomes null if the template checks for null.
     - The parts of a content are joined, unless the template iterates over parts. The content of a
       tool's message is always joined. As in vLLM, refusals and thoughts are texts.
     - A string becomes a part if the template only accepts parts.

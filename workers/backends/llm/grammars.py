@@ -46,7 +46,7 @@ class Grammars:
             self._tokenizer = create_tokenizer(token_bytes, **settings)
             self._has_quotes = any(piece.startswith(b'"') for piece in token_bytes.tokens)
             # llguidance tokenizes text that the grammar forces, for which it needs the exact bytes
-            # of tokens. These bytes are decoded and may differ, so the model samples each token.
+            # of tokens. Decoded bytes may differ from them, so the model samples each token.
             self._default_message_grammar = f"{NO_FORCING}\nstart: @body"
 
     def matcher(
@@ -151,8 +151,8 @@ def _compile_regex(text: str) -> Any:
     return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
-# White space between the tokens of a JSON text. It is limited, as in llama.cpp, because some models
-# would otherwise generate white space without end.
+# White space between the tokens of a JSON text. The pattern limits white space, as in llama.cpp,
+# because some models would otherwise generate white space without end.
 _WHITE_SPACE_PATTERN = r"( |\n{1,2}[ \t]{0,20})?"
 
 
@@ -183,7 +183,7 @@ _MAX_DIVISOR = 20_000
 def _check_divisors(grammar: str) -> None:
     """Raise ValueError if divisors of whole numbers would take seconds to compile.
 
-    llguidance creates a state for each remainder of the least common multiple. It needs few states
+    llguidance creates a state for each remainder of the least common multiple, but only few states
     for factors of 2 and 5.
     """
     multiple = 1
@@ -421,7 +421,7 @@ _OPTIONAL_END = re.compile(
 
 
 def _split_lookaheads(pattern: str) -> list[str]:
-    """Return patterns without lookaheads, all of which a text must match instead of `pattern`."""
+    """Return patterns without lookaheads; a text must match all of them instead of `pattern`."""
     patterns: list[str] = []
     pattern = _OPTIONAL_END.sub("", pattern)
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
@@ -468,7 +468,8 @@ def _representable_limit(key: str, value: Any) -> Any:
 def _exclude_limits(schema: dict[str, Any]) -> None:
     """Replace exclusive limits that llguidance would allow by inclusive limits beyond them.
 
-    These are whole numbers with another limit less than 1 away, as in 0 < x <= 0.5.
+    llguidance allows a limit that is a whole number if another limit is less than 1 away, as in
+    0 < x <= 0.5.
     """
     keys = (*_MINIMA, *_MAXIMA)
     limits = {key: schema[key] for key in keys if type(schema.get(key)) in (int, float)}

@@ -46,12 +46,12 @@ class ToolSyntax(NamedTuple):
         id_length: The length of a call's id; 0: 24 characters after the prefix "call_".
     """
 
-    parse: Callable[[MessageParser], Reading[Any]]  # reads a message
-    call_grammar: Callable[..., Any]  # adds the rules of tools to a grammar
-    markers: tuple[str, ...]  # texts that mark calls
+    parse: Callable[[MessageParser], Reading[Any]]
+    call_grammar: Callable[..., Any]
+    markers: tuple[str, ...]
     template_pattern: str
     separators: str = string.whitespace
-    id_length: int = 0  # of a call's id, in characters
+    id_length: int = 0
 
     def new_id(self) -> str:
         """Return a random id for a tool call, in the format of this family of models."""
@@ -80,14 +80,14 @@ class MessageFormat:
 
     family: ToolSyntax
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    reasoning: tuple[str, ...] = ()  # opening and closing tag
-    starts_reasoning: bool = False  # whether the prompt has opened reasoning
+    reasoning: tuple[str, ...] = ()
+    starts_reasoning: bool = False
     allows_parallel_calls: bool = True
     hides_reasoning: bool = False
-    kept_tokens: frozenset[int] = frozenset()  # special tokens whose text the parser needs
-    has_call_grammar: bool = False  # whether a grammar restricts calls
-    calls_end_reasoning: bool = True  # whether a call may end the reasoning
-    has_only_calls: bool = False  # whether a grammar allows only calls
+    kept_tokens: frozenset[int] = frozenset()
+    has_call_grammar: bool = False
+    calls_end_reasoning: bool = True
+    has_only_calls: bool = False
 
 
 @dataclass(eq=False)
@@ -100,8 +100,8 @@ class MessageParser:
     """
 
     format: MessageFormat
-    stream: bool  # whether arguments are passed on before their end
-    is_reasoning: bool = False  # whether the parser is inside of reasoning
+    stream: bool
+    is_reasoning: bool = False
     _buffer: str = ""  # text that was not read yet
     _read_text: str = ""  # text that was read, but not passed on
     _is_ended: bool = False  # whether the text is complete
@@ -322,8 +322,8 @@ class MessageParser:
         """
         yield from self.skip()
         for expected_character in text:
-            found = yield from self.peek()
-            if found != expected_character and (found or not may_be_cut):
+            character = yield from self.peek()
+            if character != expected_character and (character or not may_be_cut):
                 raise MalformedCall
             self.pull(1)
 
@@ -426,8 +426,8 @@ class _Call:
     name: str = ""
     arguments: str = ""
     id: str = ""
-    index: int = -1  # -1: not passed on yet
-    sent_length: int = 0  # of `arguments`
+    index: int = -1
+    sent_length: int = 0
 
 
 class _JsonScan:

@@ -100,7 +100,7 @@ class GenerationParameters:
     max_tokens: int = _number(16, 0, 1 << 24)
     min_tokens: int = _number(0, 0, 1 << 24)
     n: int = _number(1, 1, 128)  # number of samples to return
-    best_of: int = _number(0, 0, 128)  # beam width, or number of samples to generate; 0: `n`
+    best_of: int = _number(0, 0, 128)
     temperature: float = _number(1.0, 0.0, 100.0)
     top_p: float = _number(1.0, 0.0, 1.0)
     top_k: int = _number(0, -1, 1 << 24)
@@ -110,10 +110,10 @@ class GenerationParameters:
     frequency_penalty: float = _number(0.0, -2.0, 2.0)
     seed: int = _number(0, -(1 << 63), (1 << 63) - 1)
     truncate_prompt_tokens: int = _number(0, -1, 1 << 24)
-    logprobs: int = _number(-1, 0, 20)  # number of likeliest tokens; -1: no report
-    prompt_logprobs: int = _number(-1, 0, 20)  # as `logprobs`, for the prompt
+    logprobs: int = _number(-1, 0, 20)
+    prompt_logprobs: int = _number(-1, 0, 20)
     priority: int = _number(0, -(1 << 31), (1 << 31) - 1)
-    thinking_token_budget: int = _number(-1, -1, 1 << 24)  # -1: none
+    thinking_token_budget: int = _number(-1, -1, 1 << 24)
     length_penalty: float = _number(1.0, -10.0, 10.0)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -125,14 +125,14 @@ class GenerationParameters:
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     early_stopping: str = "false"  # "true", "false" or "never"
-    truncation_side: str = ""  # "left", "right" or ""
+    truncation_side: str = ""
     stop: tuple[str, ...] = ()  # stop strings
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # number to add, by token
     bad_words: tuple[str, ...] = ()
     forbidden: Callable[[Sequence[int]], NDArray[np.int64]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
-    grammar: tuple[str, str] = _NO_GRAMMAR  # (kind, text)
+    grammar: tuple[str, str] = _NO_GRAMMAR
     grammar_name: str = "tools"
 
     @cached_property

@@ -281,23 +281,23 @@ class PromptReader:
         end_tokens = stop_tokens if ignores_end else (*self._checkpoint.end_tokens, *stop_tokens)
         if not (parameters.grammar[0] or message_grammar):  # a grammar may end the text earlier
             parameters.check_min_tokens(end_tokens, self._vocab_size)
-        earlier = {item.sample: np.frombuffer(item.tokens, np.int32).tolist() for item in resumed}
+        earlier_tokens = {r.sample: np.frombuffer(r.tokens, np.int32).tolist() for r in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
         prompt.message_format, prompt.message_grammar = message_format, message_grammar
         prompt.eos = -1 if ignores_end else self._checkpoint.eos
         echo_logprobs = parameters.logprobs if scores_prompt else -1
         prompt.top_logprobs = max(parameters.prompt_logprobs, echo_logprobs)
         if max(prompt.top_logprobs, parameters.logprobs) >= 0:
-            prompt.replayed_tokens = earlier
+            prompt.replayed_tokens = earlier_tokens
         else:
-            prompt.resumed_tokens = earlier
+            prompt.resumed_tokens = earlier_tokens
         prompt.offsets = offsets
         return prompt, text
 
     def convert(self, request: Request, inputs: Mapping[str, Any]) -> Response | None:
         """Return the response to a request that generates nothing, or None for other requests.
 
-        Such requests have the parameter `task`:
+        Requests that generate nothing have the parameter `task`:
 
         - "tokenize": `token_ids` of the prompt, and the JSON array of their strings as
           `text_output`.
@@ -476,14 +476,14 @@ class PromptReader:
 
     def _check_tokens(self, name: str, tokens: list[int]) -> None:
         last_id = self._vocab_size - 1
-        wrong = next((token for token in tokens if not 0 <= token <= last_id), None)
-        if wrong is None:
+        token = next((token for token in tokens if not 0 <= token <= last_id), None)
+        if token is None:
             return
         if name == "input_ids":
-            raise InvalidArgument(f"input_ids: {wrong} is not a token; allowed are 0 to {last_id}")
-        token = clip(repr(self._tokenizer.id_to_token(wrong)))
+            raise InvalidArgument(f"input_ids: {token} is not a token; allowed are 0 to {last_id}")
+        text = clip(repr(self._tokenizer.id_to_token(token)))
         raise InvalidArgument(
-            f"{name}: the token {token} has the id {wrong}, but the model's largest token is "
+            f"{name}: the token {text} has the id {token}, but the model's largest token is "
             f"{last_id} (config.json: vocab_size)"
         )
 
@@ -496,8 +496,8 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     """Merge the parameters of a request, of its `sampling_parameters`, and of its inputs.
 
     Returns:
-        The parameters, and whether log probabilities include the prompt's. They do if the request
-        sets `echo`. If `echo` follows from `exclude_input_in_output` or the default, only the text
+        The parameters, and whether log probabilities include the prompt's: only if the request sets
+        `echo`. If `echo` follows from `exclude_input_in_output` or the default, only the text
         includes the prompt.
     """
     merged_values = {**request.schema.parameters}

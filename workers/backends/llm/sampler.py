@@ -47,10 +47,10 @@ class SampledRow:
     """
 
     parameters: GenerationParameters
-    sample: int  # index in the request
-    tokens: Sequence[int]  # of the sequence up to the sampled one
+    sample: int
+    tokens: Sequence[int]
     prompt_length: int
-    end_tokens: tuple[int, ...]  # tokens that end a text
+    end_tokens: tuple[int, ...]
     allowed_bits: Tensor | None = None
 
     @property
@@ -76,8 +76,8 @@ class TokenLogprobs(NamedTuple):
 
     token: int
     logprob: float
-    top: list[tuple[int, float]]  # the likeliest (token, log probability)
-    rank: int = 1  # 1: the likeliest token
+    top: list[tuple[int, float]]
+    rank: int = 1
 
 
 def _mix(value: int) -> int:
@@ -175,8 +175,8 @@ def _restrict(logits: Tensor, row: SampledRow) -> None:
 def _penalise(logits: Tensor, row: SampledRow) -> None:
     parameters = row.parameters
     if parameters.repetition_penalty != 1.0:
-        # Duplicate tokens are not removed, because sorting a long context would take longer. They
-        # receive the same value again.
+        # Duplicate tokens are not removed, because sorting a long context would take longer. Each
+        # duplicate assigns the same value again.
         tokens = torch.from_numpy(np.fromiter(row.tokens, np.int64)).to(logits.device)
         old_logits, penalty = logits[tokens], parameters.repetition_penalty
         logits[tokens] = torch.where(old_logits < 0, old_logits * penalty, old_logits / penalty)
@@ -188,9 +188,9 @@ def _penalise(logits: Tensor, row: SampledRow) -> None:
 def _mask(logits: Tensor, allowed_bits: Tensor) -> None:
     """Forbid the tokens whose bits are not set in int32 words, least significant bit first."""
     bits = (allowed_bits.unsqueeze(1) >> torch.arange(32)) & 1
-    permitted = bits.flatten()[: len(logits)].bool().to(logits.device)
-    logits[len(permitted) :] = -math.inf
-    logits[: len(permitted)].masked_fill_(~permitted, -math.inf)
+    is_allowed = bits.flatten()[: len(logits)].bool().to(logits.device)
+    logits[len(is_allowed) :] = -math.inf
+    logits[: len(is_allowed)].masked_fill_(~is_allowed, -math.inf)
 
 
 def distribution(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:

@@ -510,9 +510,9 @@ class TextThread:
             if threading.current_thread() is not self._thread and stream.is_cancelled():
                 stream.send(final=True)
                 return
-            converted = self.reader.convert(stream.request, inputs)
-            if converted is not None:
-                stream.send(converted, final=True)
+            response = self.reader.convert(stream.request, inputs)
+            if response is not None:
+                stream.send(response, final=True)
                 return
             prompt, echo = self.reader.read(stream.request, inputs, resumed)
             start = partial(self._start, stream, prompt, echo, resumed)
@@ -536,9 +536,9 @@ class TextThread:
         with _fail_on_error(stream):
             request = RequestSamples(prompt, self._token_texts, stream, self._link, echo)
             if not prompt.parameters.beams:
-                for earlier in resumed:
-                    tokens = prompt.resumed_tokens.get(earlier.sample, [])
-                    request.samples[earlier.sample].resume(earlier, tokens)
+                for resumed_sample in resumed:
+                    tokens = prompt.resumed_tokens.get(resumed_sample.sample, [])
+                    request.samples[resumed_sample.sample].resume(resumed_sample, tokens)
             with self._link.lock:
                 if stream.is_cancelled():
                     # The scheduler's successor may use the same key for another request.

@@ -206,10 +206,10 @@ class TokenTexts:
     def count_complete(self, tokens: Sequence[int]) -> int:
         """Return the number of tokens before an incomplete character at the end of `tokens`."""
         count = len(tokens)
-        while missing := self._incomplete_bytes(tokens[max(count - _MAX_HELD_TOKENS, 0) : count]):
-            while missing > 0:
+        while size := self._incomplete_bytes(tokens[max(count - _MAX_HELD_TOKENS, 0) : count]):
+            while size > 0:
                 count -= 1
-                missing -= len(self.bytes_of(tokens[count]))
+                size -= len(self.bytes_of(tokens[count]))
         return count
 
     def _incomplete_bytes(self, tokens: Sequence[int]) -> int:
@@ -250,14 +250,13 @@ class BadWords:
         self._words = [word.encode() for word in words]
         self._max_bytes = max(map(len, self._words))
         # For each beginning of a word: the tokens that complete the word after it.
-        containing = {token for word in self._words for token in texts.containing(word)}
-        completing: dict[bytes, list[int]] = {}
+        tokens_by_beginning = {b"": {t for word in self._words for t in texts.containing(word)}}
         for word in self._words:
             for size in range(1, len(word)):
-                completing.setdefault(word[:size], []).extend(texts.beginning_with(word[size:]))
-        tokens_by_beginning = {b"": containing, **completing}
+                tokens = texts.beginning_with(word[size:])
+                tokens_by_beginning.setdefault(word[:size], set()).update(tokens)
         self._completing_tokens = {
-            beginning: np.array([token for token in tokens if token < vocab_size], np.int64)
+            beginning: np.array(sorted(t for t in tokens if t < vocab_size), np.int64)
             for beginning, tokens in tokens_by_beginning.items()
         }
 
@@ -363,8 +362,8 @@ class StopStrings:
     def add(self, text: str) -> tuple[str, str]:
         """Append text; return the text that is not held back, and the stop string found, or "".
 
-        If several stop strings occur, the one that ends first is found. Of those that end at the
-        same position, the first of the request is found, as in vLLM.
+        If several stop strings occur, the one that ends first is found. If several end at the same
+        position, the first of them in the request is found, as in vLLM.
         """
         if not self._stops:
             return text, ""

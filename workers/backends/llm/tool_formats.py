@@ -55,9 +55,9 @@ class CallGrammar(NamedTuple):
         end: The expression after the last call.
     """
 
-    first_calls: list[tuple[str, str]]  # (opening text, expression for the rest)
-    separator: str  # expression between calls
-    call: str  # expression for each further call
+    first_calls: list[tuple[str, str]]
+    separator: str
+    call: str
     end: str = ""
 
 
@@ -70,7 +70,7 @@ class Lark:
         rules: The rules that were added.
     """
 
-    special_tokens: Mapping[str, int]  # by text
+    special_tokens: Mapping[str, int]
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str, is_lazy: bool = False) -> str:
@@ -324,8 +324,8 @@ def _read_xml_value(parser: MessageParser, schema: Mapping[str, Any], name: str)
 def _typed_json(text: str, types: set[str], is_text: bool) -> str:
     """Return the text of a parameter as JSON.
 
-    It becomes a string if it is not a literal, or if the schema allows strings but not the type of
-    the literal. With `is_text`, all literals but null become strings.
+    A text that is not a literal becomes a string. A literal becomes a string if the schema allows
+    strings but not the literal's type. With `is_text`, all literals but null become strings.
     """
     value, json_text = _parse_literal(text)
     is_of_type = type_name(value) in types and (not is_text or value is None)
@@ -428,9 +428,9 @@ def _parameter_schema(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]
 def _schema_types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if not isinstance(schema, dict) or depth > 8:
         return set()
-    declared = schema.get("type")
-    if declared is not None:
-        types = {str(name) for name in (declared if isinstance(declared, list) else [declared])}
+    value = schema.get("type")
+    if value is not None:
+        types = {str(name) for name in (value if isinstance(value, list) else [value])}
         return types | {"integer"} if "number" in types else types
     if "enum" in schema or "const" in schema:
         return {type_name(value) for value in schema.get("enum", [schema.get("const")])}
@@ -457,8 +457,8 @@ def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[
     """
     root = tool.parameters
     required_names = dict.fromkeys(root.get("required") or ())
-    unwritable = [name for name in required_names if not re.fullmatch(name_pattern, name)]
-    unsupported = [*sorted(_UNENFORCEABLE & root.keys()), *map(repr, unwritable)]
+    unwritable_names = [name for name in required_names if not re.fullmatch(name_pattern, name)]
+    unsupported = [*sorted(_UNENFORCEABLE & root.keys()), *map(repr, unwritable_names)]
     if unsupported:
         raise InvalidArgument(
             f"tools: the parameters of '{tool.name}': {clip(', '.join(unsupported))} cannot be "

@@ -44,11 +44,11 @@ class ToolRequest:
     """
 
     tools: tuple[Tool, ...]
-    required: bool = False  # whether the message must consist of calls
+    required: bool = False
     allows_parallel_calls: bool = True
 
     @property
-    def constrained(self) -> bool:
+    def is_constrained(self) -> bool:
         """Return whether a grammar restricts calls."""
         return self.required or any(tool.strict for tool in self.tools)
 
@@ -290,7 +290,7 @@ class MessageFormats:
             request.allows_parallel_calls if request else True,
             hides_reasoning,
             frozenset(self._added_tokens[marker] for marker in markers),
-            request is not None and (request.constrained or has_grammar),
+            request is not None and (request.is_constrained or has_grammar),
             request is not None and not (request.required or has_grammar),
             request is not None and request.required,
         )
@@ -315,13 +315,14 @@ class MessageFormats:
         if request is not None and has_calls:
             calls = output_format.family.call_grammar(lark, request.tools)
             required = request.required or has_grammar
-            first = (
+            openings = (
                 f"{lark.text(begin) if required else lark.any_text(begin)} {call_rule}"
                 for begin, call_rule in calls.first_calls
             )
             tags = {begin for begin, _ in calls.first_calls}
             may_omit_end = output_format.calls_end_reasoning and tags <= markers
-            start = lark.sequence(calls, lark.alternatives(first), request.allows_parallel_calls)
+            first_call = lark.alternatives(openings)
+            start = lark.sequence(calls, first_call, request.allows_parallel_calls)
             if not request.required:
                 if has_grammar:
                     start = f"{start} | @body"

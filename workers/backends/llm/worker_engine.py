@@ -67,17 +67,17 @@ class Prompt:
     key: int  # of the request
     tokens: list[int]  # of the prompt
     parameters: GenerationParameters
-    end_tokens: tuple[int, ...]  # tokens that end a text
-    grammar: Any = None  # the matcher, or None
-    resumed_tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
-    replayed_tokens: dict[int, list[int]] = field(default_factory=dict)  # by sample
-    top_logprobs: int = -1  # number of likeliest tokens; -1: none
-    offsets: Sequence[int] = ()  # of tokens in the prompt's text
+    end_tokens: tuple[int, ...]
+    grammar: Any = None
+    resumed_tokens: dict[int, list[int]] = field(default_factory=dict)
+    replayed_tokens: dict[int, list[int]] = field(default_factory=dict)
+    top_logprobs: int = -1
+    offsets: Sequence[int] = ()
     logprobs_by_position: dict[int, TokenLogprobs] = field(default_factory=dict)
-    cached_tokens: int = -1  # number of the prompt's tokens; -1: not known yet
+    cached_tokens: int = -1
     message_format: MessageFormat | None = None
     message_grammar: str = ""
-    eos: int = -1  # token; -1: none
+    eos: int = -1
 
     @property
     def needs_compilation(self) -> bool:
@@ -131,14 +131,14 @@ class TokenSequence:
         replayed_tokens: Generated tokens that `append` uses instead of the sampled ones.
     """
 
-    number: int  # of the sequence
+    number: int
     prompt: Prompt
-    sample: int  # index in the request
-    tokens: list[int]  # of the prompt, and generated
+    sample: int
+    tokens: list[int]
     block_table: list[int]
-    matcher: Any = None  # state of the grammar
-    draft_computed: int = 0  # number of tokens that the draft model has read
-    replayed_tokens: list[int] = field(default_factory=list)  # used instead of sampled tokens
+    matcher: Any = None
+    draft_computed: int = 0
+    replayed_tokens: list[int] = field(default_factory=list)
 
     def fork(self, number: int, sample: int, token: int) -> TokenSequence:
         """Return a copy of the sequence, followed by `token` unless `token` is -1."""
@@ -260,9 +260,9 @@ class DraftModel:
     def _append_drafts(
         self, logits: Tensor, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
     ) -> None:
-        sampled = [sequence.sampled_row(proposals[sequence.number].tokens) for sequence, _ in rows]
-        process(logits, sampled)
-        tokens, distributions = sample(logits, sampled, PROPOSAL)
+        sampled_rows = [s.sampled_row(proposals[s.number].tokens) for s, _ in rows]
+        process(logits, sampled_rows)
+        tokens, distributions = sample(logits, sampled_rows, PROPOSAL)
         for index, (sequence, _) in enumerate(rows):
             proposal = proposals[sequence.number]
             proposal.tokens.append(tokens[index])
@@ -294,8 +294,8 @@ class RowPlan:
     sequence: TokenSequence
     row: Row
     proposal: Proposal
-    masks: list[Tensor]  # allowed tokens after each draft token
-    logit_row: int = 0  # index of the first row of logits
+    masks: list[Tensor]
+    logit_row: int = 0
 
 
 @dataclass(eq=False)
@@ -310,9 +310,9 @@ class WorkerEngine:
 
     passes: Passes  # runs the model
     propose: Propose | None  # returns draft tokens
-    prompts: Mapping[int, Prompt]  # by key
-    emit: Callable[[list[SequenceOutput]], None]  # receives the outputs of a step
-    fail: Callable[[set[int], Exception], None]  # fails the requests with these keys
+    prompts: Mapping[int, Prompt]
+    emit: Callable[[list[SequenceOutput]], None]
+    fail: Callable[[set[int], Exception], None]
     _sequences: dict[int, TokenSequence] = field(default_factory=dict)  # by number
     _last_step: int = 0  # number of the step
 
@@ -328,7 +328,7 @@ class WorkerEngine:
         logits = self._forward(plans)
         computed_ns = time.perf_counter_ns()
         results = self._sample_rows(plans, logits)
-        skipped = [row.sequence for row in message.rows if row.sequence not in self._sequences]
+        skipped_numbers = [r.sequence for r in message.rows if r.sequence not in self._sequences]
         for sequence in message.ended:
             self._sequences.pop(sequence, None)
         return Stepped(
@@ -338,7 +338,7 @@ class WorkerEngine:
             forward_ns=computed_ns - planned_ns,
             sample_ns=time.perf_counter_ns() - computed_ns,
             draft_ns=planned_ns - prepared_ns,
-            skipped=skipped,
+            skipped=skipped_numbers,
         )
 
     def fail_step(self, message: Step, error: Exception) -> Stepped:
@@ -438,22 +438,22 @@ class WorkerEngine:
 
     def _sample_tokens(self, plans: list[RowPlan], logits: Tensor) -> list[RowResult]:
         """Sample the next token of each sequence, and verify its draft tokens."""
-        sampled: list[SampledRow] = []
+        sampled_rows: list[SampledRow] = []
         logit_rows: list[int] = []
         checks: list[DraftCheck] = []
         for plan in plans:
             tokens = plan.proposal.tokens
-            checks.append(DraftCheck(len(sampled), plan.proposal))
+            checks.append(DraftCheck(len(sampled_rows), plan.proposal))
             logit_rows += range(plan.logit_row, plan.logit_row + len(tokens) + 1)
             for count in range(len(tokens) + 1):
                 mask = plan.masks[count] if plan.masks else None
-                sampled.append(plan.sequence.sampled_row(tokens[:count], mask))
+                sampled_rows.append(plan.sequence.sampled_row(tokens[:count], mask))
         row_logits = logits if len(logit_rows) == len(logits) else logits[logit_rows]
         # The log probabilities are those of the unprocessed logits.
-        needs_logprobs = any(row.parameters.logprobs >= 0 for row in sampled)
+        needs_logprobs = any(row.parameters.logprobs >= 0 for row in sampled_rows)
         raw_logits = row_logits.clone() if needs_logprobs else None
-        process(row_logits, sampled)
-        accepted_tokens = verify(row_logits, sampled, checks)
+        process(row_logits, sampled_rows)
+        accepted_tokens = verify(row_logits, sampled_rows, checks)
         checked_rows = [
             (plan, check, tokens)
             for plan, check, tokens in zip(plans, checks, accepted_tokens, strict=True)

@@ -12,12 +12,12 @@ batches run while `is_ready` runs in another thread. A `torch.nn.Module` is move
 set to evaluation mode; without `predict`, its annotated `forward` is used.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
-the model decoupled. It receives one request with its own arrays, and `max_batch_size` defaults to
-0. Up to `max_streams` (64) iterators run concurrently. Further requests wait in the scheduler or,
-if the last batch had too many, in the worker. A generator runs in a thread of its own. Asynchronous
-generators share one event loop. When its client disconnects, a generator is closed at its next
-`yield` (GeneratorExit), and an asynchronous one is cancelled. `shmserve.model.Context.cancelled`
-reports the disconnect earlier.
+the model decoupled. A call receives one request with its own arrays, and `max_batch_size` defaults
+to 0. Up to `max_streams` (64) iterators run concurrently. Further requests wait in the scheduler
+or, if the last batch had too many, in the worker. A generator runs in a thread of its own.
+Asynchronous generators share one event loop. When its client disconnects, a generator is closed at
+its next `yield` (GeneratorExit), and an asynchronous one is cancelled.
+`shmserve.model.Context.cancelled` reports the disconnect earlier.
 """
 
 from __future__ import annotations

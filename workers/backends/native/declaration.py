@@ -60,8 +60,8 @@ class Parameter:
 
     name: str
     type: TensorType
-    is_numpy: bool  # whether `predict` receives a numpy array
-    optional: bool  # whether the parameter has a default
+    is_numpy: bool
+    optional: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class PredictSignature:
 
     parameters: tuple[Parameter, ...]
     outputs: dict[str, TensorType]
-    to_outputs: Callable[[Any], Mapping[str, Any]]  # converts a result to arrays by output
-    yields: bool  # whether `predict` returns an iterator
+    to_outputs: Callable[[Any], Mapping[str, Any]]
+    yields: bool
 
 
 def no_position(name: str) -> str:

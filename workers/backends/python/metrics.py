@@ -255,8 +255,8 @@ def _as_float(value: object) -> float:
 class Metric:
     """A value of a family.
 
-    Its methods raise TritonModelException if its kind lacks the operation or the family was
-    deleted. They raise TypeError if an argument is not a number.
+    The methods raise TritonModelException if the metric's kind lacks the operation or the family
+    was deleted, and TypeError if an argument is not a number.
     """
 
     def __init__(self, owner: _Owner, value: _MetricValue) -> None:
@@ -264,7 +264,7 @@ class Metric:
         self._value = value
 
     def increment(self, value: float) -> None:
-        """Add to a counter (0 or more) or a gauge."""
+        """Add a number to a gauge, or a number of at least 0 to a counter."""
         amount = _as_float(value)
         self._require_kind("increment", "Increment", MetricKind.COUNTER, MetricKind.GAUGE)
         if self._owner.family.kind is MetricKind.COUNTER and amount < 0:

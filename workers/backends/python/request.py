@@ -1,7 +1,7 @@
 """Requests and responses of the Python backend's API.
 
-A model receives requests and creates their responses. It also creates requests to other models, and
-receives their responses.
+A model receives requests and creates their responses. A model may also create requests to other
+models, and receives their responses.
 """
 
 from __future__ import annotations

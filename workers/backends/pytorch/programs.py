@@ -63,9 +63,9 @@ class Argument:
     """
 
     name: str
-    required: bool = True  # whether the argument has no default
+    required: bool = True
     is_keyword_only: bool = False
-    is_text: bool = False  # whether the argument is a list of strings
+    is_text: bool = False
 
 
 class ArgumentBinding:
@@ -251,9 +251,9 @@ class Program:
     """
 
     call: Callable[..., Any]
-    arguments: Sequence[Argument] | None  # None: unknown
+    arguments: Sequence[Argument] | None
     result_count: int | None  # None: unknown
-    takes_dict: bool = False  # whether the only argument is a dict of the inputs
+    takes_dict: bool = False
     module: torch.nn.Module | None = None
 
 
@@ -389,7 +389,7 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
 def _loading_tensors_only() -> Iterator[None]:
     """Restrict torch.export.load to tensors.
 
-    It otherwise unpickles other objects in an archive, which may execute code.
+    Without the restriction, torch unpickles other objects in an archive, which may execute code.
     """
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     saved_variables = {name: os.environ.pop(name) for name in names if name in os.environ}

@@ -54,9 +54,9 @@ class Arguments:
         adapters: The path of each LoRA adapter by its name, from multi_lora.json.
     """
 
-    engine: dict[str, Any]  # arguments of the engine
+    engine: dict[str, Any]
     server_arguments: dict[str, Any]
-    adapters: dict[str, str]  # paths of LoRA adapters by name
+    adapters: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path, model_name: str) -> Arguments:
@@ -142,13 +142,13 @@ class VllmCall:
         make_parser: Creates vLLM's parser of a sample's message; None: texts are not parsed.
     """
 
-    request: Any  # in the form of vLLM's server
-    prompt: Any  # rendered
-    parameters: Any  # sampling parameters
-    decode: Callable[[Any], str]  # returns the text of a token
-    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `generate`
+    request: Any
+    prompt: Any
+    parameters: Any
+    decode: Callable[[Any], str]
+    options: dict[str, Any] = field(default_factory=dict)
     text: str = ""
-    make_parser: Callable[[], Any] | None = None  # of messages; None: no parsing
+    make_parser: Callable[[], Any] | None = None
 
 
 def parse_message(parser: Any, request: Any, sample: Any, prompt: list[int]) -> dict[str, Any]:

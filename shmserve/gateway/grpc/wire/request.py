@@ -1,8 +1,8 @@
 """The decoder of ModelInferRequest, which parses a message or receives its tensors into the arena.
 
 A parsed message is checked as in Triton, with Triton's error texts. The bytes of an input are in
-`raw_input_contents`, which has an entry for each input that is not in a region, or in the typed
-`contents` of the input. The tensors of a large message are received by a `RequestSink`:
+its typed `contents`, or in the message's `raw_input_contents`, which has an entry for each input
+outside of regions. The tensors of a large message are received by a `RequestSink`:
 
     | fields before the tensors | tag, length | tensor | tag, length | tensor |
       collected, and parsed       collected     arena    collected     arena

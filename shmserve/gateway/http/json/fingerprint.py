@@ -151,10 +151,10 @@ def fill_known_template(
         AlreadyExists: The range of an output is in use, and `shm_overlap` is "error".
         Unavailable: The arena is full.
     """
-    cached = cache.find(fingerprint.key)
-    if cached is None:
+    cached_template = cache.find(fingerprint.key)
+    if cached_template is None:
         return None
-    template, packers, array_format = cached
+    template, packers, array_format = cached_template
     if packers:
         try:
             values = orjson.loads(array_format % tuple(fingerprint.arrays))
@@ -188,12 +188,12 @@ def store_template(
     inputs = [tensor for tensor in request.inputs if tensor.data is not None]
     packers = [create_packer(tensor.datatype, tensor.count) for tensor in inputs]
     array_format = b"[%b]" % b",".join([b"[%b]"] * array_count)
-    cached = CachedTemplate(template, [pack for pack in packers if pack is not None], array_format)
+    available_packers = [pack for pack in packers if pack is not None]
     are_input_arrays = not array_count or _are_input_arrays(fingerprint.key[0], array_count)
-    if len(cached.packers) == len(inputs) == array_count and are_input_arrays:
+    if len(available_packers) == len(inputs) == array_count and are_input_arrays:
         for tensor in inputs:
             tensor.data = None  # cleared, because later requests have other values
-        cache.store(fingerprint.key, cached)
+        cache.store(fingerprint.key, CachedTemplate(template, available_packers, array_format))
 
 
 def _are_input_arrays(kept_parts: bytes, array_count: int) -> bool:

@@ -137,8 +137,8 @@ async def parse_large(
             assert process.stdin is not None and process.stdout is not None
             with contextlib.suppress(ConnectionError):
                 for piece in pieces:
-                    for begin in range(0, len(piece), _PIECE_BYTES):
-                        process.stdin.write(piece[begin : begin + _PIECE_BYTES])
+                    for offset in range(0, len(piece), _PIECE_BYTES):
+                        process.stdin.write(piece[offset : offset + _PIECE_BYTES])
                         await process.stdin.drain()
             process.stdin.close()
             return await _receive_result(process.stdout)
@@ -158,15 +158,15 @@ async def _receive_result(output: asyncio.StreamReader) -> Any:
         raise (JsonFault if header["malformed"] else InvalidArgument)(header["error"])
     for text in header["warnings"]:
         warn_once(logger, "%s", text)
-    packed = {name: Packed(*packed_fields) for name, packed_fields in header["packed"].items()}
-    for value in packed.values():
+    packed_values = {name: Packed(*fields) for name, fields in header["packed"].items()}
+    for value in packed_values.values():
         missing_bytes = value.byte_size
         while missing_bytes:
             value.pieces.append(await output.readexactly(min(missing_bytes, _PIECE_BYTES)))
             missing_bytes -= len(value.pieces[-1])
     body = header["body"]
     if isinstance(body, dict):
-        _insert_packed(body, packed)
+        _insert_packed(body, packed_values)
     return body
 
 
@@ -270,8 +270,8 @@ class _Packer:
             if isinstance(value, dict) and name in _NESTED_OBJECTS:
                 self.pack_fields(value)
                 continue
-            packed = self._pack_prompt(name, value) if name in self._prompt_fields else None
-            fields[name] = self._pack_large(value) if packed is None else packed
+            placeholder = self._pack_prompt(name, value) if name in self._prompt_fields else None
+            fields[name] = self._pack_large(value) if placeholder is None else placeholder
 
     def _pack_prompt(self, name: str, value: Any) -> str | list[Any] | None:
         """Return the placeholder of a prompt or a list of prompts; None for other values."""

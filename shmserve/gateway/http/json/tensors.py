@@ -166,8 +166,8 @@ def _pack_strings(values: list[str], name: str) -> bytes:
     parts: list[bytes] = []
     for value in values:
         if type(value) is not str:
-            fault = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
-            raise JsonFault(f"{fault} (input '{name}' has {_describe_value(value)})")
+            text = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
+            raise JsonFault(f"{text} (input '{name}' has {_describe_value(value)})")
         encoded = value.encode()
         parts += (len(encoded).to_bytes(4, "little"), encoded)
     return b"".join(parts)

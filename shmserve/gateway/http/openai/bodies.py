@@ -71,7 +71,8 @@ async def resolve_alias(gateway: Gateway, name: str) -> str:
     models = gateway.models
     if name in models:
         return name
-    models_by_name = {name: model for model, name in reversed(gateway.settings.served_names)}
+    served_names = gateway.settings.served_names
+    models_by_name = {served_name: model for model, served_name in reversed(served_names)}
     model_name = models_by_name.get(name) or models.resolve_alias(name)
     if model_name != name:
         return model_name
@@ -155,7 +156,12 @@ class TextRequest(NamedTuple):
     """A request for text: a tensor for each prompt, and the parameters of all prompts.
 
     Attributes:
+        model: The model.
         name: The name of the model in the response.
+        prompts: The input of each prompt.
+        parameters: The sampling parameters.
+        sample_count: The number of choices for each prompt.
+        stream: Whether the response is streamed.
         shows_usage: Whether a stream ends with the numbers of tokens.
         detail_outputs: Outputs that only some requests need.
         shows_running_usage: Whether each chunk contains its sample's number of tokens so far.
@@ -165,11 +171,11 @@ class TextRequest(NamedTuple):
     name: str
     prompts: list[InferInput]
     parameters: dict[str, Any]
-    sample_count: int  # number of choices for each prompt
-    stream: bool  # whether the response is streamed
-    shows_usage: bool  # whether a stream ends with the numbers of tokens
-    detail_outputs: tuple[str, ...] = ()  # further requested outputs
-    shows_running_usage: bool = False  # whether each chunk has the numbers of tokens so far
+    sample_count: int
+    stream: bool
+    shows_usage: bool
+    detail_outputs: tuple[str, ...] = ()
+    shows_running_usage: bool = False
 
     def infer_requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""
@@ -252,20 +258,21 @@ def decode_output(gateway: Gateway, tensor: TensorRef, model: str) -> np.ndarray
 async def read_body(
     gateway: Gateway,
     request: HttpRequest,
-    prompts: Sequence[str] = (),
+    prompt_fields: Sequence[str] = (),
     convert: Convert | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object in a request's body, which may be compressed.
 
-    The fields `prompts` and other large fields of a large body are `Packed`.
+    In a large body, `prompt_fields` and other large fields are `Packed`. `convert`, if given,
+    changes the parsed object of a large body.
 
     Raises:
         InvalidArgument: The body is too large, or not a JSON object.
         UnsupportedMediaType: The encoding of the body is not supported.
     """
     try:
-        parse_large = partial(parse_prompts, gateway, prompts, convert=convert)
-        body = await read_json(gateway, request, is_required=True, parse_large=parse_large)
+        parse_body = partial(parse_prompts, gateway, prompt_fields, convert=convert)
+        body = await read_json(gateway, request, is_required=True, parse_large=parse_body)
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
     except BodyTooLarge as error:
@@ -281,20 +288,20 @@ async def read_body(
 
 
 async def read_fields(
-    gateway: Gateway, request: HttpRequest, supported: frozenset[str], prompts: Sequence[str] = ()
+    gateway: Gateway, request: HttpRequest, supported: frozenset[str], prompt_fields: Sequence[str]
 ) -> dict[str, Any]:
     """Return the supported fields of a request's body.
 
     Raises:
         ShmserveError: As in `read_body` and `select_supported_fields`.
     """
-    body = await read_body(gateway, request, prompts)
+    body = await read_body(gateway, request, prompt_fields)
     return select_supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
 
 
 async def parse_prompts(
     gateway: Gateway,
-    prompts: Sequence[str],
+    prompt_fields: Sequence[str],
     pieces: list[bytes],
     model: str = "",
     convert: Convert | None = None,
@@ -310,7 +317,7 @@ async def parse_prompts(
         if model_version.max_model_len
         for name in (*model_names(gateway, model_version.name), *model_version.aliases)
     }
-    return await parse_large(pieces, token_limits, prompts, model, convert)
+    return await parse_large(pieces, token_limits, prompt_fields, model, convert)
 
 
 async def resolve_named_model(
@@ -480,12 +487,11 @@ async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInp
 
 def _check_capacity(model: GatewayModel, count: int) -> None:
     """Raise InvalidArgument if a model can never process so many prompts at a time."""
-    config = orjson.loads(model.config)
-    engine = config.get("parameters", {}).get(ENGINE_PARAMETER)
+    engine = model.config.get("parameters", {}).get(ENGINE_PARAMETER)
     if engine is None or model.backend != LLM_BACKEND:
         return
     settings = EngineSettings.read(engine["string_value"])
-    instance_count = sum(group["count"] for group in config["instance_group"])
+    instance_count = sum(group["count"] for group in model.config["instance_group"])
     max_count = settings.max_batch_size * instance_count + settings.max_waiting_requests
     if count > max_count:
         raise InvalidArgument(

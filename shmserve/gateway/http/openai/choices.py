@@ -36,7 +36,7 @@ class Delta(NamedTuple):
         stop_reason: The stop string or the token that has ended the sample, in its last part.
     """
 
-    sample: int  # its index among the samples of the prompt
+    sample: int
     text: str
     finish_reason: str = ""
     logprobs: dict[str, Any] | None = None
@@ -125,7 +125,7 @@ class _Sample:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: list[dict[str, Any]] | None = None
-    is_begun: bool = False
+    has_begun: bool = False
     # The log probabilities of the first part, or None once there are more parts.
     first_logprobs: dict[str, Any] | None = None
     extra_members: dict[str, Any] = field(default_factory=dict)
@@ -136,8 +136,8 @@ class _Sample:
     # the beginning of a possible stop string is withheld.
     token_characters: int = 0
 
-    def parts(self) -> dict[str, Any]:
-        """Return the reasoning and the tool calls received so far."""
+    def message_members(self) -> dict[str, Any]:
+        """Return the members of a message with the reasoning and the tool calls so far."""
         if not self.reasoning and not self.tool_calls:
             return {}
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
@@ -153,7 +153,7 @@ class _Sample:
             custom_names: The names of custom tools.
             has_ended: Whether the sample has ended.
         """
-        parts = _reasoning_members(message.get("reasoning", ""))
+        members = _reasoning_members(message.get("reasoning", ""))
         self.reasoning += message.get("reasoning", "")
         calls: list[dict[str, Any]] = []
         for call in message.get("tool_calls", ()):
@@ -171,7 +171,7 @@ class _Sample:
             calls = sorted(
                 [*calls, *self._end_custom_calls(custom_names, has_ended)], key=itemgetter("index")
             )
-        return {**parts, "tool_calls": calls} if calls else parts
+        return {**members, "tool_calls": calls} if calls else members
 
     def _end_custom_calls(self, names: Collection[str], has_ended: bool) -> list[dict[str, Any]]:
         """Convert complete function calls of custom tools (`names`) to custom calls; return these.
@@ -229,7 +229,7 @@ class Choices:
     shows_usage: bool = False
     shows_running_usage: bool = False
     shows_tokens: bool = True
-    tools: Any = None  # may be `Packed`
+    tools: Any = None
     _samples: dict[int, _Sample] = field(default_factory=dict)
     _prompt_members: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     # Tokens of each prompt, if they are counted.
@@ -260,7 +260,7 @@ class Choices:
             **self.format.content(
                 delta.text,
                 extra_members,
-                is_first=not sample.is_begun,
+                is_first=not sample.has_begun,
                 is_chunk=True,
                 is_last=bool(delta.finish_reason),
             ),
@@ -270,13 +270,13 @@ class Choices:
         if delta.finish_reason or not self.format.is_chat:
             choice["stop_reason"] = delta.stop_reason
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
-        sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
+        sample.first_logprobs = None if sample.has_begun else choice["logprobs"]
         if self.shows_running_usage:
             members = self._count_tokens(prompt_index, sample, delta)
             choice |= self._add_members(sample, members)
         elif delta.extra_members:
             choice |= self._add_members(sample, delta.extra_members)
-        sample.is_begun = True
+        sample.has_begun = True
         sample.text += delta.text
         if token_logprobs is not None:
             sample.logprobs = (sample.logprobs or []) + token_logprobs
@@ -325,7 +325,7 @@ class Choices:
         choices = [
             {
                 "index": index,
-                **self.format.content(sample.text, sample.parts()),
+                **self.format.content(sample.text, sample.message_members()),
                 "logprobs": sample.first_logprobs or self.format.logprobs(sample.logprobs, 0),
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,

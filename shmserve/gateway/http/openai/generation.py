@@ -63,12 +63,17 @@ async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 def _create_choices(
     choice_format: ChoiceFormat, text_request: bodies.TextRequest, tools: Any = None
 ) -> Choices:
-    shows_tokens = not text_request.shows_running_usage or bodies.returns_tokens(
-        text_request.parameters
+    shows_running_usage = text_request.shows_running_usage
+    return Choices(
+        choice_format,
+        text_request.name,
+        text_request.sample_count,
+        shows_usage=text_request.shows_usage,
+        shows_running_usage=shows_running_usage,
+        # Running usage is counted by token ids, also if the client has not requested these.
+        shows_tokens=not shows_running_usage or bodies.returns_tokens(text_request.parameters),
+        tools=tools,
     )
-    usage_flags = text_request.shows_usage, text_request.shows_running_usage
-    choice_args = choice_format, text_request.name, text_request.sample_count
-    return Choices(*choice_args, *usage_flags, shows_tokens, tools)
 
 
 class Rendering(Protocol):

@@ -34,7 +34,7 @@ from shmserve.gateway.http.openai.choices import Delta, custom_input
 from shmserve.gateway.http.openai.generation import respond
 from shmserve.gateway.http.openai.models import infer_once
 from shmserve.gateway.http.openai.responses_request import (
-    INCLUDED_MEMBERS,
+    ENCRYPTED_MEMBER,
     PLAIN_PREFIX,
     namespace_functions,
     read_request,
@@ -131,8 +131,8 @@ class ResponseObject:
         events: list[dict[str, Any]] = []
         calls = list(message.get("tool_calls", ()))
         while calls and "id" not in calls[0]:  # the rest of the last call, before other items begin
-            kind = self._items[-1]["type"]
-            events += self._extend_item(kind, calls.pop(0)["arguments"], {})
+            item_type = self._items[-1]["type"]
+            events += self._extend_item(item_type, calls.pop(0)["arguments"], {})
         if message.get("reasoning"):
             events += self._extend_item("reasoning", message["reasoning"], {})
         if message.get("content"):
@@ -144,11 +144,11 @@ class ResponseObject:
             head: dict[str, Any] = {}
             if "id" in call:
                 default_item = "function_call", {"name": call["name"]}
-                call_kind, named_fields = self._items_by_call.get(call["name"], default_item)
-                head = {"call_id": call["id"], **named_fields}
+                item_type, members = self._items_by_call.get(call["name"], default_item)
+                head = {"call_id": call["id"], **members}
             else:
-                call_kind = self._items[-1]["type"]
-            events += self._extend_item(call_kind, call["arguments"], head)
+                item_type = self._items[-1]["type"]
+            events += self._extend_item(item_type, call["arguments"], head)
         return events
 
     def _content_logprobs(self, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -207,17 +207,17 @@ class ResponseObject:
             return events
         return [*events, self._item_event(".delta", delta=text, **logprobs_member)]
 
-    def _open_item(self, kind: str, first_members: dict[str, Any]) -> list[dict[str, Any]]:
-        id_prefix, _, members = _ITEM_TYPES[kind]
-        item: dict[str, Any] = {"id": f"{id_prefix}_{secrets.token_hex(24)}", "type": kind}
+    def _open_item(self, item_type: str, first_members: dict[str, Any]) -> list[dict[str, Any]]:
+        id_prefix, _, members = _ITEM_TYPES[item_type]
+        item: dict[str, Any] = {"id": f"{id_prefix}_{secrets.token_hex(24)}", "type": item_type}
         item |= {"status": "in_progress", **first_members, **members}
         self._items.append(item)
         self._text, self._logprobs, self._is_item_open = "", [], True
         index = len(self._items) - 1
         events = [self._event("response.output_item.added", output_index=index, item={**item})]
         if "content" in item:
-            part = self._item_event("response.content_part.added", part=self._content_part(kind))
-            events.append(part)
+            part = self._content_part(item_type)
+            events.append(self._item_event("response.content_part.added", part=part))
         return events
 
     def _content_part(self, item_type: str) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class ResponseObject:
         else:
             if item["type"] == "message":  # the last tokens may have no text, such as an end token
                 self._logprobs += self._next_logprobs
-            elif INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
+            elif ENCRYPTED_MEMBER in (self.body.get("include") or ()):
                 item["encrypted_content"] = PLAIN_PREFIX + text
             item["content"] = [self._content_part(item["type"])]
 
@@ -266,17 +266,18 @@ class ResponseObject:
         index = len(self._items) - 1
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
-    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _item_event(self, event_type: str, **fields: Any) -> dict[str, Any]:
         """Return an event of the last item.
 
-        A `kind` that begins with "." is appended to the event prefix of the item's type.
+        An event type that begins with "." is appended to the prefix of the item's type.
         """
         item = self._items[-1]
-        kind = _ITEM_TYPES[item["type"]][1] + kind if kind.startswith(".") else kind
+        if event_type.startswith("."):
+            event_type = _ITEM_TYPES[item["type"]][1] + event_type
         location: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
         if "content" in item:
             location["content_index"] = 0
-        return self._event(kind, **location, **fields)
+        return self._event(event_type, **location, **fields)
 
     def _event(self, event_type: str, **fields: Any) -> dict[str, Any]:
         self._event_count += 1

@@ -42,10 +42,11 @@ _HOSTED_TOOLS = (
 )
 _SUMMARIES = ("auto", "concise", "detailed")  # allowed values of reasoning.summary
 _ROLES = ("user", "assistant", "system", "developer")
+LOGPROBS_MEMBER, ENCRYPTED_MEMBER = "message.output_text.logprobs", "reasoning.encrypted_content"
 # The allowed values of `include`. Except for the first two, they name members of items that this
 # server's responses never contain.
-INCLUDED_MEMBERS = (
-    *("message.output_text.logprobs", "reasoning.encrypted_content"),
+_INCLUDED_MEMBERS = (
+    *(LOGPROBS_MEMBER, ENCRYPTED_MEMBER),
     *("message.input_image.image_url", "code_interpreter_call.outputs"),
     *("computer_call_output.output.image_url", "file_search_call.results"),
     *("web_search_call.action.sources", "web_search_call.results"),
@@ -127,10 +128,10 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
         raise InvalidArgument(f"truncation: {clip(repr(truncation))} is not 'auto' or 'disabled'")
     include = bodies.check_member(body, "include", list, [])
     for name in include:
-        if name not in INCLUDED_MEMBERS:
-            allowed_names = ", ".join(INCLUDED_MEMBERS)
+        if name not in _INCLUDED_MEMBERS:
+            allowed_names = ", ".join(_INCLUDED_MEMBERS)
             raise InvalidArgument(f"include: {clip(repr(name))} is not one of {allowed_names}")
-    if INCLUDED_MEMBERS[0] in include or body.get("top_logprobs"):
+    if LOGPROBS_MEMBER in include or body.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
 

@@ -57,8 +57,8 @@ class DeafCall:
         self.taken_count = 0
         self.on_ended: Callable[[], None] | None = None
 
-    def time_remaining(self) -> None:
-        return None
+    def remaining_us(self) -> int:
+        return 0
 
     async def write_all(self, responses: Sequence[bytes], stall_s: float) -> None:
         for _ in responses:

@@ -44,9 +44,8 @@ def no_bodies() -> Iterator[None]:
 
 
 def make_resources(arena: Arena) -> Resources:
-    gateway: Any = SimpleNamespace(
-        arena=arena, body_budget=budget, regions=RegionTable(lambda _: None)
-    )
+    regions = RegionTable(lambda _: None)
+    gateway: Any = SimpleNamespace(arena=arena, body_budget=budget, regions=regions)
     return Resources(gateway)
 
 
@@ -94,6 +93,12 @@ def open_arena(size: int) -> Iterator[Arena]:
 
 
 @pytest.fixture
+def arena() -> Iterator[Arena]:
+    with open_arena(MIB) as arena:
+        yield arena
+
+
+@pytest.fixture
 def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
 
     def make() -> Clock:
@@ -114,104 +119,91 @@ async def start_tasks(
     return tasks
 
 
-def test_only_bodies_with_blocks_are_evicted_for_a_block(make_clock: Callable[[], Clock]) -> None:
+async def test_only_bodies_with_blocks_are_evicted_for_a_block(
+    arena: Arena, make_clock: Callable[[], Clock]
+) -> None:
     """Memory for JSON is not memory for tensors."""
-
-    async def run(arena: Arena) -> None:
-        clock = make_clock()
-        json, tensor = Client(), Client()
-        tasks = await start_tasks(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
-        json.content.feed_data(bytes(1000))
-        await clock.advance(0.02)
-        resources = make_resources(arena)
-        resources.allocate([MIB])
-        await clock.advance(0.01)
-        assert [task.done() for task in tasks] == [False, True]
-        with pytest.raises(BodyTimeout, match="at less than 1 MiB"):
-            await tasks[1]
-        with pytest.raises(Unavailable):
-            make_resources(arena).allocate([MIB])
-        await clock.advance(0.01)
-        assert not tasks[0].done()
-        resources.release()
-        tasks[0].cancel()
-
-    with open_arena(MIB) as arena:
-        asyncio.run(run(arena))
+    clock = make_clock()
+    json, tensor = Client(), Client()
+    tasks = await start_tasks(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
+    json.content.feed_data(bytes(1000))
+    await clock.advance(0.02)
+    resources = make_resources(arena)
+    resources.allocate([MIB])
+    await clock.advance(0.01)
+    assert [task.done() for task in tasks] == [False, True]
+    with pytest.raises(BodyTimeout, match="at less than 1 MiB"):
+        await tasks[1]
+    with pytest.raises(Unavailable):
+        make_resources(arena).allocate([MIB])
+    await clock.advance(0.01)
+    assert not tasks[0].done()
+    resources.release()
+    tasks[0].cancel()
 
 
-def test_server_time_does_not_count_against_a_body(make_clock: Callable[[], Clock]) -> None:
-    async def run(arena: Arena) -> None:
-        clock = make_clock()
-        client = Client()
-        resources = make_resources(arena)
-        (block,) = resources.allocate([MIB])
-        client.content.feed_data(bytes(100))
-        client.body.arrival.register_block(resources.release)
-        await client.body.next()
-        await clock.advance(0.1)  # decompression takes this long
-        with pytest.raises(Unavailable):
-            make_resources(arena).allocate([MIB])
-        client.content.feed_data(bytes(100))
-        arriving = arriving_tensors([arena.view(block)[:100]])
-        assert await client.body.read_tensors(arriving, memoryview(b""))
-        client.body.arrival.release_budget()
-        resources.release()
-
-    with open_arena(MIB) as arena:
-        asyncio.run(run(arena))
+async def test_server_time_does_not_count_against_a_body(
+    arena: Arena, make_clock: Callable[[], Clock]
+) -> None:
+    clock = make_clock()
+    client = Client()
+    resources = make_resources(arena)
+    (block,) = resources.allocate([MIB])
+    client.content.feed_data(bytes(100))
+    client.body.arrival.register_block(resources.release)
+    await client.body.next()
+    await clock.advance(0.1)  # decompression takes this long
+    with pytest.raises(Unavailable):
+        make_resources(arena).allocate([MIB])
+    client.content.feed_data(bytes(100))
+    arriving = arriving_tensors([arena.view(block)[:100]])
+    assert await client.body.read_tensors(arriving, memoryview(b""))
+    client.body.arrival.release_budget()
+    resources.release()
 
 
-def test_a_body_at_its_time_limit_can_be_evicted(make_clock: Callable[[], Clock]) -> None:
+async def test_a_body_at_its_time_limit_can_be_evicted(
+    arena: Arena, make_clock: Callable[[], Clock]
+) -> None:
     """The eviction happens between the expiry of its time limit and the body's reaction."""
+    clock = make_clock()
+    tasks = await start_tasks(clock, Client(0.1).upload(arena, MIB))
+    outcomes: list[BaseException | None] = []
 
-    async def run(arena: Arena) -> None:
-        clock = make_clock()
-        tasks = await start_tasks(clock, Client(0.1).upload(arena, MIB))
-        outcomes: list[BaseException | None] = []
+    def allocate_all() -> None:
+        resources = make_resources(arena)
+        try:
+            resources.allocate([MIB])
+            outcomes.append(None)
+        except BaseException as error:
+            outcomes.append(error)
+        resources.release()
 
-        def allocate_all() -> None:
-            resources = make_resources(arena)
-            try:
-                resources.allocate([MIB])
-                outcomes.append(None)
-            except BaseException as error:
-                outcomes.append(error)
-            resources.release()
-
-        # Both timers expire in one turn of the loop.
-        asyncio.get_running_loop().call_later(0.06, allocate_all)
-        await clock.advance(0.1)
-        assert outcomes == [None]
-        with pytest.raises(BodyTimeout):
-            await tasks[0]
-
-    with open_arena(MIB) as arena:
-        asyncio.run(run(arena))
+    # Both timers expire in one turn of the loop.
+    asyncio.get_running_loop().call_later(0.06, allocate_all)
+    await clock.advance(0.1)
+    assert outcomes == [None]
+    with pytest.raises(BodyTimeout):
+        await tasks[0]
 
 
-def test_thousands_of_bodies_are_evicted_at_once() -> None:
+async def test_thousands_of_bodies_are_evicted_at_once() -> None:
     """The event loop is not blocked meanwhile."""
-
-    async def run(arena: Arena) -> None:
-        with ExitStack() as stack:
-            for _ in range(4000):
-                client = Client()
-                resources = make_resources(arena)
-                resources.allocate([16 << 10])
-                # Some bodies may stay if the remaining memory suffices.
-                stack.callback(resources.release)
-                stack.callback(client.body.arrival.release_budget)
-                client.body.arrival.register_block(resources.release)
-                client.body.arrival._earlier_waits_s = 1.0
-            start = time.monotonic()
+    with open_arena(64 * MIB) as arena, ExitStack() as stack:
+        for _ in range(4000):
+            client = Client()
             resources = make_resources(arena)
-            resources.allocate([63 * MIB])
-            assert time.monotonic() - start < 1
-            resources.release()
-
-    with open_arena(64 * MIB) as arena:
-        asyncio.run(run(arena))
+            resources.allocate([16 << 10])
+            # Some bodies may stay if the remaining memory suffices.
+            stack.callback(resources.release)
+            stack.callback(client.body.arrival.release_budget)
+            client.body.arrival.register_block(resources.release)
+            client.body.arrival._earlier_waits_s = 1.0
+        started_s = time.process_time()
+        resources = make_resources(arena)
+        resources.allocate([63 * MIB])
+        assert time.process_time() - started_s < 1
+        resources.release()
 
 
 def test_a_tensor_in_pieces_is_copied_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,21 +297,16 @@ def test_small_tensors_are_received_together() -> None:
 
 
 @pytest.mark.parametrize("is_progressing", [False, True])
-def test_received_bytes_extend_the_time_limit(
-    make_clock: Callable[[], Clock], *, is_progressing: bool
+async def test_received_bytes_extend_the_time_limit(
+    arena: Arena, make_clock: Callable[[], Clock], *, is_progressing: bool
 ) -> None:
     """The limit is 0.3 s, and a second more for each 64 KiB; the socket receives the tensors."""
-
-    async def run(arena: Arena) -> None:
-        clock = make_clock()
-        client = Client()
-        (task,) = await start_tasks(clock, client.upload(arena, MIB))
-        client.body.arrival.received_bytes += is_progressing * 64 * 1024
-        await clock.advance(0.4)
-        assert task.done() is not is_progressing
-        await clock.advance(1.0)
-        with pytest.raises(BodyTimeout, match=r"limit: (0|1).3 s"):
-            await task
-
-    with open_arena(MIB) as arena:
-        asyncio.run(run(arena))
+    clock = make_clock()
+    client = Client()
+    (task,) = await start_tasks(clock, client.upload(arena, MIB))
+    client.body.arrival.received_bytes += is_progressing * 64 * 1024
+    await clock.advance(0.4)
+    assert task.done() is not is_progressing
+    await clock.advance(1.0)
+    with pytest.raises(BodyTimeout, match=r"limit: (0|1).3 s"):
+        await task

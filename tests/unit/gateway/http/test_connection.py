@@ -7,7 +7,7 @@ import json
 import random
 import socket
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -179,6 +179,8 @@ def pack_request(method: str, path: str, lines: tuple[str, ...], body: bytes, wa
     return "\r\n".join(lines).encode() + framed
 
 
+KNOWN_REQUEST = pack_request("POST", "/a", (), b"{}", "length")
+
 SentRequest = tuple[tuple[str, str, tuple[str, ...]], bytes, str]
 
 requests = st.lists(
@@ -226,6 +228,30 @@ async def collect_answers(
     await asyncio.sleep(0)
     assert connection_app(connection).active_count == 0
     return requests
+
+
+async def turn_loop(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def feed(connection: HttpConnection, *pieces: bytes) -> None:
+    """Let the connection receive each piece, and handle it before the next one."""
+    for piece in pieces:
+        connection.data_received(piece)
+        await turn_loop()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    answer: Handle = repeat, settings: GatewaySettings = _SETTINGS
+) -> AsyncIterator[tuple[HttpConnection, Transport]]:
+    """Yield a new connection that waits for requests; its client disconnects at the end."""
+    connection, transport = connect(answer, settings)
+    await turn_loop()
+    yield connection, transport
+    connection.connection_lost(None)
+    await turn_loop()
 
 
 def connection_app(connection: HttpConnection) -> Any:
@@ -280,10 +306,8 @@ def test_every_request_receives_its_own_response(
         [method, path, 50 * len(lines), body.decode("latin-1")]
         for (method, path, lines), body, _ in sent
     ]
-    assert (
-        asyncio.run(collect_answers(pieces, len(sent), RepeatingHandler(*request_turns)))
-        == expected
-    )
+    handler = RepeatingHandler(*request_turns)
+    assert asyncio.run(collect_answers(pieces, len(sent), handler)) == expected
 
 
 class SocketTransport(Transport):
@@ -388,12 +412,9 @@ async def test_tensors_of_an_evicted_body_are_dropped() -> None:
 
 async def test_requests_after_connect_are_dropped() -> None:
     """CONNECT has no body, and the connection ends with it."""
-    connection, transport = connect()
-    await turn_loop()
     head = b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\nContent-Length: 300000\r\n\r\n"
-    connection.data_received(head + pack_request("POST", "/a", (), b"hello", "length"))
-    await turn_loop()
-    connection.connection_lost(None)
+    async with connected() as (connection, transport):
+        await feed(connection, head + pack_request("POST", "/a", (), b"hello", "length"))
     assert transport.written.count(b"HTTP/1.1 ") == transport.written.count(b"Connection: close")
 
 
@@ -447,47 +468,31 @@ def test_split_bodies_do_not_shorten_later_pipelines() -> None:
     assert answers == [["POST", "/a", 0, "{}"]] * 140
 
 
+async def match_first(request: HttpRequest) -> HttpResponse:
+    """Answer whether the route of the request's head is known, and keep it."""
+    has_match, request.route_match = request.route_match is not None, (match_first, ())
+    return json_response(has_match)
+
+
 async def test_only_an_identical_head_is_reused() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
-
-    async def answer_first(request: HttpRequest) -> HttpResponse:
-        has_match, request.route_match = request.route_match is not None, (answer_first, ())
-        return json_response(has_match)
-
     for _ in range(2):
-        connection, transport = connect(answer_first)
-        await turn_loop()
-        for token in "aaabaa":
-            lines = (f"Authorization: Bearer {token}",)
-            connection.data_received(pack_request("POST", "/a", lines, b"{}", "length"))
-            await turn_loop()
-        # A repeated head is cached, together with its route.
-        assert parse_replies(transport.written) == [False, False, True, False, False, False]
-        connection.connection_lost(None)
-        await turn_loop()
+        async with connected(match_first) as (connection, transport):
+            for token in "aaabaa":
+                lines = (f"Authorization: Bearer {token}",)
+                await feed(connection, pack_request("POST", "/a", lines, b"{}", "length"))
+            # A repeated head is cached, together with its route.
+            assert parse_replies(transport.written) == [False, False, True, False, False, False]
 
 
 async def test_a_change_of_tokens_invalidates_the_cached_head() -> None:
     """A token that is taken back opens nothing more, on connections that are there either."""
-
-    async def answer_first(request: HttpRequest) -> HttpResponse:
-        has_match, request.route_match = request.route_match is not None, (answer_first, ())
-        return json_response(has_match)
-
-    connection, transport = connect(answer_first)
-    await turn_loop()
-    for number in range(5):
-        if number == 3:
-            listener = connection.client.listener
-            listener.authorisation = listener.authorisation.with_tokens({})
-        connection.data_received(pack_request("POST", "/a", (), b"{}", "length"))
-        await turn_loop()
-    connection.connection_lost(None)
-    await turn_loop()
+    async with connected(match_first) as (connection, transport):
+        await feed(connection, *[KNOWN_REQUEST] * 3)
+        listener = connection.client.listener
+        listener.authorisation = listener.authorisation.with_tokens({})
+        await feed(connection, *[KNOWN_REQUEST] * 2)
     assert parse_replies(transport.written) == [False, False, True, False, False]
-
-
-KNOWN_REQUEST = pack_request("POST", "/a", (), b"{}", "length")
 
 
 async def begin_request(
@@ -518,13 +523,9 @@ async def test_a_disconnect_cancels_the_request_in_flight(*, taken_over: bool) -
 async def test_the_task_responds_to_a_request_that_fails_at_once() -> None:
     """The request is handled once."""
     repeats = RepeatingHandler((TURNS_AT_ONCE, False))
-    connection, transport = connect(repeats)
-    await turn_loop()
-    for _ in range(4):
-        connection.data_received(KNOWN_REQUEST)
-        await turn_loop()
-    assert len(parse_replies(transport.written)) == 4
-    connection.connection_lost(None)
+    async with connected(repeats) as (connection, transport):
+        await feed(connection, *[KNOWN_REQUEST] * 4)
+        assert len(parse_replies(transport.written)) == 4
     # The first request caches the head, and the second one uses it.
     assert (len(repeats.begun), connection_app(connection).active_count) == (2, 0)
 
@@ -543,21 +544,15 @@ async def test_a_closing_connection_receives_no_response() -> None:
 
 async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> None:
     """Though it asks for nothing more."""
-
     aborted = asyncio.Event()
-    gateway_settings = GatewaySettings(body_timeout_s=0.05)
     repeats = RepeatingHandler((0, True))
-    connection, transport = connect(repeats, gateway_settings)
-    transport.abort = aborted.set  # type: ignore[method-assign]
-    await turn_loop()
-    for _ in range(2):
+    settings = GatewaySettings(body_timeout_s=0.05)
+    async with connected(repeats, settings) as (connection, transport):
+        transport.abort = aborted.set  # type: ignore[method-assign]
+        await feed(connection, *[KNOWN_REQUEST] * 2)
+        transport.write = lambda data: connection.pause_writing()  # type: ignore[method-assign]
         connection.data_received(KNOWN_REQUEST)
-        await turn_loop()
-    transport.write = lambda data: connection.pause_writing()  # type: ignore[method-assign]
-    connection.data_received(KNOWN_REQUEST)
-    await asyncio.wait_for(aborted.wait(), 5)
-    connection.connection_lost(None)
-    await turn_loop()
+        await aborted.wait()
     assert bool(repeats.begun)
 
 
@@ -565,47 +560,40 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
 @pytest.mark.parametrize("separately", [False, True])
 def test_known_heads_inside_a_request_are_ignored(separately: bool, turns: int) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
-    known = pack_request("POST", "/a", (), b"{}", "length")
     half = b"POST /b HTTP/1.1\r\nX-Long: "
-    pieces = [(known, 20), (known, 20)]
-    pieces += [(known, turns), (half, 20)] if separately else [(known + half, 20)]
-    pieces.append((known, 20))
+    pieces = [(KNOWN_REQUEST, 20)] * 2
+    pieces += [(KNOWN_REQUEST, turns), (half, 20)] if separately else [(KNOWN_REQUEST + half, 20)]
+    pieces.append((KNOWN_REQUEST, 20))
     first = ["POST", "/a", 0, "{}"]
     assert asyncio.run(collect_answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
 
 
 async def test_pipelined_requests_yield_to_other_connections() -> None:
     """A hundred requests that come in one piece are not all answered before a neighbour's one."""
-    busy_connection, other_connection = connect(), connect()
-    await asyncio.sleep(0)
-    busy_connection[0].data_received(pack_request("GET", "/a", (), b"", "length") * 100)
-    other_connection[0].data_received(pack_request("GET", "/b", (), b"", "length"))
-    for _ in range(1000):
-        if other_connection[1].written:
-            break
-        await asyncio.sleep(0)
-    early_count = len(parse_replies(busy_connection[1].written))
-    await turn_loop(1000)
-    final_count = len(parse_replies(busy_connection[1].written))
-    for connection, _ in (busy_connection, other_connection):
-        connection.connection_lost(None)
-    await asyncio.sleep(0)
+    async with connected() as (busy, busy_transport), connected() as (other, other_transport):
+        busy.data_received(pack_request("GET", "/a", (), b"", "length") * 100)
+        other.data_received(pack_request("GET", "/b", (), b"", "length"))
+        for _ in range(1000):
+            if other_transport.written:
+                break
+            await asyncio.sleep(0)
+        early_count = len(parse_replies(busy_transport.written))
+        await turn_loop(1000)
+        final_count = len(parse_replies(busy_transport.written))
     assert early_count < 5
     assert final_count == 100
 
 
 async def test_queued_requests_behind_the_last_one_do_not_prevent_eviction() -> None:
     """A connection that is closing and waits for its client to read counts as idle."""
-    connection, transport = connect()
-    await asyncio.sleep(0)
     closing_request = pack_request("GET", "/a", ("Connection: close",), b"", "length")
-    connection.data_received(pack_request("GET", "/a", (), b"", "length") + closing_request)
-    connection.data_received(pack_request("GET", "/b", (), b"", "length"))
-    assert connection.idle_since is None
-    await turn_loop()
-    is_idle = connection.idle_since is not None
-    connection.connection_lost(None)
-    assert (is_idle, len(parse_replies(transport.written))) == (True, 2)
+    async with connected() as (connection, transport):
+        connection.data_received(pack_request("GET", "/a", (), b"", "length") + closing_request)
+        connection.data_received(pack_request("GET", "/b", (), b"", "length"))
+        assert connection.idle_since is None
+        await turn_loop()
+        assert connection.idle_since is not None
+    assert len(parse_replies(transport.written)) == 2
 
 
 @pytest.mark.parametrize(("pause_s", "open_s"), [(1.5, 30), (3, 2)])
@@ -616,92 +604,64 @@ async def test_a_client_that_still_sends_is_read_for_a_limited_time(
         return json_response("refused")
 
     clock = Clock()
-    connection, transport = connect(refuse)
-    await turn_loop()
-    connection.data_received(pack_request("POST", "/a", (), bytes(10**6), "length")[:300_000])
-    await turn_loop()
-    assert transport.ended
-    start_s = clock.now
-    while not transport.closed:
-        await clock.advance(pause_s)
-        connection.data_received(bytes(1000))
-    connection.connection_lost(None)
-    await turn_loop()
+    async with connected(refuse) as (connection, transport):
+        await feed(connection, pack_request("POST", "/a", (), bytes(10**6), "length")[:300_000])
+        assert transport.ended
+        start_s = clock.now
+        while not transport.closed:
+            await clock.advance(pause_s)
+            connection.data_received(bytes(1000))
     assert parse_replies(transport.written.replace(b"Connection: close\r\n", b"")) == ["refused"]
     assert open_s <= clock.now - start_s <= open_s + pause_s
 
 
-async def turn_loop(count: int = 20) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 async def test_an_earlier_timer_does_not_shorten_a_time_limit() -> None:
     """A connection has one coarse timer, which counts the whole limit of a state."""
-    known_request = pack_request("POST", "/a", (), b"{}", "length")
-    connection, transport = connect()
-    await turn_loop()
-    for _ in range(2):
-        connection.data_received(known_request)
+    start, rest = KNOWN_REQUEST[:-2], KNOWN_REQUEST[-2:]
+    async with connected() as (connection, transport):
+        await feed(connection, *[KNOWN_REQUEST] * 2)
+        connection.data_received(start)  # starts the clock
+        await feed(connection, rest)
+        connection.data_received(start)
+        connection._check_timeout()  # as if its time limit had just expired
         await turn_loop()
-    connection.data_received(known_request[:-2])  # starts the clock
-    connection.data_received(known_request[-2:])
-    await turn_loop()
-    connection.data_received(known_request[:-2])
-    connection._check_timeout()  # as if its time limit had just expired
-    await turn_loop()
-    connection.data_received(known_request[-2:])
-    await turn_loop()
-    connection.connection_lost(None)
-    await turn_loop()
+        await feed(connection, rest)
     assert len(parse_replies(transport.written)) == 4
 
 
 async def test_each_request_has_its_own_time_limit() -> None:
     """Its clock still runs, and ends in the middle of the next one's head."""
-    first_request, second_request = (
-        pack_request("POST", "/a", (), b"{}", "length"),
-        pack_request("GET", "/b", (), b"", "length"),
-    )
+    second_request = pack_request("GET", "/b", (), b"", "length")
     clock = Clock()
-    connection, transport = connect(settings=GatewaySettings(header_timeout_s=4, body_timeout_s=4))
-    await turn_loop()
-    connection.data_received(first_request[:-2])
-    await clock.advance(1)
-    connection.data_received(first_request[-2:])
-    await clock.advance(2)
-    connection.data_received(second_request[:10])
-    await clock.advance(1.5)
-    await clock.advance(2)
-    connection.data_received(second_request[10:])
-    await turn_loop()
-    answered_count = len(parse_replies(transport.written))
-    connection.data_received(second_request[:10])
-    await clock.advance(4.5)
-    is_closed = not connection.is_open
-    connection.connection_lost(None)
-    await turn_loop()
-    assert (answered_count, is_closed) == (2, True)
+    settings = GatewaySettings(header_timeout_s=4, body_timeout_s=4)
+    async with connected(settings=settings) as (connection, transport):
+        connection.data_received(KNOWN_REQUEST[:-2])
+        await clock.advance(1)
+        connection.data_received(KNOWN_REQUEST[-2:])
+        await clock.advance(2)
+        connection.data_received(second_request[:10])
+        await clock.advance(1.5)
+        await clock.advance(2)
+        await feed(connection, second_request[10:])
+        assert len(parse_replies(transport.written)) == 2
+        connection.data_received(second_request[:10])
+        await clock.advance(4.5)
+        assert not connection.is_open
 
 
 async def test_pieces_do_not_extend_the_time_limit_of_a_head_with_a_length_and_chunks() -> None:
     clock = Clock()
-    connection, _ = connect(settings=GatewaySettings(header_timeout_s=4))
-    await turn_loop()
-    connection.data_received(b"POST /a HTTP/1.1\r\nContent-Length: 5\r\n")
-    connection.data_received(b"Transfer-Encoding: chunked\r\n")
-    for _ in range(2):
-        await clock.advance(2.5)
-        connection.data_received(b"X: y\r\n")
-    assert not connection.is_open
-    connection.connection_lost(None)
-    await turn_loop()
+    async with connected(settings=GatewaySettings(header_timeout_s=4)) as (connection, _):
+        connection.data_received(b"POST /a HTTP/1.1\r\nContent-Length: 5\r\n")
+        connection.data_received(b"Transfer-Encoding: chunked\r\n")
+        for is_open in (True, False):
+            await clock.advance(2.5)
+            connection.data_received(b"X: y\r\n")
+            assert connection.is_open == is_open
 
 
 @pytest.mark.parametrize("sent_size", [0, 1])
 async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent_size: int) -> None:
-    known_request = pack_request("POST", "/a", (), b"{}", "length")
-
     async def answer(request: HttpRequest) -> HttpResponse:
         try:
             return await repeat(request)
@@ -709,18 +669,14 @@ async def test_a_body_after_a_known_head_has_the_usual_time_limit(sent_size: int
             return json_response("late")
 
     clock = Clock()
-    connection, transport = connect(answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2))
-    await turn_loop()
-    for _ in range(2):
-        connection.data_received(known_request)
-        await turn_loop()
-    connection.data_received(known_request[: len(known_request) - 2 + sent_size])
+    settings = GatewaySettings(header_timeout_s=5, body_timeout_s=2)
     requests = []
-    for seconds in (1.9, 0.2):
-        await clock.advance(seconds)
-        requests.append(parse_replies(transport.written)[2:])
-    connection.connection_lost(None)
-    await turn_loop()
+    async with connected(answer, settings) as (connection, transport):
+        await feed(connection, *[KNOWN_REQUEST] * 2)
+        connection.data_received(KNOWN_REQUEST[: len(KNOWN_REQUEST) - 2 + sent_size])
+        for seconds in (1.9, 0.2):
+            await clock.advance(seconds)
+            requests.append(parse_replies(transport.written)[2:])
     assert requests == [[], ["late"]]
 
 

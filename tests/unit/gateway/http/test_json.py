@@ -42,7 +42,7 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.schemas import Inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
-from tests.rigs.gateway_rig import SIMPLE_CONFIG, identity_config
+from tests.rigs.gateway_rig import identity_config
 from tests.support.waiting import run_and_count_turns
 
 NUMERIC = [name for name in NUMPY_DTYPES if name not in ("BYTES", "FP16", "BOOL")]
@@ -52,6 +52,20 @@ LIMIT = 1 << 20
 def one_input_request(**members: Any) -> dict[str, Any]:
     tensor = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
     return {"inputs": [{key: value for key, value in tensor.items() if value is not None}]}
+
+
+def parse(header: Any, binary_size: int = 0) -> InferRequest:
+    """Return the request of a JSON header that is followed by this number of bytes."""
+    return parse_request(header, binary_size, "m", LIMIT)
+
+
+def parse_parameters(**parameters: Any) -> InferRequest:
+    return parse(one_input_request() | {"parameters": parameters})
+
+
+def parse_output(**parameters: Any) -> InferRequest:
+    """Return a request whose output Y has these parameters."""
+    return parse(one_input_request() | {"outputs": [{"name": "Y", "parameters": parameters}]})
 
 
 # --- parsing ---------------------------------------------------------------------------------
@@ -105,7 +119,7 @@ def test_the_number_of_tensors_is_limited(noun: str) -> None:
     tensor = {"name": "A", "datatype": "INT32", "shape": [1], "data": [1]}
     header = {"inputs": [tensor], noun: [tensor] * 20_000}
     with pytest.raises(InvalidArgument, match=f"at most 4096 {noun}, got 20000"):
-        parse_request(header, 0, "m", LIMIT)
+        parse(header)
     message = ModelInferRequest()
     for _ in range(20_000):
         getattr(message, noun).add(name="A")
@@ -197,14 +211,10 @@ def test_arbitrary_bytes_are_parsed_or_refused(raw: bytes) -> None:
     )
 )
 def test_arbitrary_requests_are_parsed_or_refused(header: Any) -> None:
-    for body in (
-        header,
-        {"inputs": header},
-        {"inputs": [header]},
-        one_input_request(parameters=header),
-    ):
+    inputs = ({"inputs": header}, {"inputs": [header]}, one_input_request(parameters=header))
+    for body in (header, *inputs):
         with contextlib.suppress(InvalidArgument, JsonFault, Unsupported):
-            parse_request(body, 0, "m", LIMIT)
+            parse(body)
 
 
 @pytest.mark.parametrize(
@@ -226,10 +236,10 @@ def test_arbitrary_requests_are_parsed_or_refused(header: Any) -> None:
 )  # fmt: skip
 def test_inputs_checked(members: dict[str, Any], error: type[Exception] | None, text: str) -> None:
     if error is None:
-        assert parse_request(one_input_request(**members), 0, "m", LIMIT).inputs[0].count == 0
+        assert parse(one_input_request(**members)).inputs[0].count == 0
         return
     with pytest.raises(error, match=text):
-        parse_request(one_input_request(**members), 0, "m", LIMIT)
+        parse(one_input_request(**members))
 
 
 def test_a_misspelt_member_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -241,78 +251,56 @@ def test_a_misspelt_member_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_parameters_are_assigned_to_their_fields() -> None:
-    header = one_input_request() | {
-        "id": "7",
-        "parameters": {
-            "sequence_id": "s",
-            "sequence_start": True,
-            "sequence_end": True,
-            "priority": 2,
-            "timeout": 9,
-            "binary_data_output": True,
-            "a": 1,
-            "b": "x",
-            "c": False,
-            "d": 0.5,
-        },
-        "outputs": [{"name": "Y"}, {"name": "Z", "parameters": {"binary_data": True}}],
-    }
-    request = parse_request(header, 0, "m", LIMIT)
+    own = {"a": 1, "b": "x", "c": False, "d": 0.5}
+    sequence = {"sequence_id": "s", "sequence_start": True, "sequence_end": True}
+    parameters = {**sequence, "priority": 2, "timeout": 9, "binary_data_output": True, **own}
+    outputs = [{"name": "Y"}, {"name": "Z", "parameters": {"binary_data": True}}]
+    members = {"id": "7", "parameters": parameters, "outputs": outputs}
+    request = parse(one_input_request() | members)
     assert (request.id, request.correlation_id, request.flags) == ("7", "s", 3)
     assert (request.priority, request.timeout_us, request.binary) == (2, 9, True)
-    assert request.parameters == {"a": 1, "b": "x", "c": False, "d": 0.5}
+    assert request.parameters == own
     assert [(o.name, o.binary) for o in request.outputs] == [("Y", False), ("Z", True)]
 
 
 def test_a_sequence_has_an_id_of_bounded_length() -> None:
-    def parse(v: Any) -> Any:
-        header = one_input_request() | {"parameters": {"sequence_id": v}}
-        return parse_request(header, 0, "m", LIMIT).correlation_id
-
-    assert [parse(v) for v in (0, 2**64 - 1, "", "x" * 128)] == [0, 2**64 - 1, "", "x" * 128]
+    for value in (0, 2**64 - 1, "", "x" * 128):
+        assert parse_parameters(sequence_id=value).correlation_id == value
     with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 chara"):
-        parse("x" * 129)
+        parse_parameters(sequence_id="x" * 129)
 
 
-def test_integers_beyond_int64_become_doubles() -> None:
-    def parse_value(value: Any) -> Any:
-        header = one_input_request() | {"parameters": {"x": value}}
-        return repr(parse_request(header, 0, "m", LIMIT).parameters["x"])
-
-    assert parse_value(2**63 - 1) == "9223372036854775807"
-    assert parse_value(-(2**63)) == "-9223372036854775808"
-    assert parse_value(2**63) == "9.223372036854776e+18"
-    assert parse_value(True) == "True"
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2**63 - 1, "9223372036854775807"), (-(2**63), "-9223372036854775808"),
+        (2**63, "9.223372036854776e+18"), (True, "True"),
+    ],
+)  # fmt: skip
+def test_integers_beyond_int64_become_doubles(value: int, text: str) -> None:
+    assert repr(parse_parameters(x=value).parameters["x"]) == text
 
 
 @pytest.mark.parametrize("key", ["triton_x", "triton_enable_empty_final_response"])
 def test_reserved_parameters_are_refused(key: str) -> None:
     with pytest.raises(InvalidArgument, match="reserved for Triton usage"):
-        parse_request(one_input_request() | {"parameters": {key: 1}}, 0, "m", LIMIT)
+        parse_parameters(**{key: 1})
 
 
 @pytest.mark.parametrize("field", ["shared_memory_offset", "shared_memory_byte_size"])
 def test_a_range_without_a_region_is_checked(field: str) -> None:
     for value in ("8", -1, 1.5, None, True, 2**64):
-        header = one_input_request() | {"outputs": [{"name": "Y", "parameters": {field: value}}]}
         with pytest.raises(JsonFault, match=f"'{field}': attempt to access JSON non-unsigned"):
-            parse_request(header, 0, "m", LIMIT)
-    valid_request = one_input_request() | {"outputs": [{"name": "Y", "parameters": {field: 8}}]}
-    assert parse_request(valid_request, 0, "m", LIMIT).outputs
+            parse_output(**{field: value})
+    assert parse_output(**{field: 8}).outputs
 
 
 def test_classification() -> None:
-    def parse_classes(value: Any) -> dict[str, int]:
-        header = one_input_request() | {
-            "outputs": [{"name": "Y", "parameters": {"classification": value}}]
-        }
-        return parse_request(header, 0, "m", LIMIT).class_counts
-
-    assert parse_classes(2) == {"Y": 2}
-    assert parse_classes(0) == parse_classes(2**32) == {}
+    for value, counts in ((2, {"Y": 2}), (0, {}), (2**32, {})):
+        assert parse_output(classification=value).class_counts == counts
     for wrong_value in (-1, "2", 2.5, True, None, [1], 2**64):
         with pytest.raises(JsonFault) as caught:
-            parse_classes(wrong_value)
+            parse_output(classification=wrong_value)
         assert caught.value.message == (
             "Unable to set 'classification': "
             "attempt to access JSON non-unsigned-integer as unsigned-integer"
@@ -549,10 +537,10 @@ def test_dimensions_and_parameters_are_limited() -> None:
     """Dimensions and parameters are sent to schedulers and workers, and quoted in errors."""
     tensor = {"name": "A", "datatype": "INT32", "shape": [1] * 1025, "data": [1]}
     with pytest.raises(InvalidArgument, match="'A' may have at most 1024 dimensions, got 1025"):
-        parse_request({"inputs": [tensor]}, 0, "m", LIMIT)
+        parse({"inputs": [tensor]})
     parameters = dict.fromkeys(_numbered_names(4097), 1)
     with pytest.raises(InvalidArgument, match="at most 4096 parameters, got 4097"):
-        parse_request({"inputs": [], "parameters": parameters}, 0, "m", LIMIT)
+        parse({"inputs": [], "parameters": parameters})
 
 
 @pytest.mark.parametrize(
@@ -603,44 +591,31 @@ def test_long_strings_are_encoded_in_parts() -> None:
 
 def test_binary_sizes_must_add_up() -> None:
     def header(*sizes: Any) -> dict[str, Any]:
-        return {
-            "inputs": [
-                {
-                    "name": f"I{i}",
-                    "datatype": "INT8",
-                    "shape": [4],
-                    "parameters": {"binary_data_size": size},
-                }
-                for i, size in enumerate(sizes)
-            ]
-        }
+        tensors = [{"name": f"I{i}", "datatype": "INT8", "shape": [4]} for i in range(len(sizes))]
+        parameters = [{"parameters": {"binary_data_size": size}} for size in sizes]
+        return {"inputs": [a | b for a, b in zip(tensors, parameters, strict=True)]}
 
-    assert [t.binary_size for t in parse_request(header(4, 0, 4), 8, "m", LIMIT).inputs] == [
-        4,
-        0,
-        4,
-    ]
-    with pytest.raises(
-        InvalidArgument,
-        match="unexpected size for input 'I1', expecting 3 additional bytes for model 'm'",
+    assert [tensor.binary_size for tensor in parse(header(4, 0, 4), 8).inputs] == [4, 0, 4]
+    for binary_size, error in (
+        (5, "unexpected size for input 'I1', expecting 3 additional bytes for model 'm'"),
+        (9, "unexpected additional input data for model 'm'"),
     ):
-        parse_request(header(4, 4), 5, "m", LIMIT)
-    with pytest.raises(InvalidArgument, match="unexpected additional input data for model 'm'"):
-        parse_request(header(4, 4), 9, "m", LIMIT)
+        with pytest.raises(InvalidArgument, match=error):
+            parse(header(4, 4), binary_size)
     for size in (-1, 2**64, "4", 4.0, True, None):
         with pytest.raises(JsonFault, match="Unable to parse 'binary_data_size'"):
-            parse_request(header(size), 4, "m", LIMIT)
+            parse(header(size), 4)
+
+
+def signature(datatype: str, dims: list[int], batch: int = 0) -> Signature:
+    return Signature(ModelSpec.of(identity_config("m", datatype, dims, batch)), "1")
 
 
 def test_a_raw_request_takes_its_shape_from_its_size() -> None:
-    request, body = raw_request(
-        Signature(ModelSpec.of(identity_config("m", "FP32", [-1, 2], batch=4)), "1"), b"\0" * 24
-    )
+    request, body = raw_request(signature("FP32", [-1, 2], batch=4), b"\0" * 24)
     assert (request.inputs[0].name, request.inputs[0].shape, len(body)) == ("IN", (1, 3, 2), 24)
     assert request.binary
-    request, body = raw_request(
-        Signature(ModelSpec.of(identity_config("m", "BYTES", [1])), "1"), b"abc"
-    )
+    request, body = raw_request(signature("BYTES", [1]), b"abc")
     assert (request.inputs[0].shape, body) == ((1,), b"\x03\0\0\0abc")
 
 
@@ -694,14 +669,12 @@ def test_a_large_output_is_encoded_in_small_pieces() -> None:
 
 
 def test_an_output_must_fit_its_region() -> None:
-    signature = Signature(ModelSpec.of(SIMPLE_CONFIG), "1")
-    check_capacity(signature, "OUTPUT0", 128, 2)
-    with pytest.raises(
-        Internal, match=r"output 'OUTPUT0' \(127 bytes\) should be at least 128 bytes"
-    ):
-        check_capacity(signature, "OUTPUT0", 127, 2)
-    check_capacity(Signature(ModelSpec.of(identity_config("m", "FP32", [-1])), "1"), "OUT", 0, 0)
-    check_capacity(Signature(ModelSpec.of(identity_config("m", "BYTES", [4])), "1"), "OUT", 0, 0)
+    fixed = signature("INT32", [16], batch=8)
+    check_capacity(fixed, "OUT", 128, 2)
+    with pytest.raises(Internal, match=r"output 'OUT' \(127 bytes\) should be at least 128 bytes"):
+        check_capacity(fixed, "OUT", 127, 2)
+    check_capacity(signature("FP32", [-1]), "OUT", 0, 0)
+    check_capacity(signature("BYTES", [4]), "OUT", 0, 0)
 
 
 # --- compression ------------------------------------------------------------------------------
@@ -765,9 +738,7 @@ def test_a_decompression_bomb_stops_at_the_limit() -> None:
     decompression_bomb = zlib.compress(bytes(200 * 1024 * 1024), 9)
     pieces = Inflater(LIMIT).feed(decompression_bomb)
     assert sum(len(next(pieces)) for _ in range(4)) == LIMIT
-    with pytest.raises(
-        InvalidArgument, match=f"exceeds the maximum allowed value of {LIMIT} bytes"
-    ):
+    with pytest.raises(InvalidArgument, match=f"exceeds the maximum allowed value of {LIMIT} "):
         next(pieces)
 
 
@@ -781,12 +752,8 @@ def test_uncompressed_data_is_refused(raw: bytes, text: str) -> None:
 
 
 def test_encodings_by_name() -> None:
-    assert [check_encoding(name) for name in ("x-gzip", "GZip", "deflate", "identity")] == [
-        True,
-        True,
-        True,
-        False,
-    ]
+    names = ("x-gzip", "GZip", "deflate", "identity")
+    assert [check_encoding(name) for name in names] == [True, True, True, False]
 
 
 def test_the_wire_form_is_little_endian() -> None:

@@ -136,13 +136,18 @@ CONTROL: dict[str, Callable[[int], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONTROL)
-def test_floods_end_the_connection(name: str) -> None:
-    """The answers are bounded by the received frames."""
-    clock = Clock()
+def engine_with_ended_streams(clock: Clock) -> Engine:
+    """Return an engine with the open stream 1, the answered stream 3 and the reset stream 5."""
     engine = Engine(LIMITS, clock).take(CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5))
     engine.http2.sender.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
+    return engine
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_floods_end_the_connection(name: str) -> None:
+    """The answers are bounded by the received frames."""
+    engine = engine_with_ended_streams(Clock())
     engine.flush()
     sent_before = len(engine.sent)
     for number in range(_FLOOD_SIZE):
@@ -156,9 +161,7 @@ def test_floods_end_the_connection(name: str) -> None:
 def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
     """Such frames are permitted at a low rate or together with calls."""
     clock = Clock()
-    engine = Engine(LIMITS, clock).take(CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sender.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
-    engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
+    engine = engine_with_ended_streams(clock)
     for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
         clock.now += 1 / LIMITS.control_frames_per_s
@@ -267,7 +270,7 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
     for number in range(1, 1000, 2):
         engine.take(begin(number, end=True))
         if number in engine.requests:
-            engine.http2.sender.send_head(engine.stream(number), b"\x88", ends_stream=True)
+            engine.http2.sender.send_trailers(engine.stream(number), b"\x88")
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.sent) - sent_before <= LIMITS.resets + 1
 

@@ -216,7 +216,7 @@ def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
     engine = Engine().take(CLIENT_OPENING + begin(1, 3))
     sender = engine.http2.sender
     sender.is_paused = True
-    sender.send_head(engine.stream(1), HEAD + TRAILERS, ends_stream=True)
+    sender.send_trailers(engine.stream(1), HEAD + TRAILERS)
     sender.send_head(engine.stream(3), HEAD)
     sender.send_trailers(engine.stream(3), TRAILERS)
     assert [item.stream for item in engine.flush()] == [3]

@@ -199,7 +199,7 @@ def test_frames_for_a_stream_the_server_ended(name: str, late_frame: bytes, endi
     if ending == "reset":
         engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     else:
-        engine.http2.sender.send_head(engine.stream(1), b"\x88", ends_stream=True)
+        engine.http2.sender.send_trailers(engine.stream(1), b"\x88")
     engine.take(late_frame)
     assert list(engine.resets) == [1]
     engine.check_goes_on()

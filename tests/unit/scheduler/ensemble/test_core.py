@@ -12,7 +12,6 @@ from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
 from shmserve.ipc.tensors.schemas import (
     Inference,
     Inferred,
-    Packed,
     pack_inference,
     pack_inferred,
 )
@@ -129,9 +128,8 @@ def test_a_missing_output_is_a_deadlock() -> None:
     for core in (rig, plain_rig):
         core.submit()
         core.respond("a", core.take_submits()["a"], b"", final=True)
-    only_message(
-        rig.take_client_messages(), m.Responded
-    )  # the end of a stream without the output is no error
+    # The end of a stream without the output is no error.
+    only_message(rig.take_client_messages(), m.Responded)
     assert only_message(plain_rig.take_client_messages(), m.Failed).message == (
         "in ensemble 'e', [request id: <id_unknown>] unexpected deadlock, at least one output is "
         "not set while no more ensemble steps can be made"
@@ -268,108 +266,103 @@ def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
     assert only_message(rig.take_client_messages(), m.Failed).message == "in ensemble 'e', boom"
 
 
+LARGE = 10_000  # elements of a tensor that is too large for a message
+
+
+def large_rig(steps: Any = CHAIN, outputs: Any = ("OUT",), **options: Any) -> EnsembleRig:
+    models = [model(name, dims=(LARGE,)) for name in "ab"]
+    return EnsembleRig(steps, models, outputs, dims=(LARGE,), **options)
+
+
+def take_step(rig: EnsembleRig) -> tuple[m.Submit, Range, bool]:
+    """Return the only request of a step, its output's memory range, and `may_reuse_input`."""
+    ((_, submit),) = rig.take_sent()
+    (output,) = inference_of(submit).outputs
+    assert output.memory_range is not None
+    return submit, output.memory_range, output.may_reuse_input
+
+
+def finish_in_place(rig: EnsembleRig, endpoint: str, number: int, memory_range: Range) -> None:
+    """Report that a step has written its output to a memory range."""
+    tensor = TensorRef("Y", "FP32", (memory_range.byte_size // 4,), memory_range)
+    rig.from_step(endpoint, m.Finished(number, *pack_inferred(Inferred((tensor,)))))
+
+
+def take_output(rig: EnsembleRig) -> Range:
+    """Return the memory range of the output that the client receives."""
+    (output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
+    assert isinstance(output.data, Range)
+    return output.data
+
+
+def release(rig: EnsembleRig, read: Range) -> None:
+    rig.from_client(m.Release(read.memory.pid, [read.offset], read.memory.id))
+
+
 def test_outputs_of_known_size_are_placed() -> None:
     """The outputs are written where the next step reads them, and released by the last reader."""
-    elements = 10_000
-    models = [model(name, dims=(elements,)) for name in "ab"]
-    rig = EnsembleRig(CHAIN, models, dims=(elements,))
-    rig.submit(data=bytes(4 * elements))
-    ((_, first_step),) = rig.take_sent()
-    (output,) = inference_of(first_step).outputs
-    assert output.memory_range is not None
-    assert rig.used_bytes >= 4 * elements
-    rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
-    ((_, second_step),) = rig.take_sent()
-    assert inputs_of(second_step)["X"] == output.memory_range
-    (last_output,) = inference_of(second_step).outputs
-    assert last_output.memory_range is not None
-    rig.from_step("b", m.Finished(second_step.id, *place_output(last_output.memory_range)))
-    only_message(rig.take_client_messages(), m.Finished)
-    assert 0 < rig.used_bytes < 8 * elements
-    rig.from_client(
-        m.Release(
-            last_output.memory_range.memory.pid,
-            [last_output.memory_range.offset],
-            last_output.memory_range.memory.id,
-        )
-    )
+    rig = large_rig()
+    rig.submit(data=bytes(4 * LARGE))
+    first_step, first_range, _ = take_step(rig)
+    assert rig.used_bytes >= 4 * LARGE
+    finish_in_place(rig, "a", first_step.id, first_range)
+    second_step, last_range, _ = take_step(rig)
+    assert inputs_of(second_step)["X"] == first_range
+    finish_in_place(rig, "b", second_step.id, last_range)
+    assert take_output(rig) == last_range
+    assert 0 < rig.used_bytes < 8 * LARGE
+    release(rig, last_range)
     assert rig.used_bytes == 0
 
 
 def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     """The output stays in the input's memory until it is read; the reserved block is freed."""
-    elements = 10_000
-    models = [model(name, dims=(elements,)) for name in "ab"]
-    rig = EnsembleRig(CHAIN, models, dims=(elements,))
-    rig.submit(data=bytes(4 * elements))
-    ((_, first_step),) = rig.take_sent()
-    (output,) = inference_of(first_step).outputs
-    assert output.memory_range is not None and output.may_reuse_input
-    rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
-    ((_, second_step),) = rig.take_sent()
-    (last,) = inference_of(second_step).outputs
-    assert last.memory_range not in (None, output.memory_range) and last.may_reuse_input
-    rig.from_step("b", m.Finished(second_step.id, *place_output(output.memory_range)))
-    (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
-    assert final_output.data == output.memory_range
-    assert 0 < rig.used_bytes < 8 * elements
-    freed = output.memory_range
-    rig.from_client(m.Release(freed.memory.pid, [freed.offset], freed.memory.id))
+    rig = large_rig()
+    rig.submit(data=bytes(4 * LARGE))
+    first_step, first_range, may_reuse = take_step(rig)
+    assert may_reuse
+    finish_in_place(rig, "a", first_step.id, first_range)
+    second_step, last_range, may_reuse = take_step(rig)
+    assert last_range != first_range and may_reuse
+    finish_in_place(rig, "b", second_step.id, first_range)
+    assert take_output(rig) == first_range
+    assert 0 < rig.used_bytes < 8 * LARGE
+    release(rig, first_range)
     assert rig.used_bytes == 0
 
 
 def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
     """The client may write to this memory once it has its response."""
-    elements = 10_000
-    rig = EnsembleRig(CHAIN, [model(name, dims=(elements,)) for name in "ab"], dims=(elements,))
+    rig = large_rig()
     memory = Memory(id=7, pid=7000, fd=3, inode=1, byte_size=1 << 20, sealed=True)
-    tensor = TensorRef("IN", "FP32", (elements,), Range(memory, 0, 4 * elements))
-    inference = pack_inference(Inference((tensor,)))
-    rig.from_client(m.Submit(1, *inference, rig.now_ns, 0, 0, 0))
-    ((_, first_step),) = rig.take_sent()
-    (output,) = inference_of(first_step).outputs
-    assert output.memory_range is not None and not output.may_reuse_input
+    tensor = TensorRef("IN", "FP32", (LARGE,), Range(memory, 0, 4 * LARGE))
+    rig.from_client(m.Submit(1, *pack_inference(Inference((tensor,))), rig.now_ns, 0, 0, 0))
+    _, _, may_reuse = take_step(rig)
+    assert not may_reuse
 
 
 def test_memory_of_an_exited_client_is_freed() -> None:
-    elements = 10_000
-    rig = EnsembleRig(CHAIN[:1], [model("a", dims=(elements,))], ["m"], dims=(elements,))
-    rig.submit(data=bytes(4 * elements))
-    ((_, first_step),) = rig.take_sent()
-    (output,) = inference_of(first_step).outputs
-    assert output.memory_range is not None
-    rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
+    rig = large_rig(CHAIN[:1], ["m"])
+    rig.submit(data=bytes(4 * LARGE))
+    submit, memory_range, _ = take_step(rig)
+    finish_in_place(rig, "a", submit.id, memory_range)
     rig.from_control(ProcessExited(7000, ""))
     assert rig.used_bytes == 0
 
 
 def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
     """Both are in the memory of the process; a release has the offset."""
-    elements = 10_000
-    model_list = [model("a", dims=(elements,))]
-    rig = EnsembleRig(CHAIN[:1], model_list, ["m"], dims=(elements,), cache_bytes=1 << 20)
+    rig = large_rig(CHAIN[:1], ["m"], cache_bytes=1 << 20)
     for number, (byte, is_hit) in enumerate([(b"x", False), (b"x", True), (b"y", False)], 1):
-        rig.submit(number, data=byte * 4 * elements)
-        for _, submit in rig.take_sent():
-            assert not is_hit
-            (output,) = inference_of(submit).outputs
-            assert output.memory_range is not None
-            rig.from_step("a", m.Finished(submit.id, *place_output(output.memory_range)))
-        (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
-        assert isinstance(final_output.data, Range) and rig.used_bytes
-        rig.from_client(
-            m.Release(
-                final_output.data.memory.pid,
-                [final_output.data.offset],
-                final_output.data.memory.id,
-            )
-        )
+        rig.submit(number, data=byte * 4 * LARGE)
+        if not is_hit:
+            submit, memory_range, _ = take_step(rig)
+            finish_in_place(rig, "a", submit.id, memory_range)
+        assert rig.take_sent() == []
+        output_range = take_output(rig)
+        assert rig.used_bytes
+        release(rig, output_range)
         assert rig.used_bytes == 0
-
-
-def place_output(memory_range: Range) -> Packed:
-    tensor = TensorRef("Y", "FP32", (memory_range.byte_size // 4,), memory_range)
-    return pack_inferred(Inferred((tensor,)))
 
 
 def test_steps_of_a_lost_scheduler_are_resubmitted() -> None:
@@ -423,6 +416,5 @@ def test_compute_times_are_summed_over_steps() -> None:
         number = rig.take_submits()[name]
         rig.from_step(name, m.Finished(number, *packed_output(b"\0" * 4), 1, 20, 300))
     (finished_message,) = rig.take_client_messages()
-    assert finished_message.input_ns == 2
-    assert finished_message.infer_ns == 40
-    assert finished_message.output_ns == 600
+    times_ns = finished_message.input_ns, finished_message.infer_ns, finished_message.output_ns
+    assert times_ns == (2, 40, 600)

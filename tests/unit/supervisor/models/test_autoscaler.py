@@ -182,8 +182,7 @@ async def test_a_reload_starts_the_instances_the_load_needs(
         two_instances = replace(instances.config, instance_group=(replace(group, count=2),))
         other_update = instances.update_to(spec, two_instances)
         assert other_update.config_differs is True
-        assert other_update.added == []
-        assert other_update.removed == []
+        assert (other_update.added, other_update.removed) == ([], [])
         reloaded_version = rig.processes.version(spec)
         assert reloaded_version.instances.count == 1
         reloaded_version.instances.adopt_count(instances)
@@ -204,25 +203,18 @@ async def test_an_error_does_not_end_the_autoscaler(monkeypatch: pytest.MonkeyPa
 
 def load(at_s: float, **sample_fields: Any) -> LoadSample:
     """Return the load of two idle instances that took 50 ms for each of 100 requests."""
-    fields: dict[str, Any] = {
-        "executed_requests": 100,
-        "succeeded_requests": 100,
-        "queueing_s": 0.0,
-        "executions": 100,
-        "execution_s": 5.0,
-        "queued_count": 0,
-        "ready_count": 2,
-        "busy_count": 0,
-        **sample_fields,
-    }
+    counts = dict.fromkeys(("executed_requests", "succeeded_requests", "executions"), 100)
+    times = {"queueing_s": 0.0, "execution_s": 5.0}
+    instances = {"queued_count": 0, "ready_count": 2, "busy_count": 0}
+    fields: dict[str, Any] = {**counts, **times, **instances, **sample_fields}
     return LoadSample(at_s=at_s, **fields)
 
 
-def informed_policy(policy: ScalingPolicy) -> ScalingPolicy:
-    """Return a policy that knows the duration of an execution."""
-    policy.sample(
-        load(0.0, executed_requests=0, succeeded_requests=0, executions=0, execution_s=0.0), 2
-    )
+def informed_policy(min_count: int = 1, **limits: float) -> ScalingPolicy:
+    """Return a policy of up to four instances that knows the duration of an execution."""
+    policy = ScalingPolicy(min_count, 4, **limits)
+    counts = dict.fromkeys(("executed_requests", "succeeded_requests", "executions"), 0)
+    policy.sample(load(0.0, **counts, execution_s=0.0), 2)
     policy.sample(load(0.1), 2)
     return policy
 
@@ -237,21 +229,20 @@ def sample_changes(rule: ScalingPolicy, seconds: float, count: int, **fields: An
 def test_an_instance_is_added_if_the_queue_is_too_long_twice() -> None:
     """Ten that wait for two instances of 50 ms each wait for 250 ms."""
     queue = {"queued_count": 10, "busy_count": 2}
-    policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
+    policy = informed_policy(target_s=0.2)
     assert policy.sample(load(0.2, **queue), 2) is None
-    assert policy.sample(load(0.3, **queue), 2) == Change(
-        3, "requests wait 250 ms, the limit is 150 ms"
-    )
-    policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
+    change = Change(3, "requests wait 250 ms, the limit is 150 ms")
+    assert policy.sample(load(0.3, **queue), 2) == change
+    policy = informed_policy(target_s=0.2)
     assert policy.sample(load(0.2, **queue), 2) is None
     assert policy.sample(load(0.3), 2) is None  # the removed instance counts no longer
     assert policy.sample(load(0.4, **queue), 2) is None
-    assert not sample_changes(informed_policy(ScalingPolicy(1, 4, target_s=0.4)), 0.3, 2, **queue)
+    assert not sample_changes(informed_policy(target_s=0.4), 0.3, 2, **queue)
 
 
 def test_no_scaling_while_the_queue_drains_soon() -> None:
     def final_change(queue_decrease: int) -> Change | None:
-        policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
+        policy = informed_policy(target_s=0.2)
         for number in range(7):
             queue = load(0.2 + number / 10, queued_count=60 - queue_decrease * number, busy_count=2)
             change = policy.sample(queue, 2)
@@ -263,16 +254,15 @@ def test_no_scaling_while_the_queue_drains_soon() -> None:
 
 def test_no_instance_is_added_beside_a_free_one_or_for_a_missing_one() -> None:
     """Such requests wait for their batch to fill, or for a worker that restarts."""
-    policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
+    policy = informed_policy(target_s=0.2)
     assert not sample_changes(policy, 1, 2, queued_count=10, busy_count=1)
-    assert not sample_changes(
-        informed_policy(ScalingPolicy(1, 4, target_s=0.2)), 1, 2, queued_count=10, ready_count=0
-    )
+    policy = informed_policy(target_s=0.2)
+    assert not sample_changes(policy, 1, 2, queued_count=10, ready_count=0)
 
 
 def test_an_instance_is_added_when_served_requests_waited() -> None:
     """A mean wait of 33 ms corresponds to 150 ms at p99."""
-    policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
+    policy = informed_policy(target_s=0.2)
     decisions = [sample_further(policy, number) for number in range(1, 7)]
     assert decisions[:5] == [None] * 5
     assert decisions[5] == Change(3, "requests wait 37.5 ms on average, the limit is 32.6 ms")
@@ -288,7 +278,7 @@ def sample_further(policy: ScalingPolicy, number: int) -> Change | None:
 
 
 def test_an_instance_is_added_when_executions_hang() -> None:
-    policy = informed_policy(ScalingPolicy(1, 4, target_s=1.0))
+    policy = informed_policy(target_s=1.0)
     assert not sample_changes(policy, 0.8, 2, queued_count=1, busy_count=2)
     (first_change, *_) = sample_changes(policy, 2, 2, queued_count=1, busy_count=2)
     assert first_change.instance_count == 3
@@ -296,25 +286,25 @@ def test_an_instance_is_added_when_executions_hang() -> None:
 
 def test_without_a_target_requests_may_wait_for_the_delay_or_an_execution() -> None:
     queue = {"queued_count": 10, "busy_count": 2}  # 250 ms
-    assert sample_changes(informed_policy(ScalingPolicy(1, 4, delay_s=0.05)), 0.3, 2, **queue)
-    assert not sample_changes(informed_policy(ScalingPolicy(1, 4, delay_s=0.06)), 0.3, 2, **queue)
-    assert sample_changes(informed_policy(ScalingPolicy(1, 4)), 0.3, 2, **queue)
-    policy = informed_policy(ScalingPolicy(1, 4))
+    assert sample_changes(informed_policy(delay_s=0.05), 0.3, 2, **queue)
+    assert not sample_changes(informed_policy(delay_s=0.06), 0.3, 2, **queue)
+    assert sample_changes(informed_policy(), 0.3, 2, **queue)
+    policy = informed_policy()
     assert not sample_changes(policy, 0.3, 2, queued_count=9, busy_count=2)
     assert not sample_changes(ScalingPolicy(1, 4), 1, 2, **queue)  # nothing has been executed yet
 
 
 def test_an_instance_idle_for_twenty_seconds_is_removed() -> None:
-    assert not sample_changes(informed_policy(ScalingPolicy(1, 4)), 18, 2)
-    (first_change, *_) = sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 2)
+    assert not sample_changes(informed_policy(), 18, 2)
+    (first_change, *_) = sample_changes(informed_policy(), 21, 2)
     assert first_change == Change(1, "at most 0.0 instances were busy for 20 s")
-    assert not sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 2, busy_count=1)
-    assert sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 3, busy_count=1)
-    assert not sample_changes(informed_policy(ScalingPolicy(2, 4)), 21, 2)
+    assert not sample_changes(informed_policy(), 21, 2, busy_count=1)
+    assert sample_changes(informed_policy(), 21, 3, busy_count=1)
+    assert not sample_changes(informed_policy(min_count=2), 21, 2)
 
 
 def test_an_instance_missed_soon_after_its_removal_is_kept_longer() -> None:
-    policy = informed_policy(ScalingPolicy(1, 4))
+    policy = informed_policy()
     sample_changes(policy, 21, 2)
     policy.record_change(21.2, 2, 1)
     policy.record_change(30.0, 1, 2)
@@ -329,15 +319,7 @@ def test_the_bounds_hold_for_any_previous_count() -> None:
     assert ScalingPolicy(2, 4).sample(load(0.0), 6) == Change(5, "at most 4 are configured")
 
 
-states = st.builds(
-    lambda arrivals, pending, ready_count, busy_count: (
-        arrivals,
-        pending,
-        ready_count,
-        min(ready_count, busy_count),
-    ),
-    *(st.integers(0, 50), st.integers(0, 100), st.integers(0, 6), st.integers(0, 6)),
-)
+states = st.tuples(*(st.integers(0, most) for most in (50, 100, 6, 6)))
 
 
 @given(st.lists(states, max_size=300), st.floats(0, 1), st.floats(0, 1))
@@ -348,20 +330,13 @@ def test_the_count_changes_by_one_within_the_bounds(
     policy, count, done_count = ScalingPolicy(2, 5, target_s, delay_s), 3, 0
     for number, (arrivals, pending, ready_count, busy_count) in enumerate(samples):
         done_count, at_s = done_count + arrivals, number / 10
-        change = policy.sample(
-            LoadSample(
-                at_s,
-                done_count,
-                done_count,
-                done_count / 50,
-                done_count,
-                done_count / 20,
-                pending,
-                ready_count,
-                busy_count,
-            ),
-            count,
+        counts = dict.fromkeys(
+            ("executed_requests", "succeeded_requests", "executions"), done_count
         )
+        times = {"queueing_s": done_count / 50, "execution_s": done_count / 20}
+        queue = {"queued_count": pending, "busy_count": min(ready_count, busy_count)}
+        sample = load(at_s, **counts, **times, **queue, ready_count=ready_count)
+        change = policy.sample(sample, count)
         if change is not None:
             assert abs(change.instance_count - count) == 1 and 2 <= change.instance_count <= 5
             policy.record_change(at_s, count, change.instance_count)
@@ -370,15 +345,11 @@ def test_the_count_changes_by_one_within_the_bounds(
 
 def test_the_load_from_a_schedulers_report() -> None:
     statistics = {
-        "success": 12,
-        "cache_hit": 2,
-        "failures": {"BACKEND": 1, "REJECTED": 5},
-        "queue_ns": 5 * 10**8,
-        "compute_seconds": {"count": 4, "sum": 0.25},
-        "pending": 3,
+        "success": 12, "cache_hit": 2, "failures": {"BACKEND": 1, "REJECTED": 5},
+        "queue_ns": 5 * 10**8, "compute_seconds": {"count": 4, "sum": 0.25}, "pending": 3,
         "executing": 8,
         "instances": {"idle": 1, "busy": 2, "expected": 1, "gone": 0, "doomed": 0},
-    }
+    }  # fmt: skip
     expected = LoadSample(7.0, 11, 10, 0.5, 4, 0.25, 3, 3, 2)
     assert LoadSample.of(statistics, 7.0) == expected
     assert LoadSample.of(statistics, 7.0, decoupled=True) == expected._replace(busy_count=3)

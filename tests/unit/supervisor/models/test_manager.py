@@ -135,8 +135,7 @@ async def test_hanging_loads_are_left(monkeypatch: pytest.MonkeyPatch, is_report
     if is_reported:
         await asyncio.sleep(0.1)
         assert not load.done()
-    async with asyncio.timeout(10):
-        await manager.unload("m")
+    await asyncio.wait_for(manager.unload("m"), 10)
     with pytest.raises(InvalidArgument, match="failed to load 'm', no version is available"):
         await load
     assert not any(child.alive for child in processes.children)
@@ -370,8 +369,7 @@ async def test_a_stop_does_not_wait_for_versions_that_need_one_another() -> None
     for version in versions:
         model = registry.model(version.spec.name)
         model.retiring, model.has_steps = [version], True
-    async with asyncio.timeout(10):
-        await ModelManager(MagicMock(registry=registry)).stop()
+    await asyncio.wait_for(ModelManager(MagicMock(registry=registry)).stop(), 10)
     assert sorted(stopped) == ["a", "b", "c"] and stopped.index("c") < stopped.index("b")
 
 
@@ -392,8 +390,7 @@ async def test_an_unload_does_not_wait_for_an_ensemble_whose_step_hangs_in_its_r
     monkeypatch.setattr(repository, "plan", lambda *_: [spec])
     load = asyncio.ensure_future(manager.load("e"))
     await until_async(lambda: len(manager._registry.live_versions) == 2)
-    async with asyncio.timeout(10):
-        await manager.unload("e")
+    await asyncio.wait_for(manager.unload("e"), 10)
     with pytest.raises(InvalidArgument, match="no version is available"):
         await load
     await manager.kill()

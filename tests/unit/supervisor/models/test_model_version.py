@@ -41,8 +41,7 @@ async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
     processes.children[0].kill()
     await run_loop_turns(1)
     assert not model.ready
-    async with asyncio.timeout(10):
-        await model.until_ready()
+    await asyncio.wait_for(model.until_ready(), 10)
     assert len(processes.children) == 4  # a worker, the scheduler, and two more workers
     states = model.instances.states()
     await processes.end()
@@ -76,8 +75,7 @@ async def test_only_the_process_schedulers_name_is_killed(monkeypatch: pytest.Mo
     first_process = processes.children[0]
     first_process.kill()
     await run_loop_turns(1)
-    async with asyncio.timeout(10):
-        await model.until_ready()
+    await asyncio.wait_for(model.until_ready(), 10)
     second_process = processes.children[-1]
     monkeypatch.setattr(FakeChild, "kill", lambda child, *number: killed_children.append(child))
     for child in (first_process, second_process):
@@ -100,8 +98,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
     first = processes.children[0]
     first.kill()
     await run_loop_turns(1)
-    async with asyncio.timeout(10):
-        await model.until_ready()
+    await asyncio.wait_for(model.until_ready(), 10)
     second = processes.children[-1]
     assert records == [m.InstanceExpected(0, first.pid)] * 2 + [m.InstanceExpected(0, second.pid)]
     records.clear()
@@ -125,8 +122,7 @@ async def test_a_crash_loop_ends_an_instance(monkeypatch: pytest.MonkeyPatch, se
     text = "its process ended 10 times in a row (signal 6), and it executed no request in between"
     processes, model = await start_version()
     for death in range(max_crashes):
-        async with asyncio.timeout(10):
-            await model.until_ready()
+        await asyncio.wait_for(model.until_ready(), 10)
         worker = processes.children[-1] if death else processes.children[0]
         if serves and death == max_crashes // 2:
             model._on_message(m.InstanceServed(worker.pid))
@@ -190,8 +186,7 @@ async def test_a_crash_after_a_long_life_is_no_crash_loop(monkeypatch: pytest.Mo
     monkeypatch.setattr("shmserve.supervisor.processes.children._HEALTHY_S", -1.0)
     processes, model = await start_version()
     for death in range(instances._MAX_CRASHES + 1):
-        async with asyncio.timeout(10):
-            await model.until_ready()
+        await asyncio.wait_for(model.until_ready(), 10)
         (processes.children[-1] if death else processes.children[0]).kill()
         await run_loop_turns(1)
     await run_loop_turns()
@@ -221,7 +216,7 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     processes, model = await start_version()
     worker = processes.children[0]
     waiting_ends: list[asyncio.Future[Any]] = [
-        asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)
+        asyncio.ensure_future(worker.end(0)) for _ in range(2)
     ]
     worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
     waiting_ends += [asyncio.ensure_future(model.kill())]
@@ -238,7 +233,7 @@ async def test_a_worker_that_does_not_stop_is_killed_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     processes, model = await start_version()
-    monkeypatch.setattr(type(processes.context), "end", AsyncMock(return_value=False))
+    monkeypatch.setattr(type(processes.children[0]), "end", AsyncMock(return_value=False))
     await model.stop()
     await processes.end()
     assert "instance 'm_0_0' is killed: its `unload`" in caplog.text

@@ -1,9 +1,10 @@
 """Orders of models that need each other, and the states published meanwhile."""
 
 import asyncio
+import contextlib
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +31,8 @@ def make_config(name: str, steps: list[str], marker: str) -> ModelSpec:
     fields: Any = {**CONFIG, "name": name, "parameters": {"note": {"string_value": marker}}}
     if steps:
         fields["instance_group"] = []
-        step = [
-            {"model_name": step_name, "model_version": -1, "input_map": {}, "output_map": {}}
-            for step_name in steps
-        ]
-        fields["ensemble_scheduling"] = {"step": step}
+        step = {"model_version": -1, "input_map": {}, "output_map": {}}
+        fields["ensemble_scheduling"] = {"step": [{"model_name": name, **step} for name in steps]}
     return ModelSpec.of(fields)
 
 
@@ -134,6 +132,15 @@ class Server(Processes):
         return [p for p in self.children if p.title.startswith(f"worker {name}.")][-1]
 
 
+@contextlib.asynccontextmanager
+async def serving(**models: list[str]) -> AsyncIterator[Server]:
+    """Yield a server with these models and their steps, and end it; a test takes ten seconds."""
+    async with asyncio.timeout(10):
+        server = Server(**models)
+        yield server
+        await server.end()
+
+
 async def run_ready_tasks() -> None:
     """Run all tasks that wait for no external event, including those in threads."""
     for _ in range(50):
@@ -143,8 +150,7 @@ async def run_ready_tasks() -> None:
 
 async def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step() -> None:
     """Both ensembles that use the model are unloaded before it."""
-    async with asyncio.timeout(10):
-        server = Server(s=[], t=[], e=["s"], f=["s", "t"])
+    async with serving(s=[], t=[], e=["s"], f=["s", "t"]) as server:
         await server.load("e")
         server.loads_hang = True
         load = asyncio.ensure_future(server.load("f"))
@@ -157,14 +163,12 @@ async def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_anothe
         await unload
         assert [server.state(name)[0] for name in "sef"] == ["UNAVAILABLE"] * 3
         assert server.state("t") == ("READY", "")
-        await server.end()
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
 async def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
     """Also when the earlier one has to wait for what it needs."""
-    async with asyncio.timeout(10):
-        server = Server(s=[], t=[], e=["s"])
+    async with serving(s=[], t=[], e=["s"]) as server:
         await server.load("e")
         load_tasks: list[Any] = []
         if is_slow:
@@ -179,13 +183,11 @@ async def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
         server.finish_hanging_loads()
         await asyncio.gather(*load_tasks, *loads)
         assert server.note("e") == "second"
-        await server.end()
 
 
 async def test_an_override_survives_the_reload_of_a_step() -> None:
     """An ensemble is reloaded with its override and not with the configuration of its folder."""
-    async with asyncio.timeout(10):
-        server = Server(s=[], e=["s"])
+    async with serving(s=[], e=["s"]) as server:
         await server.load("e", ["s"], "sent")
         await server.load("s", [], "another")
         assert server.note("e") == "sent"
@@ -199,13 +201,11 @@ async def test_an_override_survives_the_reload_of_a_step() -> None:
         await server.load("e")
         await server.load("s")
         assert server.note("e") == ""
-        await server.end()
 
 
 async def test_cyclic_overrides_are_refused() -> None:
     """The check uses the serving configurations, not those of the folders."""
-    async with asyncio.timeout(10):
-        server = Server(s=[], a=["s"], b=["s"])
+    async with serving(s=[], a=["s"], b=["s"]) as server:
         await server.load("b", ["a"], "on a")
         with pytest.raises(InvalidArgument, match="a -> b -> a"):
             await server.load("a", ["b"], "on b")
@@ -214,13 +214,11 @@ async def test_cyclic_overrides_are_refused() -> None:
         await until_async(lambda: server.state("b")[0] == "UNAVAILABLE")
         await server.load("a")
         assert server.state("b") == ("READY", "")
-        await server.end()
 
 
 async def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> None:
     """The load may fail, and then it serves on."""
-    async with asyncio.timeout(10):
-        server = Server(s=[], t=[], a=["s"], b=["a"])
+    async with serving(s=[], t=[], a=["s"], b=["a"]) as server:
         await server.load("b")
         server.loads_hang = True
         load = asyncio.ensure_future(server.load("b", ["t"], "on t"))
@@ -229,15 +227,13 @@ async def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> Non
             await server.load("a", ["b"], "on b")
         server.finish_hanging_loads()
         await load
-        await server.end()
 
 
 async def test_an_ensemble_reports_a_step_that_failed_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(instances, "_MAX_FAILED_LOADS", 1)
-    async with asyncio.timeout(10):
-        server = Server(s=[], e=["s"])
+    async with serving(s=[], e=["s"]) as server:
         await server.load("e")
         server.on_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
@@ -249,13 +245,11 @@ async def test_an_ensemble_reports_a_step_that_failed_for_good(
         server.on_start = lambda child: None
         await server.load("s")
         assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
-        await server.end()
 
 
 async def test_unchanged_versions_are_not_published() -> None:
     """One of two instances exits and restarts; the model accepts requests all the time."""
-    async with asyncio.timeout(10):
-        server = Server(s=[])
+    async with serving(s=[]) as server:
         two_instances = {"name": "s_0", "kind": "KIND_CPU", "count": 2}
         planner: Any = server.repository
         planner._config = lambda name, override: ModelSpec.of(
@@ -266,48 +260,38 @@ async def test_unchanged_versions_are_not_published() -> None:
         workers = [process for process in server.children if process.title.startswith("worker s.")]
         workers[0].kill()
         version = server.registry.model("s").serving["1"]
-        await until_async(
-            lambda: (
-                len(server.children) == 4
-                and all(state == "ready" for state in version.instances.states())
-            )
-        )
+        await until_async(lambda: len(server.children) == 4)
+        await until_async(lambda: set(version.instances.states()) == {"ready"})
         assert server.sent == []
         workers[1].kill()
         server.worker("s").kill()
         await run_loop_turns(1)
         await until_async(lambda: version.ready)
         assert server.sent == [m.ReadinessChanged("s", "1", ready) for ready in (False, True)]
-        await server.end()
 
 
 async def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> None:
     """The draining version still serves. The gateway also receives the changes that follow."""
-    async with asyncio.timeout(10):
-        server = Server(s=[])
+    async with serving(s=[]) as server:
         await server.load("s")
         server.repository.versions = ["2"]
         server.silent = True
         load = asyncio.ensure_future(server.load("s"))
         await until_async(lambda: server.registry.model("s").is_offered)
         snapshot = list(server.publisher.snapshot())
-        assert [(type(update), update.version) for update in snapshot] == [
-            (m.ModelPublished, "1"),
-            (m.ModelPublished, "2"),
-        ]
-        assert [update.latest for update in snapshot] == [False, True]
+        assert {type(update) for update in snapshot} == {m.ModelPublished}
+        offered = [(update.version, update.latest) for update in snapshot]
+        assert offered == [("1", False), ("2", True)]
         server.acknowledge_all()
         await load
         snapshot = list(server.publisher.snapshot())
         assert [type(update) for update in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
-        await server.end()
 
 
 async def test_a_load_that_failed_temporarily_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The poller repeats it. A load that the model itself refused waits for changed files."""
     monkeypatch.setattr("shmserve.supervisor.reload._FIRST_PAUSE_S", 0.0)
-    async with asyncio.timeout(10):
-        server = Server(s=[])
+    async with serving(s=[]) as server:
         server.on_start = lambda child: child.kill()
         with pytest.raises(InvalidArgument, match="ended while loading"):
             await server.poller.update("s", True)
@@ -324,13 +308,11 @@ async def test_a_load_that_failed_temporarily_is_retried(monkeypatch: pytest.Mon
         server.on_start = lambda child: None
         await server.poller.update("s", True)
         assert server.state("s") == ("READY", "") and server.poller._retries == {}
-        await server.end()
 
 
 async def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
     """The long life counts once, so that a short shortage does not end the model."""
-    async with asyncio.timeout(10):
-        server = Server(s=[])
+    async with serving(s=[]) as server:
         await server.load("s")
         (instance,) = server.registry.model("s").serving["1"].instances._instances
         instance.ready_at -= 3600
@@ -342,7 +324,6 @@ async def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
         first_pause, *later_pauses = [call.args[0] for call in backoff.pause_s.call_args_list]
         assert first_pause >= 3600
         assert later_pauses == [0.0] * 4
-        await server.end()
 
 
 def pids(server: Server, name: str) -> dict[str, list[int]]:
@@ -352,8 +333,7 @@ def pids(server: Server, name: str) -> dict[str, list[int]]:
 
 async def test_a_reload_touches_only_versions_that_differ() -> None:
     """An unchanged version keeps its processes, and so its statistics and state."""
-    async with asyncio.timeout(10):
-        server = Server(s=[])
+    async with serving(s=[]) as server:
         server.repository.versions = ["1", "2"]
         await server.load("s")
         pids_before, kept_version = pids(server, "s"), server.registry.model("s").serving["1"]
@@ -371,27 +351,23 @@ async def test_a_reload_touches_only_versions_that_differ() -> None:
         await server.load("s")
         assert pids(server, "s") == {version: pids_after[version] for version in "13"}
         await until_async(lambda: server.state("s", "2") == ("UNAVAILABLE", "unloaded"))
-        await server.end()
 
 
 @pytest.mark.parametrize("is_rewritten", [True, False])
 async def test_a_reload_keeps_unchanged_versions(is_rewritten: bool) -> None:
     """Files with the same content change nothing; an explicit load restarts everything."""
-    async with asyncio.timeout(10):
-        server = Server(s=[])
+    async with serving(s=[]) as server:
         await server.load("s")
         pids_before = pids(server, "s")
         if is_rewritten:
             server.repository.files = {"another": "version"}
         await server.load("s")
         assert (pids(server, "s") == pids_before) is is_rewritten
-        await server.end()
 
 
 async def test_a_failing_version_keeps_the_other_versions() -> None:
     """All of a load or none."""
-    async with asyncio.timeout(10):
-        server = Server(s=[])
+    async with serving(s=[]) as server:
         await server.load("s")
         pids_before = pids(server, "s")
         server.repository.versions = ["1", "2"]
@@ -399,7 +375,6 @@ async def test_a_failing_version_keeps_the_other_versions() -> None:
         with pytest.raises(InvalidArgument, match="version 2 is at UNAVAILABLE state"):
             await server.load("s")
         assert pids(server, "s") == pids_before and server.state("s") == ("READY", "")
-        await server.end()
 
 
 @pytest.mark.parametrize("more_names", [[], ["f"], ["s"]])
@@ -408,8 +383,7 @@ async def test_an_abandoned_load_cancels_its_steps_loads(
 ) -> None:
     """The load of the step continues if another ensemble or a request waits for it."""
     monkeypatch.setattr(instance_module, "FIRST_REPORT_S", 0.05)
-    async with asyncio.timeout(10):
-        server = Server(s=[], e=["s"], f=["s"])
+    async with serving(s=[], e=["s"], f=["s"]) as server:
         server.loads_hang = True
         load = asyncio.ensure_future(server.load("e"))
         await until_async(lambda: server.registry.model("s").incoming)
@@ -424,19 +398,16 @@ async def test_an_abandoned_load_cancels_its_steps_loads(
         await asyncio.gather(*other_loads)
         assert ("s", "1") not in server.registry.states() or server.registry.all_ready()
         assert bool(server.registry.model("s").serving) is bool(more_names)
-        await server.end()
 
 
 async def test_an_ensemble_without_its_step_is_unavailable() -> None:
     """A serving ensemble whose step was removed is not ready, and reports the reason."""
-    async with asyncio.timeout(10):
-        server = Server(s=[], e=["s"])
+    async with serving(s=[], e=["s"]) as server:
         await server.load("e")
         ensemble = server.registry.model("e").serving["1"]
         server.registry.model("s").serving.clear()
         with pytest.raises(Unavailable, match="model 's' is not available"):
             await ensemble.until_ready()
-        await server.end()
 
 
 def test_a_repository_that_is_polled_every_0_seconds_is_not_polled() -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor import control_api
+from shmserve.supervisor.control_api import ReadinessCheck
 from shmserve.supervisor.host.console import StartupReport, example_command, model_table
-from shmserve.supervisor.models import registry
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
     UNLOADED,
@@ -23,7 +24,7 @@ from shmserve.supervisor.models.orders import (
     OrderKind,
     OrderPhase,
 )
-from shmserve.supervisor.models.registry import ModelSummary, ReadinessCheck, index_rows, statuses
+from shmserve.supervisor.models.registry import ModelRegistry, ModelSummary, index_rows, statuses
 from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder
 
 
@@ -164,7 +165,7 @@ async def test_the_combined_readiness_of_workers(
     answers: dict[int, bool | None], expects_ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None: it does not answer in time, as while it executes."""
-    monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(control_api, "PATIENCE_S", 0.05)
     loop = asyncio.get_running_loop()
 
     def send(pid: int, message: Any) -> None:
@@ -178,7 +179,7 @@ async def test_the_combined_readiness_of_workers(
 
 
 async def test_unexpected_answers_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(control_api, "PATIENCE_S", 0.05)
 
     def send(pid: int, message: Any) -> None:
         check.handle_response(7, ReadyChecked(message.id, True))
@@ -190,12 +191,12 @@ async def test_unexpected_answers_are_ignored(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it is polled, and by however many."""
-    monkeypatch.setattr(registry, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(control_api, "PATIENCE_S", 0.01)
     sent_checks: list[CheckReady] = []
     check = ReadinessCheck(lambda pid, message: sent_checks.append(message))
     concurrent_checks = await asyncio.gather(*(check.check([1]) for _ in range(3)))
     later_check = await check.check([1])
-    monkeypatch.setattr(registry, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(control_api, "PATIENCE_S", 60.0)
     joined_check = asyncio.ensure_future(check.check([1]))
     await asyncio.sleep(0)
     check.handle_response(1, ReadyChecked(sent_checks[0].id, True))
@@ -261,7 +262,7 @@ def test_the_table_of_models_wraps_the_reason_of_a_failure() -> None:
 def test_many_paths_to_the_same_ensembles_are_no_cycle() -> None:
     """A step that 2**40 paths reach is visited once."""
     steps = {f"e{i}": [f"e{i + 1}", f"e{i + 1}", f"e{i + 2}"] for i in range(40)}
-    models = registry.ModelRegistry()
+    models = ModelRegistry()
     assert models.find_cycle("top", ["e0", "e1"], steps) == []
     cycle = models.find_cycle("e20", ["e19"], steps)
     assert cycle[0] == cycle[-1] == "e20"

@@ -28,6 +28,7 @@ from shmserve.supervisor.models.repository import (
     version_fingerprint,
     versions_to_load,
 )
+from tests.rigs.marked_configs import parse_pbtxt
 from tests.support.users import ALICE, as_user, needs_users
 
 CONFIG = 'backend: "python" max_batch_size: 4\n'
@@ -296,8 +297,6 @@ def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_pat
     ),
 )
 def test_a_policy_chooses_available_versions(available: list[int], policy: str | None) -> None:
-    from shmserve.model_config import parse_pbtxt
-
     config = parse_pbtxt("" if policy is None else f"version_policy {policy}")
     chosen_versions = versions_to_load(config, available)
     available_versions = sorted(set(available))

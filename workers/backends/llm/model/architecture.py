@@ -150,18 +150,18 @@ class Architecture:
     """
 
     family: str
-    hidden: int  # size of the hidden states
-    intermediate: int  # size of the feed-forward part
+    hidden: int
+    intermediate: int
     layers: int  # number
     heads: int  # number
-    kv_heads: int  # number
+    kv_heads: int
     head_dim: int
     vocab_size: int
-    epsilon: float  # of norms
-    positions: int  # maximum length of a sequence
-    window: int  # maximum length without a sliding window; 0: `positions`
-    tied_embeddings: bool  # whether the head is the embedding
-    qkv_bias: bool  # whether these projections have biases
+    epsilon: float
+    positions: int
+    window: int
+    tied_embeddings: bool
+    qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     rope: Rope
@@ -184,9 +184,9 @@ class Architecture:
         epsilon = config.get("rms_norm_eps")
         if epsilon is not None and not 0 <= epsilon <= _MAX_NUMBER:
             problems.append(f"config.json: rms_norm_eps: {epsilon!r} is not a number >= 0")
-        for name, allowed in _SUPPORTED_VALUES.items():
-            if config.get(name, allowed[0]) not in allowed:
-                problems.append(f"config.json: {name}: {config[name]!r} is not {allowed[0]!r}")
+        for name, values in _SUPPORTED_VALUES.items():
+            if config.get(name, values[0]) not in values:
+                problems.append(f"config.json: {name}: {config[name]!r} is not {values[0]!r}")
         if len(problems) > problem_count:
             return None
         rope = _read_rope(config, problems)
@@ -333,24 +333,26 @@ def _read_rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
         problems.append(text)
         return Rope(10_000.0, "default", {})
     positions = config["max_position_embeddings"]
-    original = config.get(_ORIGINAL) or scaling.get(_ORIGINAL) or positions
-    scaling = {**scaling, "rope_theta": theta, _ORIGINAL: original}
-    if kind == "yarn" and scaling.get("factor", 0) is None and _is_positive(original):
-        scaling["factor"] = positions / original
-    required = (*_ROPE_FIELDS[kind], *([_ORIGINAL] if kind in ("llama3", "yarn") else []))
-    optional = [name for name in _YARN_KEYS if kind == "yarn" and scaling.get(name) is not None]
-    missing_fields = [name for name in required if scaling.get(name) is None]
+    original_length = config.get(_ORIGINAL) or scaling.get(_ORIGINAL) or positions
+    scaling = {**scaling, "rope_theta": theta, _ORIGINAL: original_length}
+    is_yarn = kind == "yarn"
+    if is_yarn and scaling.get("factor", 0) is None and _is_positive(original_length):
+        scaling["factor"] = positions / original_length
+    required_fields = (*_ROPE_FIELDS[kind], *([_ORIGINAL] if is_yarn or kind == "llama3" else []))
+    optional_fields = [name for name in _YARN_KEYS if is_yarn and scaling.get(name) is not None]
+    fields = (*required_fields, *optional_fields)
+    missing_fields = [name for name in required_fields if scaling.get(name) is None]
     if missing_fields:
         problems.append(f"config.json: {field}: {kind} needs {', '.join(missing_fields)}")
         return Rope(10_000.0, "default", {})
-    for name in (*required, *optional, "rope_theta"):
+    for name in (*fields, "rope_theta"):
         number = scaling[name]
         is_flag = name == "truncate" and isinstance(number, bool)
-        is_zero = type(number) in (int, float) and number == 0 and name in optional
+        is_zero = type(number) in (int, float) and number == 0 and name in optional_fields
         if not (is_flag or is_zero or _is_positive(number)):
             text = f"{clip(repr(number))} is not a positive number"
             problems.append(f"config.json: {field}: {name}: {text}")
             return Rope(10_000.0, "default", {})
-    if kind == "yarn" and theta <= 1:
+    if is_yarn and theta <= 1:
         problems.append(f"config.json: {field}: rope_theta: {theta} is not a number above 1")
-    return Rope(float(theta), kind, {name: float(scaling[name]) for name in (*required, *optional)})
+    return Rope(float(theta), kind, {name: float(scaling[name]) for name in fields})

@@ -86,8 +86,8 @@ class KvCache:
             if block_pairs:
                 sources = torch.tensor(block_pairs[::2], device=source.device)
                 targets = torch.tensor(block_pairs[1::2], device=target.device)
-                copied = source.index_select(3, sources)
-                target.index_copy_(3, targets, copied.to(target.device))
+                blocks = source.index_select(3, sources)
+                target.index_copy_(3, targets, blocks.to(target.device))
 
 
 class RowSpan(NamedTuple):
@@ -102,11 +102,11 @@ class RowSpan(NamedTuple):
             have the same bits in a span as in steps of one token (decode).
     """
 
-    first_row: int  # index
-    size: int  # number of rows
-    start: int  # position of the first row in the sequence
-    block_table: list[int]  # of the sequence
-    is_prompt: bool  # whether the tokens are from the prompt
+    first_row: int
+    size: int
+    start: int
+    block_table: list[int]
+    is_prompt: bool
 
     @property
     def length(self) -> int:
@@ -139,12 +139,12 @@ class Pass:
         slots: The index in the cache's pool for the keys and values of each row.
     """
 
-    block_size: int  # in tokens
+    block_size: int
     device: str = "cpu"
-    spans: list[RowSpan] = field(default_factory=list)  # the rows by sequence
-    tokens: list[int] = field(default_factory=list)  # the token of each row
-    positions: list[int] = field(default_factory=list)  # of each row in its sequence
-    slots: list[int] = field(default_factory=list)  # indices in the cache's pool
+    spans: list[RowSpan] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
 
     def add(
         self, tokens: Sequence[int], start: int, block_table: list[int], is_prompt: bool = False
@@ -203,9 +203,9 @@ class DecodeRow(NamedTuple):
         block_table: The block table of the sequence.
     """
 
-    row_index: int  # in the pass
-    length: int  # number of keys that the row sees
-    width: int  # `length` rounded up
+    row_index: int
+    length: int
+    width: int
     block_table: list[int]
 
 
@@ -238,9 +238,9 @@ class VisibleKeys(NamedTuple):
 
     row_indices: torch.Tensor
     mask_matrix: torch.Tensor
-    columns: torch.Tensor  # of each stored element of the matrix
-    offsets: torch.Tensor  # of each query head's first stored element
-    width_groups: tuple[list[int], list[int]]  # (element counts, widths)
+    columns: torch.Tensor
+    offsets: torch.Tensor
+    width_groups: tuple[list[int], list[int]]
 
     @classmethod
     def of(cls, decode_rows: list[DecodeRow], row_count: int, cache: KvCache) -> Self:
@@ -307,9 +307,9 @@ def _visible_slots(rows: list[DecodeRow], width: int, size: int) -> tuple[np.nda
     padded_tables = [table[:count] + table[:1] * (count - len(table)) for table in tables]
     blocks = np.array(padded_tables, np.int32)[:, :, None] * size
     slots = (blocks + np.arange(size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
-    visible = np.arange(width) < np.array([row.length for row in rows])[:, None]
-    bias = np.where(visible, np.float32(0), np.float32(-np.inf))
-    return np.where(visible, slots, slots[:, :1]), bias
+    is_visible = np.arange(width) < np.array([row.length for row in rows])[:, None]
+    bias = np.where(is_visible, np.float32(0), np.float32(-np.inf))
+    return np.where(is_visible, slots, slots[:, :1]), bias
 
 
 # Returns the attention in a layer, [rows, heads * head size]. The arguments are the rows' heads
@@ -335,10 +335,10 @@ class Run(NamedTuple):
 
     first_row: int
     size: int
-    length: int  # number of keys that the last row sees
-    first_slot: int  # of the keys
+    length: int
+    first_slot: int
     blocks: torch.Tensor | None
-    mask: torch.Tensor | None  # the keys that each row sees
+    mask: torch.Tensor | None
 
     @classmethod
     def of(cls, span: RowSpan, block_size: int, device: str) -> Run:
@@ -349,8 +349,8 @@ class Run(NamedTuple):
         if span.start and (span.is_prompt or span.size > 1):
             shape = padded_count(span.size) if span.is_prompt else span.size, span.length
             mask = torch.ones(shape, dtype=torch.bool, device=device).tril(span.start)
-        scattered = torch.tensor(blocks, device=device) if is_scattered else None
-        return cls(span.first_row, span.size, span.length, blocks[0] * block_size, scattered, mask)
+        block_ids = torch.tensor(blocks, device=device) if is_scattered else None
+        return cls(span.first_row, span.size, span.length, blocks[0] * block_size, block_ids, mask)
 
 
 def padded_count(count: int) -> int:
@@ -418,17 +418,17 @@ class SparseAttention(Attention):
         decode_rows = find_decode_rows(rows, cache)
         if not decode_rows:
             return super().for_rows(rows)
-        visible = VisibleKeys.of(decode_rows, len(rows.tokens), cache)
+        visible_keys = VisibleKeys.of(decode_rows, len(rows.tokens), cache)
         indices = {row.row_index for row in decode_rows}
         row_count = rows.spans[-1].first_row + rows.spans[-1].size
         runs = self._runs(rows, (span for span in rows.spans if span.first_row not in indices))
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
-            sparse = visible.attend(heads, *cache.flat_layers[layer])
+            sparse = visible_keys.attend(heads, *cache.flat_layers[layer])
             if not runs:
                 return _pad(sparse, heads.shape[0])
             output = heads.new_empty(row_count, sparse.shape[1])
-            output[visible.row_indices] = sparse
+            output[visible_keys.row_indices] = sparse
             for run in runs:
                 end = run.first_row + run.size
                 output[run.first_row : end] = self._attend_run(heads, layer, run)

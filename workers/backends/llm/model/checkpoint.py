@@ -105,11 +105,12 @@ class Checkpoint:
     Attributes:
         architecture: The architecture.
         tokenizer: The tokenizer.
-        stored: The descriptions of the tensors in the files, by name.
+        stored_tensors: The descriptions of the tensors in the files, by name.
         quantisation: The quantisation of the weights.
         end_tokens: The tokens that end a text.
         eos: The tokenizer's end token; -1 if it has none.
-        defaults: The content of generation_config.json or, in older folders, of config.json.
+        defaults: The defaults of requests' parameters: the content of generation_config.json or,
+            in older folders, of config.json.
         defaults_file: The name of the file with the defaults.
         templates: The chat templates by name; the name of an unnamed template is "default".
         special_tokens: The texts of special tokens by their names in templates ("eos_token").
@@ -117,14 +118,14 @@ class Checkpoint:
 
     architecture: Architecture
     tokenizer: Tokenizer
-    stored: dict[str, StoredTensor]  # tensors in the files by name
+    stored_tensors: dict[str, StoredTensor]
     quantisation: Quantisation
-    end_tokens: tuple[int, ...]  # tokens that end a text
-    eos: int  # token; -1: none
-    defaults: dict[str, Any] = field(default_factory=dict)  # of requests' parameters
+    end_tokens: tuple[int, ...]
+    eos: int
+    defaults: dict[str, Any] = field(default_factory=dict)
     defaults_file: str = "generation_config.json"
-    templates: dict[str, str] = field(default_factory=dict)  # chat templates by name
-    special_tokens: dict[str, str] = field(default_factory=dict)  # texts by name ("eos_token")
+    templates: dict[str, str] = field(default_factory=dict)
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -167,11 +168,11 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint's files contain the weight with this name."""
-        return "values" in self.quantisation.parts(name, self.stored)
+        return "values" in self.quantisation.parts(name, self.stored_tensors)
 
     def weight(self, name: str) -> torch.Tensor:
         """Return the weight with this name, dequantised, as float32."""
-        parts = self.quantisation.parts(name, self.stored)
+        parts = self.quantisation.parts(name, self.stored_tensors)
         tensors = {role: self._open(p.path).get_tensor(p.name) for role, p in parts.items()}
         if "scales" not in tensors:
             weight: torch.Tensor = tensors["values"].float()
@@ -387,8 +388,8 @@ def _warn_unused_weights(
 
 
 def _list_names(names: list[str]) -> str:
-    omitted = len(names) - _MAX_NAMED_WEIGHTS
-    return ", ".join(names[:_MAX_NAMED_WEIGHTS]) + (f" and {omitted} more" if omitted > 0 else "")
+    excess = len(names) - _MAX_NAMED_WEIGHTS
+    return ", ".join(names[:_MAX_NAMED_WEIGHTS]) + (f" and {excess} more" if excess > 0 else "")
 
 
 def _warn_ineffective(defaults: dict[str, Any], file: str) -> None:
@@ -407,7 +408,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -> dict[str, str]:
     """Return the chat templates by name.
 
-    They are in .jinja files, else in tokenizer_config.json, else in chat_template.json.
+    The templates are in .jinja files, else in tokenizer_config.json, else in chat_template.json.
     """
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}

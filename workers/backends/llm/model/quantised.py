@@ -44,9 +44,9 @@ class Method(NamedTuple):
         settings: The supported values of settings.
     """
 
-    values: Mapping[str, tuple[str, ...]]  # data types of the values, by last part of the name
-    roles: Mapping[str, tuple[str, ...]]  # last parts of the names of other tensors, by role
-    settings: Mapping[str, tuple[Any, ...]] = {}  # supported values by setting
+    values: Mapping[str, tuple[str, ...]]
+    roles: Mapping[str, tuple[str, ...]]
+    settings: Mapping[str, tuple[Any, ...]] = {}
 
 
 # Formats of compressed-tensors, then data types and names of the tensors in GPTQ and AWQ files.
@@ -92,10 +92,10 @@ class Quantisation:
     """
 
     method: str = ""
-    zero_offset: int = 0  # added to each stored zero point
-    group_sizes: tuple[tuple[int, int], ...] = ()  # (along rows, along columns)
-    required_roles: tuple[str, ...] = ("scales",)  # of the tensors of each quantised weight
-    is_interleaved: bool = True  # whether an AWQ word has its even values first
+    zero_offset: int = 0
+    group_sizes: tuple[tuple[int, int], ...] = ()
+    required_roles: tuple[str, ...] = ("scales",)
+    is_interleaved: bool = True
 
     @classmethod
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self:

@@ -2,14 +2,15 @@
 
 On CPUs, the weights of linear layers are packed for oneDNN, int8 or plain; on other devices they
 are plain, with 32 or 16 bits. Packed weights are twice as fast as plain weights for 2 to 32 rows.
-They also give each row the same bits in any batch of at least two rows; a single row uses another
-kernel. The kernel for four to six rows is the fastest, so smaller batches are padded. The operators
-for packed weights are not part of torch's public interface, so they are tested before use.
+Packed weights also give each row the same bits in any batch of at least two rows; a single row uses
+another kernel. The kernel for four to six rows is the fastest, so smaller batches are padded. The
+operators for packed weights are not part of torch's public interface, so they are tested before
+use.
 
 `Passes` runs the forward passes of a model with its KV cache, by CUDA graphs if the device supports
 them. A graph computes a decode pass, with one row per sequence, in one launch instead of hundreds.
-It is captured for a number of rows and of blocks per row, and computes any smaller pass. The keys
-and values of a sequence are gathered from its blocks; the keys after its end are masked.
+A graph that was captured for a number of rows and of blocks per row computes any smaller pass. The
+keys and values of a sequence are gathered from its blocks; the keys after its end are masked.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def _make_int8(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return a layer with 8-bit weights, one scale per output, and dynamically quantised rows.
 
     The operator has one scale for all rows of a call. Each row is therefore divided by its largest
-    absolute value before the call, and multiplied by it afterwards, so that rows with large values
-    do not reduce the precision of other rows.
+    absolute value before the call, and multiplied by this value afterwards. Otherwise, rows with
+    large values would reduce the precision of other rows.
     """
     # FBGEMM is preferred: for up to 8 rows it is three times as fast as oneDNN.
     engines = torch.backends.quantized.supported_engines

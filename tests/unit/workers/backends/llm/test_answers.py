@@ -57,8 +57,7 @@ def greedy_tokens(folder: Folder, count: int) -> list[int]:
 
 @pytest.mark.parametrize("stop", [[], ["abc"]])
 def test_streams_send_each_token(scheduler: Scheduler, folder: Folder, stop: list[str]) -> None:
-    scheduler.add(1, stream=True, max_tokens=24, stop=stop, **GREEDY)
-    scheduler.run()
+    scheduler.generate(1, stream=True, max_tokens=24, stop=stop, **GREEDY)
     responses = scheduler.responses[1]
     assert [len(r["token_ids"]) for r in responses] == [1] * 24
     assert [""] in [r["text_output"] for r in responses]
@@ -117,14 +116,8 @@ def test_a_message_has_the_number_of_reasoning_tokens(counts_reasoning: bool) ->
 def test_a_text_begins_with_its_prompt_as_in_triton(
     scheduler: Scheduler, fields: dict[str, Any], is_echoed: bool
 ) -> None:
-    settings = {
-        "exclude_input_in_output": None,
-        "temperature": 0,
-        "max_tokens": 3,
-        **fields,
-    }
-    scheduler.add(1, text_input="the quick", outputs=["text_output"], **settings)
-    scheduler.run()
+    settings = {"exclude_input_in_output": None, "temperature": 0, "max_tokens": 3, **fields}
+    scheduler.generate(1, text_input="the quick", outputs=["text_output"], **settings)
     assert scheduler.responses[1][0].keys() == {"text_output"}
     (text,) = scheduler.responses[1][0]["text_output"]
     assert text.startswith("the quick") == is_echoed
@@ -136,13 +129,8 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
         scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **options)
     scheduler.run()
     found = [scheduler.responses[key][0].keys() for key in range(len(expected))]
-    scored = {"text_output", "logprobs"}
-    assert found == [
-        {"text_output"},
-        scored,
-        scored,
-        {"text_output", "token_ids", "prompt_token_ids"},
-    ]
+    text, scored = {"text_output"}, {"text_output", "logprobs"}
+    assert found == [text, scored, scored, text | {"token_ids", "prompt_token_ids"}]
 
 
 def test_samples_depend_on_their_seed(scheduler: Scheduler) -> None:
@@ -151,8 +139,7 @@ def test_samples_depend_on_their_seed(scheduler: Scheduler) -> None:
     }  # fmt: skip
     scheduler.add(1, stream=True, **settings)
     scheduler.step()
-    scheduler.add(2, **settings)
-    scheduler.run()
+    scheduler.generate(2, **settings)
     (joint_response,) = scheduler.responses[2]
     assert joint_response["index"] == [0, 1, 2]
     assert [scheduler.text(1, index) for index in range(3)] == joint_response["text_output"]
@@ -263,18 +250,11 @@ def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) ->
 def test_a_successor_continues_a_lost_workers_text(scheduler: Scheduler, sent_count: int) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "seed": 3, "max_tokens": 30, "stream": True}
     settings |= {"n": 2, "ignore_eos": True}
-    scheduler.add(1, **settings)
-    scheduler.run()
+    scheduler.generate(1, **settings)
     texts = [scheduler.text(1, index) for index in range(2)]
-    tokens = [
-        [
-            token
-            for response in scheduler.responses[1]
-            if response["index"] == [n]
-            for token in response["token_ids"]
-        ]
-        for n in range(2)
-    ]
+    tokens: list[list[int]] = [[], []]
+    for response in scheduler.responses[1]:
+        tokens[response["index"][0]] += response["token_ids"]
     resumed_samples = [
         g.Resumed(0, np.array(tokens[0][:12], np.int32).tobytes(), sent_count),
         g.Resumed(1, np.array(tokens[1], np.int32).tobytes(), sent_count, "length"),
@@ -293,8 +273,7 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
 ) -> None:
     settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 20, "stream": stream, "n": 2}
     settings |= {"ignore_eos": True, "logprobs": 1, "echo": True, "exclude_input_in_output": None}
-    scheduler.add(1, **settings, seed=3)
-    scheduler.run()
+    scheduler.generate(1, **settings, seed=3)
     full = [entries_of(scheduler, 1, index) for index in (0, 1)]
     tokens = [[entry["token_id"] for entry in content] for _, content in full]
     first = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][:count] * stream
@@ -305,8 +284,7 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
                   sent_count),
         g.Resumed(1, np.array(tokens[1][4:], np.int32).tobytes(), 0, "length"),
     ]  # fmt: skip
-    scheduler.add(2, resumed_samples, **settings, seed=5)
-    scheduler.run()
+    scheduler.generate(2, resumed_samples, **settings, seed=5)
     text, content = entries_of(scheduler, 2, 0)
     content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first)
     assert text.startswith(TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")[characters:])
@@ -363,31 +341,25 @@ def test_a_repeated_prompt_is_scored_with_its_text(
     settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "echo": True, "n": 2}
     settings |= {"exclude_input_in_output": None, "stream": stream, "logprobs": 2}
     scheduler.add(1, max_tokens=5, text_input=text, **settings)
-    scheduler.add(2, max_tokens=5, input_ids=tokens, **settings)
-    scheduler.run()
+    scheduler.generate(2, max_tokens=5, input_ids=tokens, **settings)
     all_tokens = [*tokens, *generate(folder(), tokens, max_new_tokens=5, eos_token_id=-1)]
     with torch.inference_mode():
         expected = reference(folder())(torch.tensor([all_tokens])).logits[0].log_softmax(-1)
     for key in (1, 2):
         for index in (0, 1):
             assert scheduler.text(key, index) == TOKENIZER.decode(all_tokens)
-            texts = [
-                token
-                for response in scheduler.responses[key]
-                if index in response["index"]
-                for token in response["logprobs"][response["index"].index(index)]["content"]
-            ]
-            assert [response["token_id"] for response in texts] == all_tokens
-            assert (texts[0]["logprob"], texts[0]["top_logprobs"]) == (None, None)
-            for position, response in enumerate(texts[1:], 1):
+            _, content = entries_of(scheduler, key, index)
+            assert [entry["token_id"] for entry in content] == all_tokens
+            assert (content[0]["logprob"], content[0]["top_logprobs"]) == (None, None)
+            for position, entry in enumerate(content[1:], 1):
                 own_logprob = expected[position - 1, all_tokens[position]]
-                assert response["logprob"] == pytest.approx(own_logprob.item(), abs=1e-3)
-                assert response["rank"] == (expected[position - 1] > own_logprob).sum() + 1
+                assert entry["logprob"] == pytest.approx(own_logprob.item(), abs=1e-3)
+                assert entry["rank"] == (expected[position - 1] > own_logprob).sum() + 1
             characters = text.encode()
-            for response in texts[: len(tokens)]:
-                assert characters.startswith(bytes(response["bytes"]))
-                characters = characters[len(response["bytes"]) :]
-            offsets = [response["text_offset"] for response in texts]
+            for entry in content[: len(tokens)]:
+                assert characters.startswith(bytes(entry["bytes"]))
+                characters = characters[len(entry["bytes"]) :]
+            offsets = [entry["text_offset"] for entry in content]
             assert offsets[: len(tokens)] == [begin for begin, _ in TOKENIZER.encode(text).offsets]
             assert offsets == sorted(offsets) and offsets[len(tokens)] == len(text)
 
@@ -403,8 +375,7 @@ def test_no_token_is_generated_if_only_the_prompt_is_scored(
     scheduler.add(2, input_ids=[5] * 64, **settings, stream=True)
     outputs = ["text_output", "token_ids", "finish_reason", "usage"]
     # The maximum number of tokens.
-    scheduler.add(3, input_ids=[5] * 512, outputs=outputs, **settings)
-    scheduler.run()
+    scheduler.generate(3, input_ids=[5] * 512, outputs=outputs, **settings)
     for key, count in ((1, 64), (2, 64), (3, 512)):
         (response,) = scheduler.responses[key]
         assert response["text_output"] == [TOKENIZER.decode([5] * count)]
@@ -452,12 +423,10 @@ def test_beams_have_candidates_and_chosen_texts(scheduler: Scheduler, folder: Fo
 
 def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "the fox"}]}]
-    scheduler.add(1, messages=json.dumps(messages), temperature=0, max_tokens=2)
-    scheduler.run()
+    scheduler.generate(1, messages=json.dumps(messages), temperature=0, max_tokens=2)
     prompt = np.frombuffer(scheduler.prepared[1].prompt, np.int32).tolist()
-    assert TOKENIZER.decode(prompt, skip_special_tokens=False) == (
-        "<|user|>the fox<|end|><|model|>"
-    )
+    rendered = TOKENIZER.decode(prompt, skip_special_tokens=False)
+    assert rendered == "<|user|>the fox<|end|><|model|>"
     assert prompt[-1] == TOKENIZER.token_to_id("<|model|>")
 
 
@@ -469,15 +438,13 @@ def test_reasoning_ends_with_its_budget(tmp_path: Path, budget: int, text: str) 
     with llm_rig(tmp_path / "rig", path, {"reasoning_parser": "qwen3"}) as scheduler:
         options: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
         options["thinking_token_budget"] = budget
-        scheduler.add(1, messages=messages, **options)
-        scheduler.run()
+        scheduler.generate(1, messages=messages, **options)
         assert scheduler.responses[1][-1]["text_output"] == [text]
         if budget >= 0:
             scheduler.add(2, text_input="a", **options)
             assert "thinking_token_budget: only supported by chats" in scheduler.errors[2][1]
             tag = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id("</think>")
-            scheduler.add(3, messages=messages, stop_token_ids=[tag], min_tokens=9, **options)
-            scheduler.run()
+            scheduler.generate(3, messages=messages, stop_token_ids=[tag], min_tokens=9, **options)
             assert scheduler.errors[3][1].startswith("thinking_token_budget: the other parameters")
 
 
@@ -513,8 +480,7 @@ def test_an_error_ends_only_its_own_request(
     scheduler.add(1, **fields)
     code, text = scheduler.errors[1]
     assert code == "INVALID_ARG" and message in text
-    scheduler.add(2, max_tokens=1, **GREEDY)
-    scheduler.run()
+    scheduler.generate(2, max_tokens=1, **GREEDY)
     assert scheduler.is_idle
 
 
@@ -526,8 +492,7 @@ def test_a_failing_step_ends_calls(scheduler: Scheduler, monkeypatch: pytest.Mon
         assert not scheduler.step()
     assert scheduler.stepped is not None and len(scheduler.stepped.skipped) == 1
     assert scheduler.errors[1][0] == "INTERNAL"
-    scheduler.add(2, max_tokens=5, **GREEDY)
-    scheduler.run()
+    scheduler.generate(2, max_tokens=5, **GREEDY)
     assert len(scheduler.tokens(2)) == 5
 
 
@@ -573,8 +538,7 @@ def test_a_panic_ends_only_its_own_request(
     settings = {name: value for name, value in settings.items() if value is not None}
     monkeypatch.setattr(path, fail_once)
     scheduler.add(1, **settings)
-    scheduler.add(2, max_tokens=4, **GREEDY)
-    scheduler.run()
+    scheduler.generate(2, max_tokens=4, **GREEDY)
     assert calls and scheduler.errors[1][0] == "INTERNAL" and 2 in scheduler.responses
     assert scheduler.is_idle
     until("no prompt is kept", lambda: not scheduler.kept_prompts)
@@ -606,8 +570,7 @@ def test_a_late_prompt_of_a_lost_scheduler_does_not_replace_its_successors(
     scheduler.rig.instance.link._disconnect()
     scheduler.add(1, max_tokens=5, **GREEDY)
     is_replaced.set()
-    scheduler.add(2, max_tokens=1, regex="a", **{**GREEDY, "ignore_eos": False})
-    scheduler.run()
+    scheduler.generate(2, max_tokens=1, regex="a", **{**GREEDY, "ignore_eos": False})
     assert len(scheduler.tokens(1)) == 5 and not scheduler.errors
 
 
@@ -641,16 +604,19 @@ def test_slow_work_of_cancelled_requests_is_skipped(
     assert len(calls) == 1
 
 
+def property_schema(schema: Any) -> dict[str, Any]:
+    """Return the format of an object whose only property has this schema."""
+    whole: dict[str, Any] = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
+    whole["additionalProperties"] = False
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": whole}}}
+
+
 @pytest.mark.parametrize(
     ("grammar", "check"),
     [
         ({"regex": "[ab]{3}(c|d)"}, lambda text: len(text) == 4),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {
-                "type": "object", "properties": {"a": {"type": "integer", "maximum": 99}},
-                "required": ["a"], "additionalProperties": False}}}},
-            lambda text: isinstance(json.loads(text)["a"], int),
-        ),
+        (property_schema({"type": "integer", "maximum": 99}),
+         lambda text: isinstance(json.loads(text)["v"], int)),
     ],
 )  # fmt: skip
 def test_generated_text_matches_its_grammar(
@@ -664,15 +630,6 @@ def test_generated_text_matches_its_grammar(
         assert check(scheduler.text(key)), scheduler.text(key)
 
 
-def json_schema(schema: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-
-
-def property_schema(schema: Any) -> dict[str, Any]:
-    configuration = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
-    return json_schema({**configuration, "additionalProperties": False})
-
-
 @pytest.mark.parametrize(
     "schema",
     [
@@ -684,8 +641,7 @@ def property_schema(schema: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_annotations_of_a_schema_restrict_nothing(scheduler: Scheduler, schema: Any) -> None:
-    scheduler.add(1, input_ids=PROMPT, max_tokens=90, seed=1, **property_schema(schema))
-    scheduler.run()
+    scheduler.generate(1, input_ids=PROMPT, max_tokens=90, seed=1, **property_schema(schema))
     assert list(json.loads(scheduler.text(1))) == ["v"]
 
 
@@ -693,8 +649,7 @@ def test_white_space_between_parts_is_bounded(scheduler: Scheduler) -> None:
     bias = {str(token): 100 for token in range(320) if TOKENIZER.decode([token]) in (" ", "\n")}
     schema = {"type": "integer", "minimum": 0, "maximum": 9}
     settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 200, "logit_bias": bias}
-    scheduler.add(1, temperature=0, **settings, **property_schema(schema))
-    scheduler.run()
+    scheduler.generate(1, temperature=0, **settings, **property_schema(schema))
     assert scheduler.responses[1][0]["finish_reason"] == ["stop"]
     assert list(json.loads(scheduler.text(1))) == ["v"]
 
@@ -715,8 +670,7 @@ def test_white_space_between_parts_is_bounded(scheduler: Scheduler) -> None:
 def test_a_text_ends_with_its_grammar(
     scheduler: Scheduler, options: dict[str, Any], pattern: str
 ) -> None:
-    scheduler.add(1, input_ids=PROMPT, max_tokens=20, temperature=0, **options)
-    scheduler.run()
+    scheduler.generate(1, input_ids=PROMPT, max_tokens=20, temperature=0, **options)
     assert scheduler.responses[1][0]["finish_reason"] == ["stop"]
     assert re.fullmatch(pattern, scheduler.text(1))
 
@@ -727,8 +681,7 @@ def test_parameters_that_allow_no_token_are_an_error(
     scheduler: Scheduler, settings: dict[str, Any], temperature: float
 ) -> None:
     options: dict[str, Any] = {"allowed_token_ids": [Q], "temperature": temperature, "n": 2}
-    scheduler.add(1, input_ids=PROMPT, **options, **settings)
-    scheduler.run()
+    scheduler.generate(1, input_ids=PROMPT, **options, **settings)
     code, message = scheduler.errors[1]
     assert code == "INVALID_ARG"
     name = "guided_regex" if "guided_regex" in settings else "allowed_token_ids"
@@ -747,14 +700,12 @@ def test_parameters_that_allow_no_token_are_an_error(
 def test_min_tokens_requires_tokens_that_do_not_end_the_text(
     scheduler: Scheduler, settings: dict[str, Any]
 ) -> None:
-    scheduler.add(1, input_ids=PROMPT, min_tokens=2, **settings)
-    scheduler.run()
+    scheduler.generate(1, input_ids=PROMPT, min_tokens=2, **settings)
     name = "allowed_token_ids" if "allowed_token_ids" in settings else "stop_token_ids"
     text = f"requires tokens that do not end the text, but {name} leaves only end tokens"
     assert scheduler.errors[1] == ("INVALID_ARG", f"min_tokens: 2 {text}")
     scheduler.add(2, input_ids=PROMPT, min_tokens=2, regex="", **settings)
-    scheduler.add(3, input_ids=PROMPT, min_tokens=0, max_tokens=4, **settings)
-    scheduler.run()
+    scheduler.generate(3, input_ids=PROMPT, min_tokens=0, max_tokens=4, **settings)
     assert not scheduler.text(2) and scheduler.responses[3][0]["finish_reason"] == ["stop"]
 
 
@@ -814,26 +765,20 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
     rng = random.Random(0)
     for _ in range(2000):
         text = "".join(rng.choice("abc") for _ in range(rng.randrange(1, 30)))
-        count = rng.randrange(1, 4)
-        stop_strings = ["".join(rng.choice("abc") for _ in range(rng.randrange(1, 5)))
-                 for _ in range(count)]  # fmt: skip
+        stop_strings = [
+            "".join(rng.choice("abc") for _ in range(rng.randrange(1, 5)))
+            for _ in range(rng.randrange(1, 4))
+        ]
         whole = rng.random() < 0.5
-        filtered, given, emitted, position = (
-            StopStrings(stop_strings, whole),
-            "",
-            "",
-            0,
-        )
+        filtered = StopStrings(stop_strings, whole)
+        given, emitted, position = "", "", 0
         while position < len(text) and not emitted:
             size = rng.randrange(1, 4)
             piece, emitted = filtered.add(text[position : position + size])
             given += piece
             position += size
         given += filtered.flush()
-        assert (given, emitted) == expected_text(text, stop_strings, whole), (
-            text,
-            stop_strings,
-        )
+        assert (given, emitted) == expected_text(text, stop_strings, whole), (text, stop_strings)
 
 
 def expected_text(text: str, stop_strings: list[str], includes_stop: bool) -> tuple[str, str]:
@@ -847,8 +792,7 @@ def expected_text(text: str, stop_strings: list[str], includes_stop: bool) -> tu
 
 def test_a_resumed_sample_whose_text_has_ended_stops(scheduler: Scheduler) -> None:
     settings: dict[str, Any] = {"n": 2, "max_tokens": 30, **GREEDY, "temperature": 1, "seed": 1}
-    scheduler.add(1, **settings)
-    scheduler.run()
+    scheduler.generate(1, **settings)
     texts = scheduler.responses[1][0]["text_output"]
     tokens = np.array(scheduler.tokens(1), np.int32).reshape(2, 30)
     stop = next(c for c in texts[0] if c.isascii() and c not in texts[1])
@@ -865,6 +809,5 @@ def test_a_resumed_sample_whose_text_has_ended_stops(scheduler: Scheduler) -> No
 def test_a_bad_word_may_have_tokens_that_the_model_lacks(tmp_path: Path, folder: Folder) -> None:
     assert TOKENIZER.encode("the").ids[0] >= 300
     with llm_rig(tmp_path / "rig", folder(vocab_size=300)) as scheduler:
-        scheduler.add(1, max_tokens=4, bad_words=["the"], **GREEDY)
-        scheduler.run()
+        scheduler.generate(1, max_tokens=4, bad_words=["the"], **GREEDY)
         assert len(scheduler.tokens(1)) == 4

@@ -14,9 +14,7 @@ ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 def render(source: str, **variables: Any) -> str:
     request = {"messages": [{"role": "user", "content": "Hi"}], **variables}
-    return ChatTemplate({"default": source}, {}).render(
-        request if isinstance(request, dict) else {"messages": request}
-    )
+    return ChatTemplate({"default": source}, {}).render(request)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +71,7 @@ def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments: str) 
     [
         ({"id": "c"}, "is not an object with a function and its name"),
         ({"id": ["c"], "function": {"name": "f"}}, r"the call id \['c'\] is not a string"),
-        (
-            {"type": "code", "function": {"name": "f"}},
-            "type 'code' of a tool call is not 'function'",
-        ),
+        ({"type": "code", "function": {"name": "f"}}, "type 'code' of a tool call is not 'fun"),
     ],
 )
 def test_a_malformed_call_is_refused(call: Any, message: str) -> None:

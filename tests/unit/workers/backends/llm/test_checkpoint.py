@@ -259,10 +259,8 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     checkpoint = Checkpoint.open(path)
     assert (checkpoint.end_tokens, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
     chat_request = {"messages": [{"role": "user", "content": "ä"}]}
-    rendered_prompt = ChatTemplate(checkpoint.templates, checkpoint.special_tokens).render(
-        chat_request
-    )
-    assert rendered_prompt == "<|user|>ä<|end|><|model|>"
+    template = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
+    assert template.render(chat_request) == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own_checkpoint = Checkpoint.open(path)
     assert ChatTemplate(own_checkpoint.templates, {}).render(chat_request) == '"ä"'
@@ -307,21 +305,17 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
 
 
 def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
+    def max_model_len(architecture: Architecture, **settings: Any) -> int:
+        return with_default_sizes(EngineSettings(**settings), architecture, "cpu", 1).max_model_len
+
     architecture = Checkpoint.open(folder()).architecture
     with pytest.raises(InvalidArgument, match="max_model_len: 513 is more than the 512"):
-        with_default_sizes(EngineSettings(max_model_len=513), architecture, "cpu", 1)
-    assert (
-        with_default_sizes(EngineSettings(kv_cache_blocks=3), architecture, "cpu", 1).max_model_len
-        == 48
-    )
+        max_model_len(architecture, max_model_len=513)
+    assert max_model_len(architecture, kv_cache_blocks=3) == 48
     windowed = replace(architecture, window=64)
-    with pytest.raises(
-        InvalidArgument, match=r"max_model_len: 512 is .* sliding_window .* most 64"
-    ):
-        with_default_sizes(EngineSettings(), windowed, "cpu", 1)
-    assert (
-        with_default_sizes(EngineSettings(max_model_len=64), windowed, "cpu", 1).max_model_len == 64
-    )
+    with pytest.raises(InvalidArgument, match=r"_len: 512 is .* sliding_window .* most 64"):
+        max_model_len(windowed)
+    assert max_model_len(windowed, max_model_len=64) == 64
 
 
 def test_instances_on_a_device_share_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,18 @@ def token(content: str, **fields: Any) -> dict[str, Any]:
     return {"content": content, **dict.fromkeys(flags, False), **fields}
 
 
+def edited_folder(tmp_path: Path, files: dict[str, dict[str, Any]]) -> Path:
+    """Write a folder whose files have these fields besides their own."""
+    path = write_folder(tmp_path / "m")
+    for name, fields in files.items():
+        edit(path, name, **fields)
+    return path
+
+
+def render(template: str, messages: Sequence[Any], **variables: Any) -> str:
+    return ChatTemplate({"default": template}, {}).render({"messages": messages, **variables})
+
+
 def spaced_tokenizer() -> str:
     """Return a tokenizer.json that represents spaces by U+2581, like that of Llama 2."""
     pieces = ["<unk>", "<s>", END, *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -47,17 +59,10 @@ def spaced_tokenizer() -> str:
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("f", "o"), ("fo", "x"), ("▁", "fox")]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    normalized = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    made.normalizer = normalizers.Sequence(normalized)
+    replaced = [decoders.Replace("▁", " "), decoders.ByteFallback()]
+    made.decoder = decoders.Sequence([*replaced, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     made.add_special_tokens(["<unk>", "<s>", END])
     return str(made.to_str())
 
@@ -212,20 +217,13 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files:
             assert own.tokenizer.decode(ids, skip_special_tokens=special) == decoded_text
     reference.chat_template = TOKEN_TEMPLATE
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
-    assert (
-        ChatTemplate({"default": TOKEN_TEMPLATE}, own.special_tokens).render({"messages": MESSAGES})
-        == expected
-    )
+    template = ChatTemplate({"default": TOKEN_TEMPLATE}, own.special_tokens)
+    assert template.render({"messages": MESSAGES}) == expected
 
 
 def unigram_tokenizer() -> str:
     """Return the tokenizer.json of a Unigram model, like that of T5."""
-    pieces = [
-        ("<unk>", 0.0),
-        ("▁the", -1.0),
-        ("▁fox", -1.0),
-        *((c, -5.0) for c in "▁thefox"),
-    ]
+    pieces = [("<unk>", 0.0), ("▁the", -1.0), ("▁fox", -1.0), *((c, -5.0) for c in "▁thefox")]
     tokenizer = Tokenizer(models.Unigram(pieces, 0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -242,9 +240,8 @@ def unigram_tokenizer() -> str:
     ],
 )
 def test_classes_replacing_other_parts_are_refused(tmp_path: Path, name: str, problem: str) -> None:
-    path = write_folder(tmp_path / "m")
+    path = edited_folder(tmp_path, {SETTINGS: {"tokenizer_class": name}})
     (path / "tokenizer.json").write_text(unigram_tokenizer())
-    edit(path, SETTINGS, tokenizer_class=name)
     if problem:
         with pytest.raises(InvalidArgument, match=f"tokenizer_class: {problem}"):
             Checkpoint.open(path)
@@ -278,25 +275,17 @@ def test_each_field_in_the_guide_is_tested() -> None:
 def test_end_tokens_come_from_the_model_and_the_tokenizer(
     tmp_path: Path, files: dict[str, dict[str, Any]], end_tokens: tuple[int, ...]
 ) -> None:
-    path = write_folder(tmp_path / "m")
-    for name, fields in files.items():
-        edit(path, name, **fields)
-    assert Checkpoint.open(path).end_tokens == end_tokens
+    assert Checkpoint.open(edited_folder(tmp_path, files)).end_tokens == end_tokens
 
 
 def test_settings_of_no_effect_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_folder(tmp_path / "m")
     (path / "adapter_config.json").write_text("{}")
     ignored = {
-        "forced_bos_token_id": 0,
-        "max_length": 20,
-        "min_new_tokens": 1,
-        "no_repeat_ngram_size": 1,
-        "num_return_sequences": 2,
-        "stop_strings": ["sea"],
-        "suppress_tokens": [7],
+        "forced_bos_token_id": 0, "max_length": 20, "min_new_tokens": 1, "no_repeat_ngram_size": 1,
+        "num_return_sequences": 2, "stop_strings": ["sea"], "suppress_tokens": [7],
         "token_healing": True,
-    }
+    }  # fmt: skip
     edit(path, "generation_config.json", num_beams=1, min_length=0, top_k=5, **ignored)
     edit(path, "config.json", rope_parameters={"rope_type": "default", "attn_factor": 1.2})
     unused = {"model.layers.0.mlp.up_proj.bias": torch.ones(1), "score.weight": torch.ones(1)}
@@ -311,8 +300,7 @@ def test_settings_of_no_effect_are_logged(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_max_new_tokens_limits_chats_that_set_no_limit(tmp_path: Path) -> None:
-    path = write_folder(tmp_path / "m")
-    edit(path, "generation_config.json", max_new_tokens=3)
+    path = edited_folder(tmp_path, {"generation_config.json": {"max_new_tokens": 3}})
     with llm_rig(tmp_path / "rig", path) as scheduler:
         limits: tuple[dict[str, Any], ...] = ({}, {"max_tokens": 1 << 24}, {"max_tokens": 5})
         for key, options in enumerate(limits):
@@ -330,8 +318,7 @@ def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> Non
     edit(path, SETTINGS, additional_special_tokens=[text])
     with llm_rig(tmp_path / "rig", path) as scheduler:
         scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=30, stop=[text])
-        scheduler.add(2, text_input=f"a{text}", temperature=0, max_tokens=2, stop="[none]")
-        scheduler.run()
+        scheduler.generate(2, text_input=f"a{text}", temperature=0, max_tokens=2, stop="[none]")
         assert scheduler.responses[1][-1]["token_ids"] == expected[: stop_index + 1]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
         assert text not in scheduler.responses[1][-1]["text_output"][0]
@@ -339,17 +326,15 @@ def test_a_special_token_is_a_stop_string(folder: Folder, tmp_path: Path) -> Non
 
 
 def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None:
-    path = write_folder(tmp_path / "m")
-    edit(path, SETTINGS, pad_token="[PAD]")
+    path = edited_folder(tmp_path, {SETTINGS: {"pad_token": "[PAD]"}})
     with llm_rig(tmp_path / "rig", path) as scheduler:
         regex = {"type": "regex", "regex": "a{3}"}
         scheduler.add(1, text_input="the", temperature=0, max_tokens=9, response_format=regex)
         scheduler.prepare(2, text_input="the [PAD]", max_tokens=2)
         scheduler.run()
         assert scheduler.responses[1][-1]["text_output"] == ["aaa"]
-        assert (
-            "'[PAD]' has the id 320, but the model's largest token is 319" in scheduler.errors[2][1]
-        )
+        error = "'[PAD]' has the id 320, but the model's largest token is 319"
+        assert error in scheduler.errors[2][1]
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
@@ -448,32 +433,14 @@ def test_prompts_equal_those_of_transformers(folder: Folder, name: str) -> None:
     expected = reference.apply_chat_template(
         messages, chat_template=template, tokenize=False, add_generation_prompt=prompted, **options
     )
-    variables = {"messages": messages, **options}
-    assert (
-        ChatTemplate({"default": template}, checkpoint.special_tokens).render(variables) == expected
-    )
-    nested = {"messages": messages, "chat_template_kwargs": options}
-    assert ChatTemplate({"default": template}, checkpoint.special_tokens).render(nested) == expected
+    chat = ChatTemplate({"default": template}, checkpoint.special_tokens)
+    assert chat.render({"messages": messages, **options}) == expected
+    assert chat.render({"messages": messages, "chat_template_kwargs": options}) == expected
 
 
 def test_a_text_becomes_a_part_if_a_template_takes_only_parts() -> None:
-    template = (
-        "{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}"
-    )
-    assert ChatTemplate({"default": template}, {}).render({"messages": MESSAGES}) == "the foxé"
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}", "|"),
-        ("{% for p in messages[0].content %}({{ p.text }}){% endfor %}|", "|"),
-    ],
-)
-def test_a_missing_content_beside_calls_is_empty_as_in_vllm(template: str, text: str) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == text
+    parts = "{% for p in m['content'] %}{{ p.text }}{% endfor %}"
+    assert render(f"{{% for m in messages %}}{parts}{{% endfor %}}", MESSAGES) == "the foxé"
 
 
 WRITTEN = "{{ messages[0].tool_calls[0].function.arguments"
@@ -494,12 +461,15 @@ ARGUMENTS = "{% set a = messages[0].tool_calls[0]['function']['arguments'] %}"
          "{% endfor %}", "aé"),
         ("{{ '-' if messages[0].content is none else messages[0].content }}", "-"),
         ("{{ 'content' in messages[0] }}{{ messages[0].content is none }}", "FalseFalse"),
+        # As in vLLM, a missing content beside calls is empty.
+        ("{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}", "|"),
+        ("{% for p in messages[0].content %}({{ p.text }}){% endfor %}|", "|"),
     ],
 )  # fmt: skip
 def test_calls_have_the_form_that_a_template_requires(template: str, text: str) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a":  "é"}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == text
+    assert render(template, [message]) == text
 
 
 @pytest.mark.parametrize("arguments", [None, "", {}])
@@ -507,7 +477,7 @@ def test_missing_arguments_are_an_empty_object(arguments: Any) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     message = {"role": "assistant", "tool_calls": [call]}
     for template in (WRITTEN + " }}", WRITTEN + " | tojson }}"):
-        assert ChatTemplate({"default": template}, {}).render({"messages": [message]}) == "{}"
+        assert render(template, [message]) == "{}"
 
 
 NAME = "{% if m.role == 'tool' %}{{ m.name }}{% endif %}"
@@ -531,10 +501,11 @@ def test_tools_are_named_if_a_template_rejects_messages_without_a_name(
         {"role": "tool", "tool_call_id": tool_call_id, "content": "1"},
     ]
     loop = f"{{% for m in messages[1:] %}}{template}{{% endfor %}}"
-    assert ChatTemplate({"default": loop}, {}).render({"messages": messages}) == text
+    assert render(loop, messages) == text
 
 
 NAMED_TEMPLATES = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+NAMED_FILES = {"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "A"}
 
 
 @pytest.mark.parametrize(
@@ -546,12 +517,8 @@ NAMED_TEMPLATES = [{"name": "default", "template": "D"}, {"name": "tool_use", "t
         ({SETTINGS: NAMED_TEMPLATES[1:]}, {"tools": TOOLS}, "T"),
         ({SETTINGS: {"default": "D", "tool_use": "T"}}, {"tools": TOOLS}, "T"),
         ({SETTINGS: NAMED_TEMPLATES, "chat_template.jinja": "J"}, {"tools": TOOLS}, "J"),
-        ({"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "A"}, {}, "J"),
-        (
-            {"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "A"},
-            {"tools": TOOLS},
-            "A",
-        ),
+        (NAMED_FILES, {}, "J"),
+        (NAMED_FILES, {"tools": TOOLS}, "A"),
         ({SETTINGS: None, "chat_template.json": '{"chat_template": "P"}'}, {}, "P"),
         ({SETTINGS: "S", "chat_template.json": '{"chat_template": "P"}'}, {}, "S"),
     ],
@@ -595,7 +562,7 @@ def test_messages_that_a_template_refuses_are_an_error(
     template: str, messages: list[dict[str, Any]], variables: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        ChatTemplate({"default": template}, {}).render({"messages": messages, **variables})
+        render(template, messages, **variables)
     assert message in caught.value.message
 
 
@@ -659,6 +626,5 @@ def test_a_tied_model_may_have_either_weight_or_both(tmp_path: Path) -> None:
         prompt = [5, 6, 7]
         expected = generate(path, prompt, max_new_tokens=8, eos_token_id=None)
         with llm_rig(tmp_path / f"rig-{name}", path) as scheduler:
-            scheduler.add(1, input_ids=prompt, temperature=0, max_tokens=8, ignore_eos=True)
-            scheduler.run()
+            scheduler.generate(1, input_ids=prompt, temperature=0, max_tokens=8, ignore_eos=True)
             assert scheduler.responses[1][-1]["token_ids"] == expected, name

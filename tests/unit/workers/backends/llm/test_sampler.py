@@ -194,8 +194,7 @@ def test_requests_without_a_grammar_call_no_grammar_code(
         scheduler.run()
         assert not calls
         scheduler.add(5, **fields)
-        scheduler.add(6, input_ids=[5, 6, 7], max_tokens=9, regex="[ab]{4}")
-        scheduler.run()
+        scheduler.generate(6, input_ids=[5, 6, 7], max_tokens=9, regex="[ab]{4}")
         rows = len(scheduler.tokens(6))
         assert calls == {"matcher": 1, "allowed_tokens": rows, "_bitmask": rows, "_mask": rows}
 

@@ -76,8 +76,7 @@ def test_deterministic_proposals_do_not_change_seeded_texts(folder: Folder, tmp_
         with llm_rig(tmp_path / str(index), folder(), engine, draft=draft) as scheduler:
             prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
             settings: dict[str, Any] = {"temperature": 0.3, "presence_penalty": 0.05, "seed": 3}
-            scheduler.add(1, input_ids=prompt, max_tokens=60, ignore_eos=True, **settings)
-            scheduler.run()
+            scheduler.generate(1, input_ids=prompt, max_tokens=60, ignore_eos=True, **settings)
             texts.append(scheduler.tokens(1))
     assert texts[0] == texts[1]
     accepted_counts = [len(result.tokens) for result in scheduler.results if result.draft_count]
@@ -90,8 +89,9 @@ def test_an_end_among_accepted_tokens_is_the_end(folder: Folder, tmp_path: Path)
     end = full_tokens[7]
     first_count = full_tokens.index(end) + 1
     with llm_rig(tmp_path / "rig", path, draft_settings(path, 8), draft=8) as scheduler:
-        scheduler.add(1, input_ids=[5, 77, 130], temperature=0, max_tokens=20, stop_token_ids=[end])
-        scheduler.run()
+        scheduler.generate(
+            1, input_ids=[5, 77, 130], temperature=0, max_tokens=20, stop_token_ids=[end]
+        )
         assert scheduler.tokens(1) == full_tokens[:first_count]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]
 

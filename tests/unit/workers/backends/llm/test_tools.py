@@ -368,7 +368,7 @@ def test_tool_choices() -> None:
     assert tools.take_tools({"tools": [], "tool_choice": "auto"}) is None
     conversation = {"tools": GIVEN_TOOLS, "parallel_tool_calls": False}
     free_tools = tools.take_tools(conversation)
-    assert free_tools is not None and not free_tools.constrained
+    assert free_tools is not None and not free_tools.is_constrained
     assert not free_tools.allows_parallel_calls
     assert conversation == {"tools": GIVEN_TOOLS}
     some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}

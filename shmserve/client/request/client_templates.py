@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
-from shmserve.client.request.arrays import Array, dtype_of
+from shmserve.client.request.arrays import Array
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.descriptors import MAX_INT64, Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.schemas import (
     INLINE_LIMIT,
@@ -58,9 +59,9 @@ class TemplateSlot:
 
     template: ClientTemplate
     block: MemoryBlock
-    inputs: list[Array]  # views of the memory for inputs
-    input_data: list[Any]  # packed ranges of the inputs
-    output_data: list[Any]  # packed ranges of the outputs
+    inputs: list[Array]
+    input_data: list[Any]
+    output_data: list[Any]
 
     def release(self) -> None:
         """Return this slot to its template, so that another request can use it."""
@@ -153,7 +154,7 @@ class ClientTemplate:
         arrays: list[Array] = []
         inputs: list[Any] = []
         for schema in slot_schemas:
-            dtype = dtype_of(schema.datatype)
+            dtype = STORAGE_DTYPES[schema.datatype]
             arrays.append(np.ndarray(schema.shape, dtype, segment.bytes, offset))
             inputs.append(pack_range(segment.memory_range(offset, schema.byte_size)))
             offset += aligned(schema.byte_size)

@@ -1,1 +1,0 @@
-../../identity/1/model.py
