@@ -84,7 +84,8 @@ def registering(port: int) -> Iterator[SendRequest]:
         error = retry(lambda: infer_through(second_client, number)) or retry(
             lambda: infer_through(first_client, number)
         )
-        retry(lambda: infer_through.close(second_client))
+        retry(lambda: second_client.unregister(infer_through.shared.name))
+        infer_through.shared.unlink()
         return error
 
     yield send_request

@@ -66,7 +66,7 @@ class InferInMemory:
         try:
             http.register(self.shared.name, self.shared.key, 2 * self.size).ok()
         except BaseException:
-            self.shared.unlink()
+            self.close(http)  # a killed server may have stored the region without a response
             raise
 
     def __call__(self, http: Http, number: int) -> str:
