@@ -414,7 +414,9 @@ class InstanceLink:
             return self._dealer is not None and self._dealer.flush()
 
     def flush_soon(self) -> bool:
-        """Call `flush`, or soon after another flush leave this to a timer or the next message.
+        """Call `flush` now, or with a delay if another flush has just been called.
+
+        A delayed message is sent with the next one, or when the timer expires.
 
         Returns:
             False if the link is known to be disconnected.

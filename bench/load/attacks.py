@@ -169,14 +169,14 @@ class HonestClient:
         """
         data = self.sock.recv(1 << 16)
         if not data:
-            raise SystemExit("the server ended an honest client's connection")
+            raise SystemExit("the server ended a well-behaved client's connection")
         self._response += data
         if self._response.endswith(b"grpc-status\x010"):
             self._response = b""
             self.send_request()
             return 1
         if b"grpc-message" in self._response:
-            raise SystemExit(f"an honest call failed: {self._response!r}")
+            raise SystemExit(f"a call of a well-behaved client failed: {self._response!r}")
         return 0
 
 

@@ -206,7 +206,7 @@ class ServerState(ABC):
         """Check whether the server has disconnected, even if `alive` is not updated yet."""
 
     def record_lost_scheduler(self, endpoint: str, successor: str) -> None:
-        """Record that the scheduler at `endpoint` is gone."""
+        """Record that the scheduler at `endpoint` has exited."""
         self.successors.add(endpoint, successor)
         self.loss_count += 1
         self.wake_all()

@@ -69,7 +69,7 @@ class NativeTransport:
         }
 
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
-        """Return no statistics, which a server sends over HTTP and gRPC only."""
+        """Return an empty list: the server offers statistics over HTTP and gRPC only."""
         return []
 
     def _resolve(self, model: str, version: str) -> ClientModel:

@@ -220,7 +220,7 @@ class ResponseCache:
         self._entries.resize(byte_size)
 
     def gauges(self) -> dict[str, int]:
-        """Return the current sizes and counts by name, as `cache` of scheduler/statistics.py."""
+        """Return the current sizes and counts by name: the member `cache` of a report."""
         return {
             "bytes": self._entries.used_bytes,
             "bound": self._entries.bound,

@@ -216,9 +216,9 @@ class CountedRequest(Protocol):
 class ResponseStats(Table):
     """Counts and times (ns) of the responses of a decoupled model, one row for each index.
 
-    The time of a response runs from the previous one (of the first: from the dispatch) until its
-    outputs were written: inference first, then output. An end without a response and a cancellation
-    have an index of their own.
+    The time of a response begins at the previous response, or at the dispatch, and ends when its
+    outputs were written. The inference counts first, then the output. An end without a response and
+    a cancellation have an index of their own.
 
         success         compute_infer, compute_output, success
         error           compute_infer, fail; compute_output if it has outputs

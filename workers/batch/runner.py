@@ -334,7 +334,6 @@ class Runner:
                 self._copy_counter.inputs += tensor.nbytes
                 return self._device.put(tensor)
         elif tensor.device != self._device.torch:
-            # The input is in the memory of another device.
             self._copy_counter.inputs += tensor.nbytes
             return tensor.to(self._device.torch)
         if (is_view or self._is_learning) and not first_input.is_private:

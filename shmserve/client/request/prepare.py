@@ -386,7 +386,7 @@ class _UntemplatedRequest:
         return self._model.store_template(key, template)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
-        """Return the packed request; `outputs` as for the function `prepare`."""
+        """Return the packed request for these outputs: names, a region, or arrays of a region."""
         signature = self._model.signature
         requested_outputs = [self._request_output(name, outputs) for name in outputs or ()]
         tensors = list(zip(self._schemas, self._arrays, self._memory_ranges, strict=True))

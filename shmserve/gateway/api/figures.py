@@ -95,7 +95,7 @@ class History:
         self._snapshots: deque[tuple[float, dict[str, Point]]] = deque()
 
     def add(self, time_s: float, rows: Mapping[str, Row]) -> None:
-        """Record the rows of `time_s` (since the epoch) if `HISTORY_INTERVAL_S` have passed."""
+        """Record the rows of time `time_s` (s since the epoch), once per `HISTORY_INTERVAL_S`."""
         snapshots = self._snapshots
         if snapshots and 0 <= time_s - snapshots[-1][0] < HISTORY_INTERVAL_S * 0.9:
             return

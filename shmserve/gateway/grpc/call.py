@@ -116,7 +116,7 @@ class Carrier(Protocol):
         """Write the pending frames."""
 
     def watch(self, call: Any, incoming: ArrivingMessage) -> None:
-        """Register a call, whose message must arrive within the time limit of `incoming`."""
+        """Register a call's incomplete message (`incoming`), to enforce its time limit."""
 
     def unwatch(self, call: Any) -> None:
         """End the time limit of a call, since its message was received or the call has ended."""

@@ -288,7 +288,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     # --- time limits
 
     def watch(self, call: GrpcCall, incoming: ArrivingMessage) -> None:
-        """Register a call, whose message must arrive within the time limit of `incoming`."""
+        """Register a call's incomplete message (`incoming`), to enforce its time limit."""
         self._arriving_messages[call] = incoming
         self._schedule_time_limit_check()
 

@@ -260,7 +260,7 @@ class HttpConnection(RequestReceiver):
 
 
 def _describe_error(error: HttpProcessingError) -> str:
-    """Return the parser's reason in one line, without the bytes of the request."""
+    """Return why the parser has rejected a request, in one line without the request's bytes."""
     if isinstance(error, LineTooLong):
         return f"the request line or a header has more than {MAX_LINE_BYTES} bytes"
     summary = error.message.partition("\n\n")[0]

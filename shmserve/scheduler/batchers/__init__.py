@@ -226,7 +226,7 @@ def closed_batch(head: QueueHead | None) -> Batch | None:
 def decide(
     now_ns: int, pending: Iterable[PendingRequest], rules: Batching, reserve_ns: int
 ) -> Batch | WaitUntil | None:
-    """Return the decision for a queue, as `Batcher.decide`."""
+    """Return the dynamic batcher's decision for a queue; see `Batcher.decide`."""
     head = gather(pending, rules)
     if head is None:
         return None

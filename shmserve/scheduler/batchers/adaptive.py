@@ -447,7 +447,7 @@ class AdaptiveBatcher(Batcher):
         )
 
     def _start_by(self, oldest_ns: int, rows: int) -> int:
-        """Return the latest start (monotonic ns) at which a batch's oldest request is in time.
+        """Return the latest start (monotonic ns) of a batch whose oldest request meets the target.
 
         Args:
             oldest_ns: The time at which the oldest request was enqueued.

@@ -137,10 +137,14 @@ class StepTimes:
         return 2 * block_count * self.copy_ms < recompute_ms
 
     def fitting_tokens(self, work: StepWork, computed_tokens: int, target_ms: float) -> int:
-        """Return how many prompt tokens after the computed ones fit a step within the target.
+        """Return how many prompt tokens can be added to a step that meets the latency target.
 
-        The step also contains `work`. The result is a multiple of 16, and at least 16 if the step
-        has no other prompt tokens.
+        The result is a multiple of 16, and at least 16 if the step has no other prompt tokens.
+
+        Args:
+            work: The work that the step contains already.
+            computed_tokens: The number of earlier tokens of the prompt, which are computed.
+            target_ms: The latency target of the step.
         """
         budget_ms = max(target_ms - self.expected_ms(work), 0.0)
         # Each token reads all tokens before it: n tokens take linear * n + square * n * n.

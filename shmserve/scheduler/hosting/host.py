@@ -391,7 +391,7 @@ class DescriptorWaiter:
         self._epoll.unregister(fd)
 
     def wait(self, wake_ns: int, live_count: int) -> ReadyEvents:
-        """Wait for readable descriptors until about `wake_ns`; `live_count` are in flight.
+        """Wait for readable descriptors until about `wake_ns`, with `live_count` live requests.
 
         Returns:
             The descriptors in order, with epoll(7)'s events; none after a timeout.

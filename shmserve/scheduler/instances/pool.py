@@ -195,7 +195,7 @@ class InstanceTickets:
         self._tickets_to_return.clear()
 
     def return_tickets(self, instance_index: int) -> None:
-        """Send the tickets of an instance that is gone back to the supervisor."""
+        """Send the tickets of a removed instance back to the supervisor."""
         for tickets in (self._requested_tickets, self._granted_tickets, self._used_tickets):
             ticket = tickets.pop(instance_index, 0)
             if ticket:
@@ -310,7 +310,7 @@ class Pool:
         return removed_pids
 
     def instance_failed(self, instance_index: int, reason: str) -> None:
-        """Record that an instance without a process will not come back."""
+        """Record that an instance without a process will not be restarted."""
         self._slot(instance_index).transition("give_up")
         self._last_failure = reason
         self._update_failure()

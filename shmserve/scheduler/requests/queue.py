@@ -77,12 +77,12 @@ class PriorityQueue:
         return sum(len(self._queues.get((level, is_delayed), ())) for is_delayed in (False, True))
 
     def append(self, request: ScheduledRequest) -> None:
-        """Queue a request at the end of its level's delayed requests, or else of its others."""
+        """Queue a request behind all requests of its level with the same `is_delayed`."""
         self._queues[request.level, request.is_delayed][request.key] = request
         self.count += 1
 
     def prepend(self, request: ScheduledRequest) -> None:
-        """Queue a request at the start of its level's delayed requests, or else of its others."""
+        """Queue a request ahead of all requests of its level with the same `is_delayed`."""
         self.append(request)
         queue = self._queues[request.level, request.is_delayed]
         queue.move_to_end(request.key, last=False)
@@ -180,8 +180,8 @@ class RequestQueue:
         deadline may expire.
 
         Raises:
-            Unavailable: Its deadline has passed.
-            QueueFull: Its level is full.
+            Unavailable: The deadline of the request has passed.
+            QueueFull: The priority level of the request is full.
         """
         level, policy, arrived_ns, deadline_ns, own_timeout_us = self._limits(submit, now_ns)
         may_be_full = not is_cached and self.in_order.count >= self.min_bound
@@ -232,7 +232,7 @@ class RequestQueue:
         return 0 < policy.max_queue_size <= self.in_order.size(level)
 
     def check(self, submit: Submit, now_ns: int) -> None:
-        """Raise the errors of `enqueue`, for a request that is answered from the cache instead."""
+        """Raise Unavailable, as `enqueue` does, if the deadline of the request has passed."""
         self._limits(submit, now_ns)
 
     def _limits(self, submit: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:

@@ -272,7 +272,7 @@ class ModelVersion:
     def pass_counters_to(self, successor: ModelVersion | None) -> None:
         """Add this version's counters, and their changes until its end, to a successor's counters.
 
-        With None, they are added to no other version's counters.
+        With None, this version's counters are no longer added to any other counters.
         """
         self.scheduler.counters.pass_to(None if successor is None else successor.scheduler.counters)
 

@@ -225,7 +225,7 @@ class CarriedCounters:
         self._update_successor()
 
     def pass_to(self, successor: CarriedCounters | None) -> None:
-        """Add these counters, and their later changes, to a successor's; None: to no others."""
+        """Add these counters and their later changes to `successor`; None ends the addition."""
         self._successor = successor
         self._update_successor()
 

@@ -263,7 +263,7 @@ class RestartBackoff:
     exits: int = 0  # number of consecutive exits
 
     def record_work(self) -> None:
-        """Record that the process has done useful work, which shortens the next pause."""
+        """Record that the process has done useful work; the pause before its restart is shorter."""
         self.exits = min(self.exits, _MAX_EXITS_AFTER_WORK)
 
     def pause_s(self, lifetime_s: float) -> float:

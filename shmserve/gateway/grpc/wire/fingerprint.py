@@ -69,7 +69,7 @@ class SplitMessage(NamedTuple):
 
 
 def split_message(message: bytes) -> SplitMessage | None:
-    """Return a small message's fingerprint and the parts cut out; None if it has none."""
+    """Return a message's fingerprint and the parts cut out; None if no fingerprint is made."""
     if len(message) > _MAX_MESSAGE_BYTES:
         return None
     contents: list[bytes] = []

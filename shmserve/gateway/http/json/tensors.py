@@ -148,7 +148,7 @@ def _pack_values(values: list[Any], value_types: set[type], datatype: str, name:
 
 
 def _pack_wrapped_integers(values: list[Any], datatype: str, name: str) -> bytes:
-    """Return the bytes of integers that exceed the datatype; raise JsonFault for other values."""
+    """Return the bytes of integers wrapped to the datatype; raise JsonFault for other values."""
     is_signed = _STRUCT_CODES[datatype].islower()
     wide_dtype, minimum, json_type = (
         (np.int64, -(2**63), "signed") if is_signed else (np.uint64, 0, "unsigned")

@@ -439,7 +439,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def logits(self, rows: Pass) -> Tensor | None:
-        """Return the logits of all rows of a pass, or None if no graph fits.
+        """Return the logits of all rows of a pass, or None if no captured graph has its size.
 
         The logits are valid until the next pass.
         """
