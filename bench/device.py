@@ -42,8 +42,8 @@ instance_group [ {{ kind: KIND_GPU gpus: [ 0 ] count: 1 }} ]
 
 def _median_us(call: Callable[[], object], seconds: float) -> float:
     times = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
         start_ns = time.perf_counter_ns()
         call()
         times.append(time.perf_counter_ns() - start_ns)

@@ -136,10 +136,10 @@ def _run(
 def _run_faults(stage: Stage, options: argparse.Namespace, seconds: float) -> None:
     """Inject random faults under load, one after the other."""
     ledger = stage.ledger
-    end = time.monotonic() + seconds
+    end_s = time.monotonic() + seconds
     with Clients(stage.server, ledger, options.seed, LOADS), Probe(stage.server) as probe:
         ledger.wait_recovered(ledger.begin("start"), time.monotonic(), 60.0)
-        while time.monotonic() < end and not ledger.has_failed:
+        while time.monotonic() < end_s and not ledger.has_failed:
             start_s = time.monotonic()
             draw(stage.rng)(stage)
             pause = stage.rng.random() * _MAX_PAUSE_S

@@ -72,9 +72,9 @@ def _roles(server: Server) -> dict[str, int]:
 
 
 def _wait_for(path: Path) -> Path:
-    end = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + _WAIT_S
     while not path.exists():
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise TimeoutError(f"no {path.name}")
         time.sleep(0.01)
     return path

@@ -17,7 +17,7 @@ from pathlib import Path
 from shmserve.errors import InvalidArgument
 
 # Triton's message for a rejected CUDA region.
-CUDA_INVALID = "failed to register shared memory region: invalid args"
+CUDA_REJECTION = "failed to register shared memory region: invalid args"
 _CGROUPS = Path("/sys/fs/cgroup")
 _CPU_PERIOD_US = 100_000
 _INACTIVE_FILE_BYTES = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
@@ -216,6 +216,6 @@ def cuda_devices(visible_devices: str | None = None) -> int:
 def cuda_not_supported(name: str) -> InvalidArgument:
     """Return the error of registering region `name` without a CUDA device, in Triton's words."""
     return InvalidArgument(
-        f"{CUDA_INVALID} (failed to register CUDA shared memory region: '{name}', GPUs not "
+        f"{CUDA_REJECTION} (failed to register CUDA shared memory region: '{name}', GPUs not "
         "supported)"
     )

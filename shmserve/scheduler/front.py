@@ -136,7 +136,7 @@ class Reports:
                 self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
             text = "model '%s': the statistics of the previous version cannot be read"
-            logger.exception(text, self._statistics.model[0])
+            logger.exception(text, self._statistics.model_key[0])
         self.send_snapshot()
 
     def restore(self, snapshot: list[Any], alive_pids: list[int]) -> None:
@@ -148,7 +148,7 @@ class Reports:
             self.unexpected_messages = self._statistics.malformed
         except (AttributeError, KeyError, TypeError, ValueError):
             text = "model '%s': the statistics of the previous scheduler cannot be read"
-            logger.exception(text, self._statistics.model[0])
+            logger.exception(text, self._statistics.model_key[0])
 
     def record_metrics(self, pid: int, message: MetricsReported) -> None:
         """Record the metrics that the model of an instance has reported."""

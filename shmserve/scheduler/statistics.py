@@ -105,7 +105,7 @@ class Statistics(Table):
     """All counters since the version was loaded; times in ns."""
 
     def __init__(self, settings: Settings) -> None:
-        self._model = settings.name, settings.version
+        self._model_key = settings.name, settings.version
         self._queue_delay_ns = settings.queue_delay_ns
         self.executions = ExecutionStats()
         self.inference_count = 0  # rows of successful requests
@@ -143,9 +143,9 @@ class Statistics(Table):
         self._late_times: list[_RecordedTimes] = []
 
     @property
-    def model(self) -> tuple[str, str]:
+    def model_key(self) -> tuple[str, str]:
         """Return the name and the version of the model."""
-        return self._model
+        return self._model_key
 
     def set_base(self, base: dict[str, Any]) -> None:
         """Set the counts of the version that this version replaces, which are added to reports.
@@ -292,8 +292,8 @@ class Statistics(Table):
         executions = self.executions
         success_count, executed_count = self.success, self.success - self.cache_hit
         return {
-            "name": self._model[0],
-            "version": self._model[1],
+            "name": self._model_key[0],
+            "version": self._model_key[1],
             "last_inference": executions.last_ms(now_ns, wall_ns),
             "inference_count": self.inference_count,
             "execution_count": executions.execution_count,

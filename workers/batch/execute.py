@@ -54,7 +54,7 @@ class InputPolicy:
 
     def should_retry(self, request: Request) -> bool:
         """Check whether a failed request should be retried with copies of its inputs."""
-        if not any(item.is_shared for item in request.inputs.values()):
+        if not any(tensor.is_shared for tensor in request.inputs.values()):
             return False
         if self._skips_left:
             self._skips_left -= 1
@@ -184,8 +184,8 @@ class Executor:
                         if byte_size > self._max_part_bytes and part_requests:
                             return part_requests, unpacked_requests, requests[index:]
                         if copy_inputs:
-                            for item in request.inputs.values():
-                                self._context.copy_counter.inputs += item.detach()
+                            for tensor in request.inputs.values():
+                                self._context.copy_counter.inputs += tensor.detach()
                         if open_request.work.trace and not self._is_decoupled:
                             self._writer.scatterer.trace(request, request.inputs.values())
                         part_requests.append(open_request)

@@ -14,7 +14,7 @@ import re
 from functools import partial
 from typing import Any
 
-from shmserve.common.host import CUDA_INVALID, cuda_not_supported
+from shmserve.common.host import CUDA_REJECTION, cuda_not_supported
 from shmserve.common.peers import NOBODY, Peer
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.context import Gateway
@@ -184,20 +184,20 @@ async def register_cuda(
         Unavailable: The server cannot open handles.
     """
     if not _is_valid_name(name):
-        raise InvalidArgument(f"{CUDA_INVALID} ({_INVALID_NAME})")
+        raise InvalidArgument(f"{CUDA_REJECTION} ({_INVALID_NAME})")
     devices = gateway.settings.cuda_devices  # the number of CUDA devices
     if not devices:
         raise cuda_not_supported(name)
     if len(handle.raw) != HANDLE_SIZE:
-        text = f"{CUDA_INVALID} (a handle has {HANDLE_SIZE} bytes, got {len(handle.raw)})"
+        text = f"{CUDA_REJECTION} (a handle has {HANDLE_SIZE} bytes, got {len(handle.raw)})"
         raise InvalidArgument(text)
     if not 0 <= handle.device < devices:
-        text = f"{CUDA_INVALID} (device_id {handle.device}; the server has {devices} CUDA devices)"
-        raise InvalidArgument(text)
+        text = f"(device_id {handle.device}; the server has {devices} CUDA devices)"
+        raise InvalidArgument(f"{CUDA_REJECTION} {text}")
     size = require_integer(byte_size, "byte_size")
     if not 0 < size <= MAX_INT64 - require_integer(offset, "offset"):
         text = f"(byte_size must be from 1 to 2^63-1 - offset, got {byte_size} at offset {offset})"
-        raise InvalidArgument(f"{CUDA_INVALID} {text}")
+        raise InvalidArgument(f"{CUDA_REJECTION} {text}")
     await gateway.supervisor.send_request(
         *(RegisterCudaRegion, name, handle.raw, handle.device, handle.uuid, offset, byte_size),
         *(peer.uid, list(peer.groups), exporter_pid),

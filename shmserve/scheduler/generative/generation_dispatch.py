@@ -130,7 +130,8 @@ class GenerativeDispatcher(Dispatcher):
         """
         engines = [self._engine(slot) for slot in self._pool.ready()]
         row_capacity = self._engine_settings.max_batch_size * len(engines)
-        unprepared_count = sum(item.generation is None for item in self._assigned_requests.values())
+        assigned_requests = self._assigned_requests.values()
+        unprepared_count = sum(request.generation is None for request in assigned_requests)
         live_sequence_count = sum(engine.live_sequence_count for engine in engines)
         return max(len(self._queue) + unprepared_count + live_sequence_count - row_capacity, 0)
 

@@ -265,7 +265,7 @@ def spans_of(
     span = Span(
         context.span_id,
         context.parent_id,
-        *statistics.model,
+        *statistics.model_key,
         submit.request_id,
         arrived_ns,
         enqueued_ns,

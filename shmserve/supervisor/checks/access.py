@@ -92,12 +92,12 @@ def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
 class PortFacts(NamedTuple):
     """The addresses of a server's listeners: `free_endpoints` can be opened, the others not.
 
-    `refused` contains (address, error, pids of the processes that use the port) of each address
-    that cannot be opened. `server_pid` is the server that uses the run directory, or 0.
+    `refused_endpoints` contains (address, error, pids of the processes that use the port) of each
+    address that cannot be opened. `server_pid` is the server that uses the run directory, or 0.
     """
 
     free_endpoints: tuple[str, ...]
-    refused: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # (endpoint, error, pids)
+    refused_endpoints: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # with errors and pids
     server_pid: int = 0
 
 
@@ -119,11 +119,11 @@ def gather_ports(config: ServerConfig) -> PortFacts:
 def judge_ports(ports: PortFacts) -> Verdict:
     """Return WRONG if a port cannot be opened, unless the running server uses this port."""
     pid = ports.server_pid
-    problems = [error for _, error, pids in ports.refused if not pid or pid not in pids]
+    problems = [error for _, error, pids in ports.refused_endpoints if not pid or pid not in pids]
     if problems:
         fix = "stop the process that listens there, or choose another port"
         return wrong("; ".join(problems), fix)
-    in_use = [endpoint for endpoint, *_ in ports.refused]
+    in_use = [endpoint for endpoint, *_ in ports.refused_endpoints]
     states = {"free": ports.free_endpoints, f"in use by the running server (pid {pid})": in_use}
     texts = [f"{', '.join(endpoints)}: {state}" for state, endpoints in states.items() if endpoints]
     return ok("; ".join(texts) or "all listeners are disabled")

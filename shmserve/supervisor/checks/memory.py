@@ -200,14 +200,14 @@ class DeviceList(NamedTuple):
     """The accelerators of a host.
 
     CUDA_VISIBLE_DEVICES (`visible_devices`) allows `visible_count` of `total` devices. This user
-    cannot open the `inaccessible` device files. `gpus` are the driver's descriptions.
+    cannot open the device files `inaccessible_files`. `gpus` are the driver's descriptions.
     """
 
     kind: str = ""
     total: int = 0  # number of devices of the host
     visible_count: int = 0
     visible_devices: str | None = None
-    inaccessible: tuple[str, ...] = ()  # device files that this user cannot open
+    inaccessible_files: tuple[str, ...] = ()  # device files that this user cannot open
     driver: str = ""
     gpus: tuple[str, ...] = ()  # the driver's descriptions
     mig_instances: int = 0
@@ -224,7 +224,7 @@ def gather_devices(config: ServerConfig) -> DeviceList:
     visible_count = accelerators(visible_devices=visible_devices).count
     return DeviceList(
         *(devices.kind, devices.count, visible_count, visible_devices),
-        inaccessible=tuple(file for file in device_files if not os.access(file, os.R_OK | os.W_OK)),
+        inaccessible_files=tuple(f for f in device_files if not os.access(f, os.R_OK | os.W_OK)),
         driver=driver[0] if driver else "",
         gpus=tuple(sorted(map(_describe_gpu, _DRIVER_FOLDER.glob("gpus/*/information")))),
         mig_instances=len(list(_DRIVER_FOLDER.glob("capabilities/gpu*/mig/gi*"))),
@@ -242,12 +242,13 @@ def judge_devices(devices: DeviceList) -> Verdict:
     if not devices.total:
         return ok("none: models run on CPUs")
     finding = f"{devices.total} of kind {devices.kind}"
-    if devices.inaccessible:
+    if devices.inaccessible_files:
         fix = (
             "set DeviceAllow= in the unit and join the group of the files, or use docker run "
             "--gpus all"
         )
-        return wrong(f"{finding}; this user may not open {', '.join(devices.inaccessible)}", fix)
+        files_text = ", ".join(devices.inaccessible_files)
+        return wrong(f"{finding}; this user may not open {files_text}", fix)
     if devices.kind == "cuda" and not devices.driver:
         return wrong(f"{finding}, but no driver is loaded", "run modprobe nvidia")
     if devices.torch is None:

@@ -151,7 +151,7 @@ class LocalClient:
     link: socket.socket
     pidfd: int  # the descriptor that polls the process; -1 if it is in another namespace
     has_sent_hello: bool = False
-    unsent: deque[bytes] = field(default_factory=deque)  # queued packets
+    unsent_packets: deque[bytes] = field(default_factory=deque)
 
 
 class LocalClientConnections:
@@ -301,26 +301,26 @@ class LocalClientConnections:
 
     def send(self, client: LocalClient, data: bytes) -> None:
         """Send a packet now or when the client reads; disconnect it if too many are unread."""
-        client.unsent.append(data)
-        if len(client.unsent) > _MAX_UNREAD_MESSAGES:
+        client.unsent_packets.append(data)
+        if len(client.unsent_packets) > _MAX_UNREAD_MESSAGES:
             logger.warning(
                 "disconnected a client program (pid %d) that does not read its messages", client.pid
             )
             self.disconnect(client)
-        elif len(client.unsent) == 1:
+        elif len(client.unsent_packets) == 1:
             self._flush(client)
 
     def _flush(self, client: LocalClient) -> None:
-        while client.unsent:
+        while client.unsent_packets:
             try:
-                client.link.send(client.unsent[0], socket.MSG_NOSIGNAL)
+                client.link.send(client.unsent_packets[0], socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 self._loop.add_writer(client.link.fileno(), self._flush, client)
                 return
             except OSError:
                 self.disconnect(client)
                 return
-            client.unsent.popleft()
+            client.unsent_packets.popleft()
         self._loop.remove_writer(client.link.fileno())
 
     # --- received packets

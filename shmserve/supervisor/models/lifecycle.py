@@ -226,7 +226,7 @@ class Lifecycle:
                 self._advance(model)
         finished_orders = [o for o in self._open_orders if o.phase is OrderPhase.FINISHED]
         for order in finished_orders:
-            if not order.awaited_ends and all(o.is_answered for o in order.follow_ups):
+            if not order.ending_versions and all(o.is_answered for o in order.follow_ups):
                 self._open_orders.remove(order)
                 order.is_answered = self._has_changed = True
                 for model in self._registry.remove_unused(order.model):
@@ -341,7 +341,7 @@ class Lifecycle:
         model.outcomes = dict.fromkeys({*withdrawn_versions, *model.outcomes} - {""}, outcome)
         model.fingerprint, model.last_load = "", None
         model.retiring += withdrawn_versions.values()
-        order.awaited_ends.update(withdrawn_versions.values())
+        order.ending_versions.update(withdrawn_versions.values())
         if withdrawn_versions:
             self._actions.await_ends(order)
         order.phase = OrderPhase.PUBLISHING
@@ -388,7 +388,7 @@ class Lifecycle:
         elif self._actions.is_published(order.model) and all(version.ready for version in incoming):
             self._load_ensembles(order, order.take_over())
             if any(update.removed for update in order.updates.values()):
-                order.awaited_ends.add(UPDATES)
+                order.ending_versions.add(UPDATES)
                 self._actions.await_ends(order)
             self._regroup(self._group(order.model.name))
         else:
@@ -523,13 +523,14 @@ class Lifecycle:
         model.draining.discard(version)
         self._actions.discard([version.spec])
         for order in self._open_orders:
-            order.awaited_ends.discard(version)
+            order.ending_versions.discard(version)
         self._publish(model)
         self._run()
 
-    def ends_awaited(self, order: Order) -> None:
+    def wait_finished(self, order: Order) -> None:
         """End an order's wait for removed instances, and for versions with long requests."""
-        order.awaited_ends = {e for e in order.awaited_ends if not isinstance(e, str) and e.drained}
+        ending_versions = (v for v in order.ending_versions if not isinstance(v, str))
+        order.ending_versions = {version for version in ending_versions if version.drained}
         self._run()
 
     # --- publications

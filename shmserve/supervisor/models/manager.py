@@ -388,7 +388,7 @@ class LifecycleExecutor(LifecycleActions):
             await Instances.await_exits(removed_instances)
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
-        self.lifecycle.ends_awaited(order)
+        self.lifecycle.wait_finished(order)
 
 
 def _plan_error(name: str, error: Exception) -> ShmserveError:

@@ -139,7 +139,7 @@ class LifecycleActions(Protocol):
         """Drain a version and end it; `Lifecycle.version_ended` follows."""
 
     def await_ends(self, order: Order) -> None:
-        """Wait for `order.awaited_ends`, but not for long requests; `ends_awaited` follows."""
+        """Wait for `order.ending_versions`, but not for long requests; `wait_finished` follows."""
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
         """Redirect requests for a version that has ended to its successor."""
@@ -178,8 +178,8 @@ class Order:
             `updates` are starting.
         is_outdated: Whether the immutable configuration of a step's model has changed since the
             order was planned.
-        awaited_ends: The versions that must end before the order is answered. `UPDATES` stands for
-            the instances that `updates` removes.
+        ending_versions: The versions that must end before the order is answered. `UPDATES` stands
+            for the instances that `updates` removes.
     """
 
     model: ModelEntry
@@ -199,7 +199,7 @@ class Order:
     error: ShmserveError | None = field(init=False, default=None)
     is_answered: bool = field(init=False, default=False)
     is_outdated: bool = field(init=False, default=False)
-    awaited_ends: set[ModelVersion | str] = field(init=False, default_factory=set)
+    ending_versions: set[ModelVersion | str] = field(init=False, default_factory=set)
 
     @property
     def hangs(self) -> bool:

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.common import fd_limits
-from shmserve.common.host import CUDA_INVALID
+from shmserve.common.host import CUDA_REJECTION
 from shmserve.common.peers import NO_GROUP, SHM_DISABLED, Ownership, Peer, ShmPolicy, ownership
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported, from_code
 from shmserve.ipc.memory import posix_shm
@@ -183,7 +183,7 @@ class HandleCheck:
         handle = memory.cuda
         assert handle is not None
         if handle.device >= self.device_count:
-            text = f"{CUDA_INVALID} (the server has {self.device_count} CUDA devices)"
+            text = f"{CUDA_REJECTION} (the server has {self.device_count} CUDA devices)"
             raise InvalidArgument(text)
         worker_pids = list(self._find_workers(handle.device))
         if not worker_pids:
@@ -203,7 +203,7 @@ class HandleCheck:
         finally:
             del self._open_checks[number]
         if response.code == InvalidArgument.code:
-            raise InvalidArgument(f"{CUDA_INVALID} ({response.message})")
+            raise InvalidArgument(f"{CUDA_REJECTION} ({response.message})")
         if response.code:
             raise from_code(response.code, response.message)
 

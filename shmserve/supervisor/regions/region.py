@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shmserve.common.host import CUDA_INVALID
+from shmserve.common.host import CUDA_REJECTION
 from shmserve.common.peers import Ownership
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory import posix_shm
@@ -44,7 +44,7 @@ class ExporterWatch:
         try:
             self._fd = os.pidfd_open(pid)
         except OSError as error:
-            text = f"{CUDA_INVALID} (the process that exported it has exited)"
+            text = f"{CUDA_REJECTION} (the process that exported it has exited)"
             raise InvalidArgument(text) from error
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._on_exit, on_exit)

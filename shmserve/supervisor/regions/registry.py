@@ -74,13 +74,13 @@ class DrainingRegions:
 
     _processes: Processes
     _opener: RegionOpener
-    retired: dict[int, OpenRegion] = field(init=False, default_factory=dict)
+    retired_regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
     _regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     def publications(self) -> Iterator[RegionPublished | RegionRetired]:
         """Yield the messages that bring a new gateway up to date."""
-        for region in self.retired.values():
+        for region in self.retired_regions.values():
             yield region.publication(0)
             yield RegionRetired(region.memory_id, 0)
         for region in self._regions.values():
@@ -89,7 +89,7 @@ class DrainingRegions:
 
     async def retire(self, region: OpenRegion) -> None:
         """Withdraw a region at once if no request uses it, otherwise as soon as none does."""
-        self.retired[region.memory_id] = region
+        self.retired_regions[region.memory_id] = region
         await self._processes.publish(partial(RegionRetired, region.memory_id), "gateway")
         region.is_retired = True
         if not region.user_pids:
@@ -97,7 +97,7 @@ class DrainingRegions:
 
     def record_use(self, pid: int, memory_id: int, is_used: bool) -> None:
         """Record whether requests of gateway `pid` use a retired region."""
-        region = self.retired.get(memory_id)
+        region = self.retired_regions.get(memory_id)
         if region is None:
             return
         (region.user_pids.add if is_used else region.user_pids.discard)(pid)
@@ -106,7 +106,7 @@ class DrainingRegions:
 
     async def drain(self, region: OpenRegion) -> None:
         """Withdraw a region, and wait until no gateway accepts its name any more."""
-        self.retired.pop(region.memory_id, None)
+        self.retired_regions.pop(region.memory_id, None)
         self._regions[region.memory_id] = region
         region.user_pids = set(self._processes.pids("gateway"))
         make_withdrawn = partial(RegionWithdrawn, region.name, region.memory_id)
@@ -125,7 +125,7 @@ class DrainingRegions:
 
     def gateway_exited(self, pid: int) -> None:
         """Release the regions of a gateway that has exited."""
-        for memory_id in list(self.retired):
+        for memory_id in list(self.retired_regions):
             self.record_use(pid, memory_id, False)
         for memory_id in list(self._regions):
             self.record_release(pid, memory_id)
@@ -143,7 +143,7 @@ class DrainingRegions:
 
     def close(self) -> None:
         """Close the objects of all retired and draining regions."""
-        for regions in (self.retired, self._regions):
+        for regions in (self.retired_regions, self._regions):
             for region in regions.values():
                 self._opener.close(region)
             regions.clear()
@@ -330,7 +330,7 @@ class RegionRegistry:
             async with self._lock:
                 if region in (
                     self._active_regions.get(region.name),
-                    *self.draining.retired.values(),
+                    *self.draining.retired_regions.values(),
                 ):
                     logger.warning(
                         "region '%s' is unregistered because its owner has exited", region.name
@@ -366,7 +366,7 @@ class RegionRegistry:
         The next request that names such a region fails, since the name is unknown.
         """
         async with self._lock:
-            for region in [*self.active_regions(), *self.draining.retired.values()]:
+            for region in [*self.active_regions(), *self.draining.retired_regions.values()]:
                 if not region.owner.copied and region.has_shrunk():
                     event = region.report_truncation()
                     self._publish_event(event)

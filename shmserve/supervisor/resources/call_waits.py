@@ -57,7 +57,7 @@ class _Report:
 
 class _Suspicion(NamedTuple):
     key: int  # the key of the call that seems deadlocked
-    unconfirmed: set[Address]  # the schedulers that have not reported since the suspicion arose
+    silent_schedulers: set[Address]  # those that have not reported since the suspicion arose
 
 
 class CallWaits:
@@ -90,17 +90,17 @@ class CallWaits:
                 del self._reports[address]
                 self._suspicions.pop(address, None)
         for suspicion in self._suspicions.values():
-            suspicion.unconfirmed.discard(sender)
+            suspicion.silent_schedulers.discard(sender)
         stuck_waits = self._find_stuck()
         deadlock = self._find_deadlock(sender, stuck_waits)
         suspicion_before = self._suspicions.pop(sender, None)
         if deadlock is None:
             return None
-        unconfirmed = {stuck_wait.scheduler for stuck_wait in stuck_waits} - {sender}
+        silent_schedulers = {stuck_wait.scheduler for stuck_wait in stuck_waits} - {sender}
         if suspicion_before is not None and suspicion_before.key == deadlock.key:
-            unconfirmed &= suspicion_before.unconfirmed
-        if unconfirmed:
-            self._suspicions[sender] = _Suspicion(deadlock.key, unconfirmed)
+            silent_schedulers &= suspicion_before.silent_schedulers
+        if silent_schedulers:
+            self._suspicions[sender] = _Suspicion(deadlock.key, silent_schedulers)
         else:
             for wait in waits:
                 wait.calls.pop(deadlock.key, None)

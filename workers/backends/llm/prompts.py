@@ -311,7 +311,7 @@ class PromptReader:
             return None
         name = task_input(task, inputs)
         outputs: dict[str, tuple[str, Any]] = {}  # (datatype, elements) by name
-        requested = {item.name for item in request.schema.outputs} or {"text_output", "token_ids"}
+        requested = {out.name for out in request.schema.outputs} or {"text_output", "token_ids"}
         if name == "input_ids":
             tokens = inputs["input_ids"]
             invalid_ids = tokens[(tokens < 0) | (tokens >= self._vocab_size)]

@@ -136,7 +136,7 @@ class NativeBackend(Backend):
                 f"'decoupled' transaction policy {str(config.decoupled).lower()}"
             )
         self._to_outputs = predict.to_outputs
-        numpy_inputs = frozenset(item.name for item in predict.parameters if item.is_numpy)
+        numpy_inputs = frozenset(p.name for p in predict.parameters if p.is_numpy)
         self.read_only_inputs = bool(numpy_inputs)
         self._runner = Runner(context, signature, self._device, numpy_inputs, RaggedRules(config))
         self._model = model_class()

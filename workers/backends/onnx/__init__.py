@@ -289,7 +289,7 @@ def check(
     """
     name, max_batch_size = signature.name, signature.max_batch_size
     # An output without dimensions is a scalar, or its rank is unknown.
-    tensors = (*description.inputs, *(item for item in description.outputs if item.dims))
+    tensors = (*description.inputs, *(output for output in description.outputs if output.dims))
     for tensor in tensors if max_batch_size > 0 else ():
         if tensor.dims[:1] != (-1,):
             raise InvalidArgument(
@@ -420,10 +420,10 @@ class OnnxBackend(Backend):
 
     def _open_file(self, config: ModelSpec) -> tuple[Any, FileDescription]:
         if self._opened_file is None:
-            file = config.default_model_filename or "model.onnx"
-            path = self.context.model_file([file], file)
+            file_name = config.default_model_filename or "model.onnx"
+            path = self.context.model_file([file_name], file_name)
             if path.is_dir():  # a folder is the layout for files with external data
-                names = [f"{file}/{path.name}", f"{file}/model.onnx"]
+                names = [f"{file_name}/{path.name}", f"{file_name}/model.onnx"]
                 path = self.context.model_file(names, names[0])
             with _convert_errors(path):
                 session = open_session(self.context, config, path)

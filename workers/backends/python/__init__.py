@@ -454,8 +454,8 @@ class DecoupledExecution(_Execution):
         """
         for stream in streams:
             # Copied, because threads of the model may use the inputs at any later time.
-            for item in stream.request.inputs.values():
-                self._context.copy_counter.inputs += item.detach()
+            for tensor in stream.request.inputs.values():
+                self._context.copy_counter.inputs += tensor.detach()
         received_requests = [DecoupledRequest(stream) for stream in streams]
         returned = self._model.execute(list(received_requests))
         if isinstance(returned, Coroutine):

@@ -434,8 +434,8 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
 
 
 def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
-    values = (value for _, value in sorted(vars(module).items()) if isinstance(value, type))
-    classes = [value for value in values if issubclass(value, torch.nn.Module)]
+    module_classes = (c for _, c in sorted(vars(module).items()) if isinstance(c, type))
+    classes = [c for c in module_classes if issubclass(c, torch.nn.Module)]
     own_classes = [c for c in classes if c.__module__ == module.__name__] or classes
     if not own_classes:
         raise InvalidArgument(f"'{path.name}' does not define a subclass of torch.nn.Module")

@@ -41,7 +41,7 @@ GPU = memory.DeviceList(
 )
 RUN_DIR_FACTS = access.RunDirectoryFacts(Path("/run/s"), "", 0, GB)
 PORTS = access.PortFacts(("127.0.0.1:8000",))
-TAKEN_PORTS = PORTS._replace(refused=(("127.0.0.1:80", "--http-port: taken", (7, 9)),))
+TAKEN_PORTS = PORTS._replace(refused_endpoints=(("127.0.0.1:80", "--http-port: taken", (7, 9)),))
 
 VERDICT_CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (host.judge_packages, {"aiohttp": ("3.14.5", "3.14.5")}, OK, "aiohttp 3.14.5"),
@@ -94,7 +94,7 @@ VERDICT_CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
     (memory.judge_devices, memory.DeviceList(), OK, "none"),
     (memory.judge_devices, GPU, OK, "2 of kind cuda; driver 580.1; 0 GPU-a H100; 1 GPU-b H100"),
     (memory.judge_devices, GPU._replace(mig_instances=3), OK, "3 MIG instances"),
-    (memory.judge_devices, GPU._replace(inaccessible=("/dev/nvidia0",)), WRONG, "/dev/nvidia0"),
+    (memory.judge_devices, GPU._replace(inaccessible_files=("/dev/x",)), WRONG, "open /dev/x"),
     (memory.judge_devices, GPU._replace(driver=""), WRONG, "no driver"),
     (memory.judge_devices, GPU._replace(torch="2.13.0+cpu"), WARNING, "for CPUs only"),
     (memory.judge_devices, GPU._replace(visible_count=0, visible_devices="9"), WARNING,

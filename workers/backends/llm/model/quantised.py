@@ -132,23 +132,25 @@ class Quantisation:
         method = name if name in _METHODS else ""
         return cls(method, zero_offset, tuple(_group_sizes(config)), required_roles, is_interleaved)
 
-    def parts(self, name: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    def parts(self, name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the tensors of a weight by role: "values" and, if quantised, "scales" and more."""
         prefix, last_part = name[: -len("weight")], name[-len("weight") :]
         by_role: dict[str, StoredTensor] = {}
-        if name in stored:
-            by_role["values"] = stored[name]
+        if name in tensors:
+            by_role["values"] = tensors[name]
         if last_part == "weight" and self.method:
             method = _METHODS[self.method]
             for role, endings in {"values": tuple(method.values), **method.roles}.items():
                 for ending in endings:
-                    if prefix + ending in stored:
-                        by_role.setdefault(role, stored[prefix + ending])
+                    if prefix + ending in tensors:
+                        by_role.setdefault(role, tensors[prefix + ending])
         return by_role
 
-    def problem(self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> str:
+    def problem(
+        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
+    ) -> str:
         """Return the problem of a weight in the files, or ""."""
-        parts = self.parts(name, stored)
+        parts = self.parts(name, tensors)
         values = parts["values"]
         if values.dtype in _UNQUANTISED_TYPES and "scales" not in parts:
             if values.shape == shape:
