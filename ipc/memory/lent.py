@@ -133,8 +133,8 @@ class LentTokens(Generic[R]):
 class _TokenStack(NamedTuple):
     """The tokens of a block that was lent several times: the latest, and the earlier ones."""
 
-    latest: Token
-    earlier: Token | _TokenStack
+    latest_token: Token
+    earlier_tokens: Token | _TokenStack
 
 
 class LentMemory:

@@ -426,14 +426,14 @@ class Acceptor:
         if len(candidates) < limit or not newest.is_open:
             return  # enough connections are closing already
         # Evicting several connections at a time amortises the sorting during a flood.
-        evicted = _oldest(candidates, attrgetter("idle_since"), max(1, limit // 64))
-        evicted = evicted or _oldest(candidates, attrgetter("incomplete_since"), 1)
+        victims = _oldest(candidates, attrgetter("idle_since"), max(1, limit // 64))
+        victims = victims or _oldest(candidates, attrgetter("incomplete_since"), 1)
         level = logging.WARNING if self._warning_count < _MAX_WARNINGS else logging.DEBUG
         limit_text = "" if limit == self._max_connections else " of one peer"
-        outcome = f"closed {len(evicted)} of them" if evicted else "refused the new connection"
+        outcome = f"closed {len(victims)} of them" if victims else "refused the new connection"
         logger.log(level, "more than %d connections%s: %s", limit, limit_text, outcome)
         self._warning_count += 1
-        for connection in evicted or [newest]:
+        for connection in victims or [newest]:
             connection.abort()
 
 

@@ -76,16 +76,18 @@ def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
     positions: Iterator[str] = repeat("")
     if text:
         # Decoded objects keep the order of the text, so that positions are consumed in that order.
-        positions = map(Lines(text).at, (match.start() for match in _FIRST_TOKEN.finditer(text)))
+        positions = map(
+            Lines(text).position, (match.start() for match in _FIRST_TOKEN.finditer(text))
+        )
     return _block_from_json(value, next(positions), positions, 1)
 
 
 def _block_from_json(
-    value: dict[Any, Any], at: str, positions: Iterator[str], depth: int
+    value: dict[Any, Any], position: str, positions: Iterator[str], depth: int
 ) -> MessageValue:
     if depth > MAX_DEPTH:
-        raise Malformed(at, f"nested deeper than {MAX_DEPTH}")
-    block = MessageValue(at)
+        raise Malformed(position, f"nested deeper than {MAX_DEPTH}")
+    block = MessageValue(position)
     for name, member in value.items():
         name_position = next(positions)
         if member is None:
@@ -104,19 +106,19 @@ def _block_from_json(
 def _value_from_json(
     value: object, positions: Iterator[str], depth: int
 ) -> Scalar | MessageValue | None:
-    at = next(positions)
+    position = next(positions)
     if value is None:
         return None
     if isinstance(value, dict):
-        return _block_from_json(value, at, positions, depth + 1)
+        return _block_from_json(value, position, positions, depth + 1)
     if isinstance(value, bool):
-        return Scalar("bool", value, "true" if value else "false", at)
+        return Scalar("bool", value, "true" if value else "false", position)
     if isinstance(value, int | float):
-        return Scalar("number", value, _number_source(value), at)
+        return Scalar("number", value, _number_source(value), position)
     if isinstance(value, str):
-        return Scalar("string", value.encode("utf-8", "surrogatepass"), f'"{value}"', at)
+        return Scalar("string", value.encode("utf-8", "surrogatepass"), f'"{value}"', position)
     kind = "a list in a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-    raise Malformed(at, f"unexpected value: {kind}")
+    raise Malformed(position, f"unexpected value: {kind}")
 
 
 def _number_source(value: int | float) -> str:

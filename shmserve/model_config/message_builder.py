@@ -127,7 +127,7 @@ def _build(
     try:
         builder.fill(config, read_tree())
     except Malformed as error:
-        raise InvalidArgument(f"{position_text(origin, error.at)} {error.message}") from None
+        raise InvalidArgument(f"{position_text(origin, error.position)} {error.message}") from None
     return config, Source(origin, builder.positions, tuple(builder.problems))
 
 
@@ -161,19 +161,19 @@ class Builder:
             field = self._find_field(descriptor, entry)
             if field is None:
                 self._add_problem(
-                    entry.at, (*path, entry.name), _unknown_field(descriptor, entry.name)
+                    entry.position, (*path, entry.name), _unknown_field(descriptor, entry.name)
                 )
                 continue
             field_path = (*path, field.name)
-            self.positions.setdefault(field_path, entry.at)
+            self.positions.setdefault(field_path, entry.position)
             conflict = _describe_conflict(field, set_fields)
             if conflict:
-                self._add_problem(entry.at, field_path, conflict)
+                self._add_problem(entry.position, field_path, conflict)
                 continue
             self._set(message, field, entry, field_path)
 
-    def _add_problem(self, at: str, key: Key, text: str) -> None:
-        self.problems.append(Problem(key, text, at=at))
+    def _add_problem(self, position: str, key: Key, text: str) -> None:
+        self.problems.append(Problem(key, text, position=position))
 
     def _find_field(self, descriptor: Descriptor, entry: Entry) -> FieldDescriptor | None:
         descriptor_field = descriptor.fields_by_name.get(entry.name)
@@ -184,27 +184,27 @@ class Builder:
     def _set(self, message: Message, field: FieldDescriptor, entry: Entry, path: Key) -> None:
         is_message = field.message_type is not None
         if not is_message and not entry.has_colon:
-            self._add_problem(entry.at, path, 'expected ":" between the name and its value')
+            self._add_problem(entry.position, path, 'expected ":" between the name and its value')
             return
         if is_map(field):
             self._set_map(message, field, entry, path)
             return
         repeated = is_repeated(field)
         if entry.is_list and not repeated:
-            self._add_problem(entry.at, path, "takes one value, found a list")
+            self._add_problem(entry.position, path, "takes one value, found a list")
             return
         for value in entry.values:
             value_path = path
             if repeated:
                 value_path = (*path, len(getattr(message, field.name)))
-                self.positions[value_path] = value.at if entry.is_list else entry.at
+                self.positions[value_path] = value.position if entry.is_list else entry.position
             try:
                 if is_message:
                     self._set_message(message, field, value, value_path)
                 else:
                     _assign(message, field, self._convert_scalar(field, value))
             except _Misfit as misfit:
-                self._add_problem(value.at, value_path, str(misfit))
+                self._add_problem(value.position, value_path, str(misfit))
                 if repeated:
                     _add_empty(getattr(message, field.name), field)
 
@@ -222,21 +222,23 @@ class Builder:
 
     def _set_map(self, message: Message, field: FieldDescriptor, entry: Entry, path: Key) -> None:
         if self.is_json and entry.is_list:
-            self._add_problem(entry.at, path, "expected { ... }, found a list")
+            self._add_problem(entry.position, path, "expected { ... }, found a list")
             return
         container: Any = getattr(message, field.name)
         for value in entry.values:
             if isinstance(value, Scalar):
-                self._add_problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
+                text = f"expected {{ ... }}, found {clip(value.source)}"
+                self._add_problem(value.position, path, text)
                 continue
-            at = value.at if entry.is_list else entry.at
-            pairs = map(_pair, value.entries) if self.is_json else [MessageValue(at, value.entries)]
+            position = value.position if entry.is_list else entry.position
+            text_block = MessageValue(position, value.entries)
+            pairs = map(_pair, value.entries) if self.is_json else [text_block]
             for block in pairs:
                 pair = container.GetEntryClass()()
                 problem_count = len(self.problems)
                 self.fill(pair, block, path)
                 if len(self.problems) == problem_count:
-                    self.positions[*path, map_key(pair.key)] = block.at
+                    self.positions[*path, map_key(pair.key)] = block.position
                     _store_pair(container, pair)
 
     def _convert_scalar(self, field: FieldDescriptor, value: Scalar | MessageValue) -> Any:
@@ -369,9 +371,9 @@ def _store_pair(container: Any, pair: Any) -> None:
 
 def _pair(entry: Entry) -> MessageValue:
     """Convert a JSON map's entry `"NAME": VALUE` to text format: { key: "NAME" value: VALUE }."""
-    key = Scalar("string", entry.name.encode("utf-8", "surrogatepass"), entry.name, entry.at)
-    value = Entry("value", entry.values, entry.is_list, True, entry.at)
-    return MessageValue(entry.at, [Entry("key", [key], False, True, entry.at), value])
+    key = Scalar("string", entry.name.encode("utf-8", "surrogatepass"), entry.name, entry.position)
+    value = Entry("value", entry.values, entry.is_list, True, entry.position)
+    return MessageValue(entry.position, [Entry("key", [key], False, True, entry.position), value])
 
 
 def _number_in_string(text: bytes) -> int | float | None:

@@ -35,13 +35,13 @@ class Problem(NamedTuple):
         key: The key.
         text: The message.
         related_keys: Further keys whose values the message refers to.
-        at: The position ("12:7") of a value that could not be read; otherwise "".
+        position: The position ("12:7") of a value that could not be read; otherwise "".
     """
 
     key: Key
     text: str
     related_keys: tuple[Key, ...] = ()
-    at: str = ""
+    position: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Source:
             key: The key of the value.
             text: The reason.
         """
-        problem = Problem(key, text, at=self.positions.get(key, ""))
+        problem = Problem(key, text, position=self.positions.get(key, ""))
         return replace(self, problems=(*self.problems, problem))
 
     def raise_for_problems(
@@ -84,7 +84,10 @@ class Source:
         origin. A problem that may result from an unread value is omitted.
         """
         origin = self.origin
-        rows = [f"{position_text(origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems]
+        rows = [
+            f"{position_text(origin, p.position)} {key_text(p.key)}: {p.text}"
+            for p in self.problems
+        ]
         unread_keys = _UnreadKeys(self)
         for problem in problems:
             if not any(map(unread_keys.concerns, (problem.key, *problem.related_keys))):
@@ -94,9 +97,9 @@ class Source:
             raise error_type("\n".join(dict.fromkeys(rows)))
 
     def _prefix(self, key: Key, config: ModelConfig) -> str:
-        at = self._find_position(key, config)
-        if at is not None:
-            return f"{position_text(self.origin, at)} "
+        position = self._find_position(key, config)
+        if position is not None:
+            return f"{position_text(self.origin, position)} "
         class_positions = self.python_class_source.positions if self.python_class_source else {}
         class_keys = [key[:end] for end in range(len(key), 0, -1) if key[:end] in class_positions]
         if self.python_class_source is None or not class_keys:
@@ -133,9 +136,9 @@ class _UnreadKeys:
         return is_unread or (key not in self._positions and key[:-1] in self._maybe_misspelt)
 
 
-def position_text(origin: str, at: str) -> str:
+def position_text(origin: str, position: str) -> str:
     """Return the prefix of a line: `ORIGIN:LINE:COLUMN:`, or `ORIGIN:` without a position."""
-    return f"{origin}:{at}:" if at else f"{origin}:"
+    return f"{origin}:{position}:" if position else f"{origin}:"
 
 
 def key_text(key: Key) -> str:
@@ -187,13 +190,13 @@ class Scalar:
     """A scalar value of a given kind.
 
     The kind is `word` (enum, true, inf), `number`, `string` (bytes) or, in JSON, `bool`. `source`
-    is the text of the value for error texts, `at` its position ("12:7").
+    is the text of the value for error texts, `position` its position ("12:7").
     """
 
     kind: Kind
     value: str | int | float | bytes | bool
     source: str  # the text of the value
-    at: str  # the position ("12:7")
+    position: str  # the position ("12:7")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,23 +211,23 @@ class Entry:
     values: list[Scalar | MessageValue]
     is_list: bool  # whether the value is a list
     has_colon: bool  # whether a colon follows the name
-    at: str  # the position ("12:7")
+    position: str  # the position ("12:7")
 
 
 @dataclass(frozen=True, slots=True)
 class MessageValue:
     """The entries of a message, in order."""
 
-    at: str
+    position: str
     entries: list[Entry] = field(default_factory=list)
 
 
 class Malformed(Exception):
-    """The error of text that cannot be parsed; `at` is a position ("12:7"), or "" if unknown."""
+    """The error of text that cannot be parsed; `position` is "12:7", or "" if unknown."""
 
-    def __init__(self, at: str, message: str) -> None:
+    def __init__(self, position: str, message: str) -> None:
         super().__init__(message)
-        self.at = at
+        self.position = position
         self.message = message
 
 
@@ -234,7 +237,7 @@ class Lines:
     def __init__(self, text: str) -> None:
         self._starts = [0] + [match.end() for match in re.finditer("\n", text)]
 
-    def at(self, offset: int) -> str:
+    def position(self, offset: int) -> str:
         """Return "LINE:COLUMN" of an offset, both from 1 and counted in characters."""
         line = bisect_right(self._starts, offset)
         return f"{line}:{offset - self._starts[line - 1] + 1}"
@@ -281,7 +284,7 @@ def parse_text(text: str) -> MessageValue:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self._at = Lines(text).at
+        self._position = Lines(text).position
         self._tokens = self._tokenise(text)
         self._next_index = 0
 
@@ -297,7 +300,7 @@ class _Parser:
         while offset < len(text):
             match = _TOKEN.match(text, offset)
             if match is None:
-                raise Malformed(self._at(offset), _describe_unreadable(text, offset))
+                raise Malformed(self._position(offset), _describe_unreadable(text, offset))
             if match.lastgroup != "space":
                 kind: TokenKind = match.lastgroup  # type: ignore[assignment]
                 tokens.append(_Token(kind, match.group(), offset))
@@ -320,7 +323,7 @@ class _Parser:
     def _expected_error(self, expected: str) -> Malformed:
         token = self._peek()
         token_text = token.text if token.kind == "end" else f'"{clip(token.text)}"'
-        return Malformed(self._at(token.offset), f"expected {expected}, found {token_text}")
+        return Malformed(self._position(token.offset), f"expected {expected}, found {token_text}")
 
     def _parse_entry(self, depth: int) -> Entry:
         name = self._peek()
@@ -336,7 +339,7 @@ class _Parser:
         values = self._parse_list(depth) if is_list else [self._parse_value(depth)]
         if self._next_is(",", ";"):
             self._take()
-        return Entry(name.text, values, is_list, has_colon, self._at(name.offset))
+        return Entry(name.text, values, is_list, has_colon, self._position(name.offset))
 
     def _parse_list(self, depth: int) -> list[Scalar | MessageValue]:
         self._take()
@@ -361,25 +364,27 @@ class _Parser:
         if is_negative:
             self._take()
         value = self._take()
-        at = self._at(token.offset)
+        position = self._position(token.offset)
         sign = "-" if is_negative else ""
         if value.kind == "number":
             number = self._parse_number(value)
-            return Scalar("number", -number if is_negative else number, sign + value.text, at)
+            return Scalar("number", -number if is_negative else number, sign + value.text, position)
         if value.kind == "word" and not (is_negative and not _is_float_word(value.text)):
-            return Scalar("word", sign + value.text, sign + value.text, at)
+            return Scalar("word", sign + value.text, sign + value.text, position)
         self._next_index -= value.kind != "end"
         raise self._expected_error("a value")
 
     def _parse_block(self, depth: int) -> MessageValue:
         opening = self._take()
         if depth >= MAX_DEPTH:
-            raise Malformed(self._at(opening.offset), f"nested deeper than {MAX_DEPTH}")
-        block = MessageValue(self._at(opening.offset))
+            raise Malformed(self._position(opening.offset), f"nested deeper than {MAX_DEPTH}")
+        block = MessageValue(self._position(opening.offset))
         closing = _CLOSING[opening.text]
         while not self._next_is(closing):
             if self._peek().kind != "word":
-                expected_text = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
+                expected_text = (
+                    f'"{closing}" (for "{opening.text}" at {block.position}) or a field name'
+                )
                 raise self._expected_error(expected_text)
             block.entries.append(self._parse_entry(depth + 1))
         self._take()
@@ -392,7 +397,7 @@ class _Parser:
             string_tokens.append(self._take())
         value = b"".join(self._unescape(part) for part in string_tokens)
         source = " ".join(part.text for part in string_tokens)
-        return Scalar("string", value, source, self._at(first_token.offset))
+        return Scalar("string", value, source, self._position(first_token.offset))
 
     def _unescape(self, token: _Token) -> bytes:
         def replace(match: re.Match[bytes]) -> bytes:
@@ -406,20 +411,24 @@ class _Parser:
             elif 0 <= code_point < 0x110000 and not 0xD800 <= code_point < 0xE000:
                 return chr(code_point).encode()
             escape = match[0].decode(errors="replace")
-            raise Malformed(self._at(token.offset), f"invalid escape '{escape}' in the string")
+            raise Malformed(
+                self._position(token.offset), f"invalid escape '{escape}' in the string"
+            )
 
         return _ESCAPE.sub(replace, token.text[1:-1].encode("utf-8", "surrogatepass"))
 
     def _parse_number(self, token: _Token) -> int | float:
         text = token.text.lower()
         if len(text) > _MAX_DIGITS:
-            raise Malformed(self._at(token.offset), f"number longer than {_MAX_DIGITS} characters")
+            raise Malformed(
+                self._position(token.offset), f"number longer than {_MAX_DIGITS} characters"
+            )
         if text.startswith("0x"):
             return int(text, 16)
         if text.isdigit():
             is_octal = len(text) > 1 and text[0] == "0"
             if is_octal and ("8" in text or "9" in text):
-                raise Malformed(self._at(token.offset), f'"{text}" is not an octal number')
+                raise Malformed(self._position(token.offset), f'"{text}" is not an octal number')
             return int(text, 8 if is_octal else 10)
         return float(text.rstrip("f"))
 

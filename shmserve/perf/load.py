@@ -70,14 +70,14 @@ class Mark(NamedTuple):
         at_ns: The time of the boundary.
         requests: The number of successful requests.
         gaps: The number of times between responses, `Records.gaps_ns`.
-        failed: The number of failed requests.
+        failed_count: The number of failed requests.
         cpu_s: The CPU time of this process.
     """
 
     at_ns: int
     requests: int
     gaps: int
-    failed: int
+    failed_count: int
     cpu_s: float
 
 

@@ -228,7 +228,7 @@ def _point(records: Records, marks: list[Mark], kind: str, value: float, is_sett
     count = end.requests - start.requests
     seconds = (end.at_ns - start.at_ns) / 1e9
     cpu_s = end.cpu_s - start.cpu_s
-    failed_count = end.failed - start.failed
+    failed_count = end.failed_count - start.failed_count
     ended_count = max(count + failed_count, 1)
     delays_ns = np.array(records.delays_ns[start.requests : end.requests], np.int64)
     return Point(

@@ -42,11 +42,11 @@ _WORKSPACE_ENTRY = "shmserve.supervisor.resources.workspaces:run"
 class PermanentProcess:
     """The processes that run one after another under a name; `child` is the current one.
 
-    `connected` resolves when the first process with this name has connected.
+    `connect_future` resolves when the first process with this name has connected.
     """
 
     name: str
-    connected: asyncio.Future[None]
+    connect_future: asyncio.Future[None]
     child: Child | None = None
     started_at: float = 0.0
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
@@ -82,23 +82,25 @@ class PermanentProcesses(ABC):
             Unavailable: A process cannot run on this host; its log contains the reason.
         """
         await asyncio.gather(*map(self._start, self._processes))
-        await asyncio.gather(*(process.connected for process in self._processes))
+        await asyncio.gather(*(process.connect_future for process in self._processes))
 
     async def _start(self, process: PermanentProcess) -> None:
         process.started_at = time.monotonic()
         child = process.child = await self._spawn(process.name, f"{self.role} {process.name}")
         handle = partial(self._handle_message, process, child)
         self._context.control.register_peer(child.pid, self.role, handle)
-        child.exited.add_done_callback(partial(self._handle_exit, process, child))
+        child.exit_future.add_done_callback(partial(self._handle_exit, process, child))
 
     def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:
         """Restart a process that has exited."""
         if self._is_stopping:
             return
-        if not process.connected.done() and self._would_fail_again(child):
-            process.connected.set_exception(Unavailable(f"{child.title} ended during its start"))
+        if not process.connect_future.done() and self._would_fail_again(child):
+            process.connect_future.set_exception(
+                Unavailable(f"{child.title} ended during its start")
+            )
             # asyncio would warn of an exception that nothing reads.
-            process.connected.exception()
+            process.connect_future.exception()
         else:
             logger.error("process %s ended (%s); the server restarts it", child.title, child.reason)
             self._context.background(self._restart(process))
@@ -173,7 +175,7 @@ class Gateways(PermanentProcesses):
     def _handle_message(self, process: PermanentProcess, child: Child, message: Any) -> None:
         match message:
             case m.GatewayReady():
-                resolve_future(process.connected, None)
+                resolve_future(process.connect_future, None)
             case m.Started():
                 # The tokens may have changed since the start of the server.
                 tokens = dict(self._context.config.tokens)
@@ -189,7 +191,7 @@ class Gateways(PermanentProcesses):
 
     def _would_fail_again(self, child: Child) -> bool:
         """Return whether the gateway's entry point failed, and would therefore fail again."""
-        return child.exited.result() == f"exit status {BOOT_FAILED}"
+        return child.exit_future.result() == f"exit status {BOOT_FAILED}"
 
     def _children(self) -> list[Child]:
         return [process.child for process in self._processes if process.child is not None]
@@ -222,7 +224,7 @@ class Gateways(PermanentProcesses):
         self.begin_drain(has_successor=has_successor)
         for child in self._children():
             if (drain_future := self._drain_futures.get(child.pid)) is not None:
-                await wait_any(drain_future, child.exited)
+                await wait_any(drain_future, child.exit_future)
 
     async def stop(self) -> None:
         """Stop all gateways and close the sockets."""
@@ -257,7 +259,7 @@ class WorkspaceHolders(PermanentProcesses):
                 byte_size = self._sizes[process.name]
                 memory = Memory.on_device(secrets.randbits(62), byte_size, handle, child.pid)
                 self._context.workspaces.on_allocated(process.name, memory)
-                resolve_future(process.connected, None)
+                resolve_future(process.connect_future, None)
 
     def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:
         if not self._is_stopping:

@@ -187,33 +187,34 @@ class Reload:
         """Apply the settings that may change; log them, and the changes that need a restart."""
         context = self._context
         old_config = context.config
-        changed = {name for name, value in config.flags.items() if value != old_config.flags[name]}
+        old_flags = old_config.flags
+        changed_names = {name for name, value in config.flags.items() if value != old_flags[name]}
         if config.tokens != old_config.tokens:
-            changed.add(_TOKENS_FLAG)
-        applied = changed & RELOADABLE
+            changed_names.add(_TOKENS_FLAG)
+        applied_names = changed_names & RELOADABLE
         # Without tokens, a server may not listen for other hosts. Only a restart changes addresses.
         if bool(config.tokens) != bool(old_config.tokens):
-            applied.discard(_TOKENS_FLAG)
-        for name in sorted(changed):
+            applied_names.discard(_TOKENS_FLAG)
+        for name in sorted(changed_names):
             text = f"{_format_value(config, name)}, was {_format_value(old_config, name)}"
-            if name in applied:
+            if name in applied_names:
                 logger.info("--%s has changed: %s", name, text)
             else:
                 logger.warning("--%s has changed, and takes effect after a restart: %s", name, text)
-        if not changed:
+        if not changed_names:
             logger.info("no flag has changed")
-        flags = {n: (config if n in applied else old_config).flags[n] for n in old_config.flags}
-        shm = replace(old_config.shm, **_select_applied(config.shm, _SHM_FIELDS, applied))
-        fields = _select_applied(config, {**_SERVER_FIELDS, _TOKENS_FLAG: "tokens"}, applied)
+        flags = {n: (config.flags if n in applied_names else old_flags)[n] for n in old_flags}
+        shm = replace(old_config.shm, **_select_applied(config.shm, _SHM_FIELDS, applied_names))
+        fields = _select_applied(config, {**_SERVER_FIELDS, _TOKENS_FLAG: "tokens"}, applied_names)
         context.config = replace(old_config, flags=flags, shm=shm, **fields)
-        context.logging.change(_select_applied(config.log, _LOG_FIELDS, applied))
+        context.logging.change(_select_applied(config.log, _LOG_FIELDS, applied_names))
         self._opener.set_limits(context.config.shm)
-        if _TOKENS_FLAG in applied:
+        if _TOKENS_FLAG in applied_names:
             context.control.broadcast(SetTokens(dict(config.tokens)), "gateway")
 
 
-def _select_applied(settings: Any, fields: Mapping[str, str], applied: set[str]) -> dict[str, Any]:
-    return {name: getattr(settings, name) for flag, name in fields.items() if flag in applied}
+def _select_applied(settings: Any, fields: Mapping[str, str], flags: set[str]) -> dict[str, Any]:
+    return {name: getattr(settings, name) for flag, name in fields.items() if flag in flags}
 
 
 def _format_value(config: ServerConfig, name: str) -> str:

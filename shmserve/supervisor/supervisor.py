@@ -245,7 +245,7 @@ class Supervisor:
     def _process_exited(self, child: Child) -> None:
         """Release the resources of a process that has exited, and broadcast its exit.
 
-        The resources depend on the role. The waiters of `child.exited` are called afterwards.
+        The resources depend on the role. The waiters of `child.exit_future` are called afterwards.
         """
         context, pid, reason = self.context, child.pid, child.reason_for_clients
         match context.control.remove_process(pid):

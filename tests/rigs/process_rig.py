@@ -77,7 +77,7 @@ class FakeChild(Child):
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
         if self.alive:
-            self.exited.set_result(f"signal {int(signal_number)}")
+            self.exit_future.set_result(f"signal {int(signal_number)}")
 
 
 class Processes:

@@ -89,7 +89,7 @@ class Region(Mapping[str, Any]):
         self.memories = memories
         # The packed request to each model to which the region was sent.
         self.requests: dict[ClientModel, Packed] = {}  # packed, by model
-        self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
+        self._attached_regions = weakref.WeakKeyDictionary[Memories, Region]()
 
     def attached_to(self, memories: Memories) -> Region:
         """Return this region, or the region over its memory of the client that has `memories`.
@@ -100,9 +100,10 @@ class Region(Mapping[str, Any]):
         """
         if self.memories is memories:
             return self
-        region = self._attached.get(memories)
+        region = self._attached_regions.get(memories)
         if region is None:
-            region = self._attached[memories] = attach_region(memories, self, pin=self.segment.pin)
+            region = attach_region(memories, self, pin=self.segment.pin)
+            self._attached_regions[memories] = region
         return region
 
     def fileno(self) -> int:
@@ -217,7 +218,7 @@ class Region(Mapping[str, Any]):
         self.lease = MemoryLease(noop)
         self.lease.released = True
         self.memories.free_recycled()
-        for region in list(self._attached.values()):
+        for region in list(self._attached_regions.values()):
             region.release()
 
     def __enter__(self) -> Region:

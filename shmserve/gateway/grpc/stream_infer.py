@@ -50,19 +50,19 @@ class _Window:
 
     def __init__(self, size: int) -> None:
         self._free_bytes = size
-        self._enlarged = asyncio.Event()
+        self._enlarged_event = asyncio.Event()
 
     async def reserve(self, size: int) -> None:
         """Wait until the window is open, and reduce it. Only one task may wait."""
         while self._free_bytes <= 0:
-            self._enlarged.clear()
-            await self._enlarged.wait()
+            self._enlarged_event.clear()
+            await self._enlarged_event.wait()
         self._free_bytes -= size
 
     def release(self, size: int) -> None:
         """Enlarge the window by the size of a request that has ended."""
         self._free_bytes += size
-        self._enlarged.set()
+        self._enlarged_event.set()
 
 
 async def stream_infer(inferences: Inferences, call: StreamingCall) -> None:

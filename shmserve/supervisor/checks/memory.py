@@ -135,14 +135,15 @@ def _used_files() -> set[str]:
 
 def judge_objects(objects: list[ShmObject]) -> Verdict:
     """Warn about files in /dev/shm that no process uses, since they occupy memory."""
-    unused = [shm_object for shm_object in objects if not shm_object.in_use]
-    total = megabytes(sum(shm_object.byte_size for shm_object in unused or objects))
-    if unused:
-        names = (f"{shm.name} ({megabytes(shm.byte_size)}, uid {shm.uid})" for shm in unused[:3])
+    unused_objects = [shm_object for shm_object in objects if not shm_object.in_use]
+    total = megabytes(sum(shm_object.byte_size for shm_object in unused_objects or objects))
+    if unused_objects:
+        shown_objects = unused_objects[:3]
+        names = (f"{o.name} ({megabytes(o.byte_size)}, uid {o.uid})" for o in shown_objects)
         examples = ", ".join(names)
-        ellipsis = ", ..." if unused[3:] else ""
-        fix = f"if no container uses it: rm /dev/shm/{unused[0].name}{ellipsis}"
-        count = len(unused)
+        ellipsis = ", ..." if unused_objects[3:] else ""
+        fix = f"if no container uses it: rm /dev/shm/{unused_objects[0].name}{ellipsis}"
+        count = len(unused_objects)
         return warning(
             f"{count} objects ({total}) that no visible process uses: {examples}{ellipsis}", fix
         )

@@ -217,15 +217,15 @@ class InstanceUpdate(NamedTuple):
         spec: The spec that the version will have.
         config: The final configuration of `spec`.
         config_differs: Whether `config` differs from the current configuration.
-        added: The instances to start.
-        removed: The instances to retire.
+        added_instances: The instances to start.
+        removed_instances: The instances to retire.
     """
 
     spec: VersionSpec
     config: ModelSpec
     config_differs: bool
-    added: list[Instance]
-    removed: list[Instance]
+    added_instances: list[Instance]
+    removed_instances: list[Instance]
 
 
 def find_changes(

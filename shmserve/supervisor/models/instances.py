@@ -155,7 +155,7 @@ class Instances:
     def serving_exits(self) -> list[asyncio.Future[str]]:
         """Return the futures of the exits of the processes that execute requests."""
         serving_instances = [i for i in self._instances if i.state in _SERVING_STATES]
-        return [i.child.exited for i in serving_instances if i.child is not None]
+        return [i.child.exit_future for i in serving_instances if i.child is not None]
 
     def pids_on(self, device_id: int) -> list[int]:
         """Return the processes that serve on a GPU."""
@@ -260,7 +260,7 @@ class Instances:
         instance.inbox = create_inbox()
         child = await self._context.worker_zygote.spawn(title, _WORKER_ENTRY, encode_start(start))
         instance.child = child
-        child.exited.add_done_callback(partial(self._handle_exit, instance, child))
+        child.exit_future.add_done_callback(partial(self._handle_exit, instance, child))
 
         def receive(message: Any) -> None:
             if isinstance(message, m.ModelWarned):
@@ -294,7 +294,7 @@ class Instances:
         assert child is not None
         next_message = asyncio.ensure_future(instance.inbox.get())
         try:
-            await wait_any(next_message, child.exited)
+            await wait_any(next_message, child.exit_future)
         finally:
             next_message.cancel()
         if not next_message.done() and instance.inbox.empty():
@@ -347,18 +347,18 @@ class Instances:
         Raises:
             ShmserveError: An instance could not be loaded.
         """
-        self._scheduler.reserve(update.config, update.added)
-        self._instances += update.added
-        count = len(self._instances) - len(update.removed)
+        self._scheduler.reserve(update.config, update.added_instances)
+        self._instances += update.added_instances
+        count = len(self._instances) - len(update.removed_instances)
         try:
-            await self._load_all(update.added, update.config, count)
+            await self._load_all(update.added_instances, update.config, count)
         except ExceptionGroup as failures:
             raise first_error(failures) from None
 
     def commit(self, update: InstanceUpdate) -> None:
         """Adopt the configuration of an update, and retire the instances that it removes."""
         self.config = update.config
-        self.retire(update.removed)
+        self.retire(update.removed_instances)
 
     async def resize(self, count: int) -> None:
         """Change the number of instances of a version that is scaled automatically.
@@ -393,7 +393,7 @@ class Instances:
     @staticmethod
     async def await_exits(retired_instances: list[Instance]) -> None:
         """Wait for the exits of retired instances, but at most a second for their requests."""
-        exits = {i.child.exited: i for i in retired_instances if i.child is not None}
+        exits = {i.child.exit_future: i for i in retired_instances if i.child is not None}
         if exits:
             await asyncio.wait(exits, timeout=REQUEST_PATIENCE_S)
         idle_exits = [e for e, i in exits.items() if i.state is not InstanceState.RETIRING]

@@ -387,7 +387,7 @@ class Lifecycle:
             self._fail(order, order.log_failures())
         elif self._actions.is_published(order.model) and all(version.ready for version in incoming):
             self._load_ensembles(order, order.take_over())
-            if any(update.removed for update in order.updates.values()):
+            if any(update.removed_instances for update in order.updates.values()):
                 order.ending_versions.add(UPDATES)
                 self._actions.await_ends(order)
             self._regroup(self._group(order.model.name))

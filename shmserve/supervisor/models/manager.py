@@ -384,7 +384,8 @@ class LifecycleExecutor(LifecycleActions):
     @_in_background
     async def await_ends(self, order: Order) -> None:
         if order.updates:
-            removed_instances = [i for update in order.updates.values() for i in update.removed]
+            updates = order.updates.values()
+            removed_instances = [i for update in updates for i in update.removed_instances]
             await Instances.await_exits(removed_instances)
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
@@ -516,10 +517,10 @@ class ModelManager:
     async def list_generative_aliases(self) -> dict[str, list[str]]:
         """Return the aliases of each unloaded on-demand model that generates text, by name."""
         models = self._registry.models.values()
-        unloaded = [model.name for model in models if model.on_demand and not model.serving]
+        unloaded_names = [model.name for model in models if model.on_demand and not model.serving]
         find = self._planner.aliases
         async with self._alias_lock:  # requests, which look up aliases, do not wait for a scan
-            aliases_by_name = await asyncio.to_thread(lambda: {n: find(n) for n in unloaded})
+            aliases_by_name = await asyncio.to_thread(lambda: {n: find(n) for n in unloaded_names})
         return {name: aliases for name, aliases in aliases_by_name.items() if aliases is not None}
 
     # --- load and unload

@@ -253,7 +253,7 @@ class ModelVersion:
             self._supervision_task.cancel()
         try:
             await scheduler.start_successor(group, instances.config)
-            losses.append(scheduler.current.child.exited)
+            losses.append(scheduler.current.child.exit_future)
             await publish()
             await scheduler.drain(old_scheduler, losses=losses)
             instances.notify_new_scheduler([])
@@ -289,7 +289,7 @@ class ModelVersion:
         while not self._lifetime.is_retiring:
             scheduler, started_at = self.scheduler.current, time.monotonic()
             child = scheduler.child
-            await wait_any(scheduler.close_future, child.exited)
+            await wait_any(scheduler.close_future, child.exit_future)
             if not self._lifetime.is_retiring:
                 reason = "closed" if child.alive else child.reason
                 logger.error("process %s ended (%s); a replacement takes over", child.title, reason)

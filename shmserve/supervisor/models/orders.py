@@ -337,7 +337,7 @@ class Order:
         # The order still waits for its updates, whose end is reported even if they are reverted.
         self.starting_versions &= {UPDATES}
         for number, update in self.updates.items():
-            model.serving[number].instances.retire(update.added)
+            model.serving[number].instances.retire(update.added_instances)
         if not model.serving:
             self.keep_source()
 

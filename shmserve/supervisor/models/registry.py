@@ -271,9 +271,9 @@ class ModelSummary(NamedTuple):
 
         states = statuses(model)
         is_loading = any(status.state is ModelState.LOADING for status in states.values())
-        failed = {n: s.reason for n, s in states.items() if s.state is ModelState.UNAVAILABLE}
-        is_ready = model.on_demand or not (is_loading or any(map(should_serve, failed)))
-        problems = {n: text for n, text in failed.items() if model.outcomes.get(n) != UNLOADED}
+        reasons = {n: s.reason for n, s in states.items() if s.state is ModelState.UNAVAILABLE}
+        is_ready = model.on_demand or not (is_loading or any(map(should_serve, reasons)))
+        problems = {n: text for n, text in reasons.items() if model.outcomes.get(n) != UNLOADED}
         progress = "ready" if model.serving and is_ready else "loading"
         if problems:
             progress = _failure_text(model, problems)
@@ -281,9 +281,12 @@ class ModelSummary(NamedTuple):
 
 
 def _failure_text(model: ModelEntry, problems: Mapping[str, str]) -> str:
-    logged = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
-    unlogged = ((number, reason) for number, reason in problems.items() if number not in logged)
-    reasons = [f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in unlogged]
+    logged_versions = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
+    reasons = [
+        f"version {number}: {reason}" if number else reason.rstrip("; \n")
+        for number, reason in problems.items()
+        if number not in logged_versions
+    ]
     return f"failed: {'; '.join(reasons)}" if reasons else "failed"
 
 

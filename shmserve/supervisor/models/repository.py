@@ -315,10 +315,10 @@ def missing_versions(config: ModelConfig, available_versions: Sequence[int]) -> 
 def ignored_folders(folder: ModelFolder) -> dict[str, str]:
     """Return the folders that may be misnamed versions, with the reasons why they are ignored."""
     names = {path.name for path in _subfolders(folder.path)}
-    ignored = sorted(names - {*_SHARED_FOLDERS, *map(str, folder.versions)})
+    names -= {*_SHARED_FOLDERS, *map(str, folder.versions)}
     leading_zeros = "contains leading zeros in its directory name"
     no_integer = "fails to convert to integral number"
-    return {name: leading_zeros if re.fullmatch(r"0\d*", name) else no_integer for name in ignored}
+    return {n: leading_zeros if re.fullmatch(r"0\d*", n) else no_integer for n in sorted(names)}
 
 
 def missing_version_text(folder: ModelFolder) -> str:
@@ -349,9 +349,9 @@ def fingerprint(folder: ModelFolder) -> str:
 def version_fingerprint(folder: ModelFolder, version: int) -> str:
     """Return a digest of the files that a version may use, without the configuration."""
     other_versions = {str(other) for other in folder.versions if other != version}
-    excluded = {os.fsencode(name) for name in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
-    lines = [ln for ln in _model_file_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded]
-    return _digest(b"", lines)
+    excluded_names = {os.fsencode(n) for n in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
+    lines = _model_file_lines(folder)
+    return _digest(b"", [x for x in lines if re.split(rb"[/\0]", x)[0] not in excluded_names])
 
 
 def _model_file_lines(folder: ModelFolder) -> list[bytes]:

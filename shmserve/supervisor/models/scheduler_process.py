@@ -134,7 +134,7 @@ class SchedulerHosts:
         host = await self._find_or_start_host(group)
         host.pending_opens += 1
         try:
-            await wait_any(host.ready_future, host.child.exited)
+            await wait_any(host.ready_future, host.child.exit_future)
         finally:
             host.pending_opens -= 1
         if not host.child.alive:
@@ -188,7 +188,7 @@ class SchedulerHosts:
         """Close a scheduler and, if it is the last one, its process; wait until they have ended."""
         host, control = handle._host, self._context.control
         control.send(handle.address, m.Stop())
-        await wait_any(handle.close_future, host.child.exited, timeout_s=patience_s)
+        await wait_any(handle.close_future, host.child.exit_future, timeout_s=patience_s)
         resolve_future(handle.close_future, "")
         host.handles.pop(handle.address.number, None)
         control.withdraw(handle.address)
@@ -199,7 +199,7 @@ class SchedulerHosts:
         if not host.child.alive:
             return
         control.send(host.child.pid, m.Stop())
-        await wait_any(host.child.exited, timeout_s=patience_s)
+        await wait_any(host.child.exit_future, timeout_s=patience_s)
         host.child.kill()
         await host.child.until_exit()
 
@@ -337,13 +337,13 @@ class VersionScheduler:
         if self._is_rate_limited:
             context.tickets.bind(handle.address, id(self))
         # Messages to the scheduler would be lost before it is ready.
-        await wait_any(ready_future, handle.close_future, handle.child.exited)
+        await wait_any(ready_future, handle.close_future, handle.child.exit_future)
         if self._lifetime.is_stopping:
             await self.stop()
             raise Unavailable("the model was unloaded while it was loading")
         if not ready_future.done():
             await self.hosts.close(handle)
-            ended = handle.child.exited
+            ended = handle.child.exit_future
             reason = handle.close_future.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self.number = number  # the endpoints of the new scheduler exist from now on
@@ -438,7 +438,7 @@ class VersionScheduler:
         assert handle is not None
         self._drain_future = asyncio.get_running_loop().create_future()
         self._context.control.send(handle.address, m.Drain(sequences_only))
-        await wait_any(self._drain_future, handle.close_future, handle.child.exited, *losses)
+        await wait_any(self._drain_future, handle.close_future, handle.child.exit_future, *losses)
 
     def must_move(self, group: Group) -> bool:
         """Check whether the scheduler at `endpoint` must move to the process of `group`."""

@@ -35,13 +35,13 @@ _OUT_OF_MEMORY = "the kernel killed it for lack of memory"
 class Child:
     """A child process of the supervisor.
 
-    `exited` resolves to the kind of its exit ("exit status 1", "signal 9"). The future is shared: a
-    task that may be cancelled awaits `until_exit` instead.
+    `exit_future` resolves to the kind of its exit ("exit status 1", "signal 9"). The future is
+    shared: a task that may be cancelled awaits `until_exit` instead.
     """
 
     pid: int
     title: str
-    exited: asyncio.Future[str]
+    exit_future: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
     kill_reason: str = ""  # the reason why the server or the kernel kills the process
     is_stopping: bool = False  # whether the process was sent `Stop` and has nothing in flight
@@ -49,28 +49,28 @@ class Child:
     @property
     def alive(self) -> bool:
         """Return whether the process is not known to have exited."""
-        return not self.exited.done()
+        return not self.exit_future.done()
 
     @property
     def reason(self) -> str:
         """Return the exit status or signal, and the cause if it is known."""
-        reason = self.exited.result()
+        reason = self.exit_future.result()
         return f"{reason}: {self.kill_reason}" if self.kill_reason else reason
 
     @property
     def reason_for_clients(self) -> str:
         """Return the exit status or signal; a lack of memory is the only cause that is named."""
-        return self.reason if self.kill_reason == _OUT_OF_MEMORY else self.exited.result()
+        return self.reason if self.kill_reason == _OUT_OF_MEMORY else self.exit_future.result()
 
     @property
     def was_killed(self) -> bool:
         """Return whether an operator, or the kernel for lack of memory, has killed the process."""
-        killed = self.exited.result() == f"signal {signal.SIGKILL.value}"
+        killed = self.exit_future.result() == f"signal {signal.SIGKILL.value}"
         return killed and self.kill_reason in ("", _OUT_OF_MEMORY)
 
     async def until_exit(self) -> str:
         """Wait until the process exits, and return its exit status or signal as a text."""
-        return await asyncio.shield(self.exited)
+        return await asyncio.shield(self.exit_future)
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to the process if it is alive."""
@@ -101,7 +101,7 @@ class ProcessTable:
     """All children of this server.
 
     `on_start(child)` is called when a child is adopted. `on_exit(child)` is called when a child
-    exits, before the waiters of its `exited`.
+    exits, before the waiters of its `exit_future`.
     """
 
     def __init__(self, on_start: Callable[[Child], None] = lambda child: None) -> None:
@@ -194,7 +194,7 @@ class ProcessTable:
         self._cancel_stop_timer(child)
         self._reserved_pids.append(pid)
         logger.debug("process %s (pid %d) ended: %s", child.title, pid, reason)
-        child.exited.set_result(reason)  # calls its waiters in the loop's next turn
+        child.exit_future.set_result(reason)  # calls its waiters in the loop's next turn
         try:
             self.on_exit(child)
         except Exception:  # any exception, because other processes may have exited, too

@@ -163,7 +163,7 @@ class Zygote:
     def _serve(self, process: _ZygoteProcess) -> None:
         """Send all further requests to this process, which is the zygote or its former spare."""
         self._serving_zygote = process
-        process.child.exited.add_done_callback(self._on_exit)
+        process.child.exit_future.add_done_callback(self._on_exit)
         self._loop.add_reader(process.link.fileno(), self._read_responses)
 
     def _spawn_process(self, child_end: socket.socket) -> int:
@@ -271,7 +271,7 @@ class Zygote:
             child_end.close()
             stack.pop_all()
         spare = self._spare = _ZygoteProcess(child, own_end)
-        child.exited.add_done_callback(partial(self._on_spare_exit, spare))
+        child.exit_future.add_done_callback(partial(self._on_spare_exit, spare))
 
     def _on_spare_exit(self, spare: _ZygoteProcess, exited: asyncio.Future[str]) -> None:
         if self._spare is spare:

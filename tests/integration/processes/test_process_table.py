@@ -14,7 +14,7 @@ time.sleep(table.STOPPED_LIMIT_S)
 for _ in range(3):
     await asyncio.sleep(0)
 child.kill(signal.SIGTERM)
-print(await child.exited)
+print(await child.exit_future)
 """
 
 _OOM_PROGRAM = """
@@ -24,7 +24,7 @@ children = ProcessTable()
 for kills in (3, 4, 4):
     child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
     child.kill()
-    await child.exited
+    await child.exit_future
     print(child.reason_for_clients, child.was_killed)
 """
 
@@ -34,7 +34,7 @@ def oom_kills():
     raise OSError("Too many open files")
 table.oom_kills = oom_kills
 child = children.adopt(os.posix_spawn("/bin/true", ["true"], {}), "one")
-print(await asyncio.wait_for(child.exited, 10))
+print(await asyncio.wait_for(child.exit_future, 10))
 """
 
 _TROUBLE_PROGRAM = """
@@ -48,7 +48,7 @@ both = [children.adopt(os.posix_spawn("/bin/true", ["true"], {}), t) for t in ("
 for child in both:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 for child in both:
-    await child.exited
+    await child.exit_future
 """
 
 # A shell is the parent process between a dead zygote and the processes that the zygote was asked to
@@ -69,7 +69,7 @@ with children.spawning():
 for end in ends:
     select.select([end], [], [])
 child.kill(signal.SIGTERM)
-print(await child.exited, select.select([inherited], [], [], 0)[0])
+print(await child.exit_future, select.select([inherited], [], [], 0)[0])
 children.close()  # `asyncio.run` closes its socket for signals before it ignores SIGCHLD
 signal.pidfd_send_signal(inherited, signal.SIGTERM)
 """
@@ -147,7 +147,7 @@ with open(read) as pipe:
 paths = [f"/dev/shm/sem.{semaphore[1:]}", f"/dev/shm/{memory}"]
 print([os.path.exists(path) for path in paths])
 child.kill()
-print(await child.exited)
+print(await child.exit_future)
 await children.wait_for_trackers(60)
 print([*map(os.path.exists, paths), *processes.children(os.getpid())])
 """

@@ -30,13 +30,13 @@ for process in children.all():  # Ctrl-C is for the supervisor, also this early
     os.kill(process.pid, signal.SIGINT)
 first = await zygote.spawn("one", "builtins:len", b"")
 count = "tests.integration.processes.test_zygote:exit_with_count"
-assert (await (await zygote.spawn("one", count, b"", [0] * 100)).exited) == "exit status 100"
+assert (await (await zygote.spawn("one", count, b"", [0] * 100)).exit_future) == "exit status 100"
 process, = [child for child in children.all() if child.title == "zygote"]
 os.kill(process.pid, signal.SIGSTOP)
 spawned = [asyncio.ensure_future(zygote.spawn("one", "builtins:len", b"")) for _ in range(500)]
 await asyncio.sleep(0)  # every request that is sent at once is sent
 os.kill(process.pid, signal.SIGCONT)
-ends = [await child.exited for child in await asyncio.gather(*spawned)]
+ends = [await child.exit_future for child in await asyncio.gather(*spawned)]
 print(len(ends), set(ends))
 os.kill(process.pid, signal.SIGSTOP)
 stay = "tests.integration.processes.test_zygote:wait_for_signal"
@@ -49,7 +49,7 @@ lasting = lambda: {child.pid for child in children.all() if child.title.endswith
 while zygote._pending_forks or set(processes.children(os.getpid())) != lasting():
     await asyncio.sleep(0.01)
 zygote.stop()
-await process.exited
+await process.exit_future
 """
 
 # The parent is notified of the child's exit before its start, as when both messages arrive
@@ -57,14 +57,14 @@ await process.exited
 _SHORT_LIVED = """
 entered = []
 children = ProcessTable()
-children.on_exit = lambda child: print(child in entered, child.exited.result())
+children.on_exit = lambda child: print(child in entered, child.exit_future.result())
 with children.spawning():
     pid = os.posix_spawn("/bin/true", ["true"], {})
     while pid not in children._early_exits:
         await asyncio.sleep(0.01)
     child = children.adopt(pid, "one")
 entered.append(child)
-await child.exited
+await child.exit_future
 """
 
 # The kernel assigns pids in increasing order and may reuse them: here it reuses the next ones.
@@ -82,7 +82,7 @@ while set(processes.children(os.getpid())) != known():
 known = known()
 print(another.pid in known, another.pid not in range(last + 1, last + 20))
 another.kill()
-await another.exited
+await another.exit_future
 print(children.is_reserved(another.pid), children.is_reserved(last))
 zygotes = [child for child in children.all() if child.title.endswith("zygote")]
 zygote.stop()

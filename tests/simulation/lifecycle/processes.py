@@ -133,7 +133,7 @@ class SimulatedProcesses:
         self._starts.instance_ended(child.instance)
         for address in [handler for handler in self._handlers if pid_of(handler) == child.pid]:
             self.withdraw(address)
-        child.exited.set_result(reason)
+        child.exit_future.set_result(reason)
 
     # --- the interface of the control socket
 

@@ -111,7 +111,7 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
 def test_errors_are_counted_by_text_without_latencies(transport: InstantLaneFactory) -> None:
     generator = load(transport, ["a", "error one", "error two"], 1)
     generator.begin()
-    while generator.mark().failed < 4:
+    while generator.mark().failed_count < 4:
         generator.run(0)
     generator.finish()
     assert set(generator.records.errors) == {"error one", "error two"}
@@ -152,7 +152,7 @@ def test_requests_that_fail_at_once_are_counted(
     with contextlib.closing(lanes.channel):
         generator = load(lanes, ["a"], 2)
         generator.begin()
-        while generator.mark().failed < 4:
+        while generator.mark().failed_count < 4:
             generator.run(0)
         generator.finish()
     assert set(generator.records.errors) == {NO_SCHEDULER}

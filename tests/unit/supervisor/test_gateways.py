@@ -18,7 +18,7 @@ async def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
     (child,) = processes.children
     await gateways.stop()
     starting_task.cancel()
-    assert (await child.exited) == "signal 9"
+    assert (await child.exit_future) == "signal 9"
 
 
 async def test_the_server_is_up_once_its_gateways_accept_connections() -> None:

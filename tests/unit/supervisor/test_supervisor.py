@@ -70,7 +70,7 @@ async def test_an_exit_is_one_message_to_the_handler_of_its_role(role: str) -> N
     context = mock_supervisor.context
     context.control.remove_process.return_value = role
     child = Child(7, "it", asyncio.get_running_loop().create_future(), kill_reason="it was slow")
-    child.exited.set_result("signal 9")
+    child.exit_future.set_result("signal 9")
     mock_supervisor._process_exited(child)
     context.broadcast.assert_called_once()
     assert context.broadcast.call_args.args[0] == ProcessExited(7, "signal 9")
@@ -93,7 +93,7 @@ async def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.Monkey
     mock_supervisor = supervisor()
     for pid in (7, 8):
         child = Child(pid, "it", asyncio.get_running_loop().create_future(), is_stopping=True)
-        child.exited.set_result("exit status 0")
+        child.exit_future.set_result("exit status 0")
         mock_supervisor._process_exited(child)
     sent = mock_supervisor.context.broadcast.mock_calls
     assert sent == [call(ProcessExited(pid, "exit status 0"), *READER_ROLES) for pid in (7, 8)]

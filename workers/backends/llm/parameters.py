@@ -90,8 +90,8 @@ class GenerationParameters:
             without the tokens that the tokenizer adds there.
         thinking_token_budget: The maximum number of reasoning tokens; -1: unlimited.
         allowed_token_ids: The tokens that may be generated; empty: all.
-        forbidden: Returns the tokens that are forbidden after generated tokens: those that would
-            complete one of `bad_words`, or those that would exceed `thinking_token_budget`.
+        forbidden_after: Returns the tokens that are forbidden after generated tokens: those that
+            would complete one of `bad_words` or exceed `thinking_token_budget`.
         grammar: (kind, text) with the kind "json_schema", "regex" or "grammar" (Lark or GBNF), or
             ("", "").
         grammar_name: The parameter with the grammar, for error texts; "tools" if none has it.
@@ -130,7 +130,7 @@ class GenerationParameters:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # number to add, by token
     bad_words: tuple[str, ...] = ()
-    forbidden: Callable[[Sequence[int]], NDArray[np.int64]] | None = None
+    forbidden_after: Callable[[Sequence[int]], NDArray[np.int64]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _NO_GRAMMAR
     grammar_name: str = "tools"
@@ -144,7 +144,7 @@ class GenerationParameters:
     @cached_property
     def is_restricted(self) -> bool:
         """Return whether some tokens are forbidden, or their logits are biased."""
-        return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
+        return bool(self.logit_bias or self.forbidden_after or self.allowed_token_ids)
 
     @cached_property
     def bias_arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -261,7 +261,7 @@ class PromptReader:
             if "messages" not in inputs:
                 raise InvalidArgument("thinking_token_budget: only supported by chats")
             limit = self._message_formats.limit_reasoning(message_format, budget, self._vocab_size)
-            parameters = replace(parameters, forbidden=limit)
+            parameters = replace(parameters, forbidden_after=limit)
         tokens, text, offsets = self._prompt_text(inputs, parameters, scores_prompt)
         max_tokens = parameters.max_tokens
         if max_tokens == UNLIMITED:
@@ -347,7 +347,7 @@ class PromptReader:
         parameters = prompt.parameters
         if parameters.bad_words:
             bad_words = BadWords(parameters.bad_words, self._token_texts, self._vocab_size)
-            prompt.parameters = replace(parameters, forbidden=bad_words.forbidden_after)
+            prompt.parameters = replace(parameters, forbidden_after=bad_words.forbidden_after)
             _ = prompt.parameters.bias_arrays, prompt.parameters.allowed_array
         if parameters.grammar[0] or prompt.message_grammar:
             grammar = parameters.grammar, prompt.message_grammar, parameters.grammar_name

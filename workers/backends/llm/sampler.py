@@ -167,9 +167,9 @@ def _restrict(logits: Tensor, row: SampledRow) -> None:
         allowed_logits = logits[allowed_ids]
         logits.fill_(-math.inf)
         logits[allowed_ids] = allowed_logits
-    if parameters.forbidden is not None:
-        forbidden = torch.from_numpy(parameters.forbidden(row.tokens[row.prompt_length :]))
-        logits[forbidden.to(logits.device)] = -math.inf
+    if parameters.forbidden_after is not None:
+        tokens = torch.from_numpy(parameters.forbidden_after(row.tokens[row.prompt_length :]))
+        logits[tokens.to(logits.device)] = -math.inf
 
 
 def _penalise(logits: Tensor, row: SampledRow) -> None:

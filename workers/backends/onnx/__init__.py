@@ -224,8 +224,8 @@ def describe(
         InvalidArgument: A datatype is not supported.
     """
     initializers = session.get_overridable_initializers()
-    overridden = [node for node in initializers if node.name in configured_inputs]
-    inputs = tuple(_describe_tensor("input", node) for node in (*session.get_inputs(), *overridden))
+    nodes = [*session.get_inputs(), *(n for n in initializers if n.name in configured_inputs)]
+    inputs = tuple(_describe_tensor("input", node) for node in nodes)
     nodes = session.get_outputs()
     if output_names:  # unconfigured outputs may be sequences or maps
         nodes = [node for node in nodes if node.name in output_names or node.type in _DATATYPES]

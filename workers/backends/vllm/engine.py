@@ -347,8 +347,9 @@ class VllmEngine:
         request_class, body = protocol.TokenizeCompletionRequest, {"prompt": inputs[name]}
         if name == "messages":
             request_class, body = protocol.TokenizeChatRequest, parse_conversation(inputs[name])
-        special = {key: parameters[key] for key in parameters if key == "add_special_tokens"}
-        tokenize = request_class.model_validate({**body, **special, "return_token_strs": True})
+        if "add_special_tokens" in parameters:
+            body["add_special_tokens"] = parameters["add_special_tokens"]
+        tokenize = request_class.model_validate({**body, "return_token_strs": True})
         result = _check_accepted(await self._tokenization.create_tokenize(tokenize, None))
         strings = orjson.dumps(result.token_strs)
         return {"token_ids": ("INT32", result.tokens), "text_output": ("BYTES", [strings])}

@@ -251,13 +251,13 @@ def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:
                 request.parameters[key] = value
 
 
-def _check_kind(key: str, kind: str | None, *allowed: str) -> None:
-    if kind not in allowed:
-        raise _kind_error(key, allowed)
+def _check_kind(key: str, kind: str | None, *allowed_kinds: str) -> None:
+    if kind not in allowed_kinds:
+        raise _kind_error(key, allowed_kinds)
 
 
-def _kind_error(key: str, allowed: tuple[str, ...]) -> InvalidArgument:
-    *first_kinds, last_kind = allowed
+def _kind_error(key: str, allowed_kinds: tuple[str, ...]) -> InvalidArgument:
+    *first_kinds, last_kind = allowed_kinds
     comma = "," if len(first_kinds) > 1 else ""
     kinds_text = f"{', '.join(first_kinds)}{comma} or {last_kind}" if first_kinds else last_kind
     return InvalidArgument(f"invalid value type for '{key}' parameter, expected {kinds_text}.")

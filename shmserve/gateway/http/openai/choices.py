@@ -294,13 +294,14 @@ class Choices:
         sample.tokens += len(members.get("token_ids", ()))
         if "prompt_token_ids" in members:
             self._prompt_sizes[prompt_index] = len(members["prompt_token_ids"])
-        omitted = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
+        omitted_members = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
         prompt_tokens, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
         usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens}
         usage["total_tokens"] = prompt_tokens + new_tokens
         if (count := (delta.message or {}).get("reasoning_tokens")) is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": count}
-        return {**{name: members[name] for name in members if name not in omitted}, "usage": usage}
+        shown_members = {name: members[name] for name in members if name not in omitted_members}
+        return {**shown_members, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Store the `extra_members` of a delta, and return those for the choice in a chunk."""

@@ -177,12 +177,12 @@ async def test_a_reload_starts_the_instances_the_load_needs(
         await rig.sample_once()
         instances, spec = rig.version.instances, rig.version.spec
         same_update = instances.update_to(spec, instances.config)
-        assert (same_update.added, same_update.removed) == ([], [])
+        assert (same_update.added_instances, same_update.removed_instances) == ([], [])
         (group,) = instances.config.instance_group
         two_instances = replace(instances.config, instance_group=(replace(group, count=2),))
         other_update = instances.update_to(spec, two_instances)
         assert other_update.config_differs is True
-        assert (other_update.added, other_update.removed) == ([], [])
+        assert (other_update.added_instances, other_update.removed_instances) == ([], [])
         reloaded_version = rig.processes.version(spec)
         assert reloaded_version.instances.count == 1
         reloaded_version.instances.adopt_count(instances)

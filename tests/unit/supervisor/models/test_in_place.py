@@ -174,7 +174,7 @@ async def test_a_failed_addition_leaves_the_other_instances_unchanged() -> None:
     adding_task = asyncio.ensure_future(model.instances.add(enlargement))
     await run_loop_turns()
     assert model.ready and len(model.instances.states()) == 3
-    model.instances.retire(enlargement.added)
+    model.instances.retire(enlargement.added_instances)
     with pytest.raises(Unavailable, match=r"instance .* was stopped while it was loading"):
         await adding_task
     await run_loop_turns()
@@ -200,7 +200,7 @@ async def test_a_version_fails_when_the_last_starting_instance_is_removed(
     processes.children[0].kill(signal.SIGABRT)
     await run_loop_turns()
     states, failure = model.instances.states(), model.instances.failure
-    model.instances.retire(enlarged.added)
+    model.instances.retire(enlarged.added_instances)
     await asyncio.gather(adding, return_exceptions=True)
     problem = model.problem
     await processes.end()

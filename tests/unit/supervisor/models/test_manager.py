@@ -253,7 +253,7 @@ async def test_stopping_waits_for_no_load() -> None:
     await asyncio.wait({load_task})
     await manager.stop()
     await processes.end()
-    assert [await child.exited for child in processes.children] == ["signal 9", "signal 15"]
+    assert [await child.exit_future for child in processes.children] == ["signal 9", "signal 15"]
 
 
 PUBLISHED = ModelPublished("m", "1", ModelSpec.of({}), {}, "a", True, True, 0.0, 0)

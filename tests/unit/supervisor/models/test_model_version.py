@@ -224,9 +224,9 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     for waiter in waiting_ends:
         waiter.cancel()
     await asyncio.wait(waiting_ends)
-    worker.exited.set_result("signal 9")
+    worker.exit_future.set_result("signal 9")
     await processes.end()
-    assert (await worker.exited) == "signal 9"
+    assert (await worker.exit_future) == "signal 9"
 
 
 async def test_a_worker_that_does_not_stop_is_killed_and_named(

@@ -202,7 +202,7 @@ def test_requests_without_a_grammar_call_no_grammar_code(
 def test_allowed_tokens_and_bad_words() -> None:
     logits = torch.zeros(2, 10)
     allowed_only = GenerationParameters(allowed_token_ids=(2, 3), logit_bias={2: 1.0})
-    banned = GenerationParameters(forbidden=lambda tokens: np.array([4, len(tokens), 4]))
+    banned = GenerationParameters(forbidden_after=lambda tokens: np.array([4, len(tokens), 4]))
     rows = [
         sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), ())
         for parameters in (allowed_only, banned)
