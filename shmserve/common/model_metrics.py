@@ -80,7 +80,7 @@ def _decode_value(kind: str, row: list[Any]) -> Series:
 
 
 def to_lists(families: Families) -> list[Any]:
-    """Return [[name, description, kind, [[labels, state, buckets], ...]], ...]."""
+    """Encode families as [[name, description, kind, [[labels, state, buckets], ...]], ...]."""
     return [
         [
             *(name, family.description, family.kind),

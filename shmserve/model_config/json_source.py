@@ -76,9 +76,8 @@ def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
     positions: Iterator[str] = repeat("")
     if text:
         # Decoded objects keep the order of the text, so that positions are consumed in that order.
-        positions = map(
-            Lines(text).position, (match.start() for match in _FIRST_TOKEN.finditer(text))
-        )
+        starts = (match.start() for match in _FIRST_TOKEN.finditer(text))
+        positions = map(Lines(text).position, starts)
     return _block_from_json(value, next(positions), positions, 1)
 
 

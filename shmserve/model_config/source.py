@@ -84,10 +84,8 @@ class Source:
         origin. A problem that may result from an unread value is omitted.
         """
         origin = self.origin
-        rows = [
-            f"{position_text(origin, p.position)} {key_text(p.key)}: {p.text}"
-            for p in self.problems
-        ]
+        prefixes = (f"{position_text(origin, p.position)} {key_text(p.key)}" for p in self.problems)
+        rows = [f"{x}: {p.text}" for x, p in zip(prefixes, self.problems, strict=True)]
         unread_keys = _UnreadKeys(self)
         for problem in problems:
             if not any(map(unread_keys.concerns, (problem.key, *problem.related_keys))):
@@ -284,7 +282,7 @@ def parse_text(text: str) -> MessageValue:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self._position = Lines(text).position
+        self._lines = Lines(text)
         self._tokens = self._tokenise(text)
         self._next_index = 0
 
@@ -300,13 +298,16 @@ class _Parser:
         while offset < len(text):
             match = _TOKEN.match(text, offset)
             if match is None:
-                raise Malformed(self._position(offset), _describe_unreadable(text, offset))
+                raise Malformed(self._lines.position(offset), _describe_unreadable(text, offset))
             if match.lastgroup != "space":
                 kind: TokenKind = match.lastgroup  # type: ignore[assignment]
                 tokens.append(_Token(kind, match.group(), offset))
             offset = match.end()
         tokens.append(_Token("end", "the end of the file", offset))
         return tokens
+
+    def _position(self, token: _Token) -> str:
+        return self._lines.position(token.offset)
 
     def _peek(self) -> _Token:
         return self._tokens[self._next_index]
@@ -323,7 +324,7 @@ class _Parser:
     def _expected_error(self, expected: str) -> Malformed:
         token = self._peek()
         token_text = token.text if token.kind == "end" else f'"{clip(token.text)}"'
-        return Malformed(self._position(token.offset), f"expected {expected}, found {token_text}")
+        return Malformed(self._position(token), f"expected {expected}, found {token_text}")
 
     def _parse_entry(self, depth: int) -> Entry:
         name = self._peek()
@@ -339,7 +340,7 @@ class _Parser:
         values = self._parse_list(depth) if is_list else [self._parse_value(depth)]
         if self._next_is(",", ";"):
             self._take()
-        return Entry(name.text, values, is_list, has_colon, self._position(name.offset))
+        return Entry(name.text, values, is_list, has_colon, self._position(name))
 
     def _parse_list(self, depth: int) -> list[Scalar | MessageValue]:
         self._take()
@@ -364,7 +365,7 @@ class _Parser:
         if is_negative:
             self._take()
         value = self._take()
-        position = self._position(token.offset)
+        position = self._position(token)
         sign = "-" if is_negative else ""
         if value.kind == "number":
             number = self._parse_number(value)
@@ -377,15 +378,13 @@ class _Parser:
     def _parse_block(self, depth: int) -> MessageValue:
         opening = self._take()
         if depth >= MAX_DEPTH:
-            raise Malformed(self._position(opening.offset), f"nested deeper than {MAX_DEPTH}")
-        block = MessageValue(self._position(opening.offset))
+            raise Malformed(self._position(opening), f"nested deeper than {MAX_DEPTH}")
+        block = MessageValue(self._position(opening))
         closing = _CLOSING[opening.text]
         while not self._next_is(closing):
             if self._peek().kind != "word":
-                expected_text = (
-                    f'"{closing}" (for "{opening.text}" at {block.position}) or a field name'
-                )
-                raise self._expected_error(expected_text)
+                opening_text = f'"{opening.text}" at {block.position}'
+                raise self._expected_error(f'"{closing}" (for {opening_text}) or a field name')
             block.entries.append(self._parse_entry(depth + 1))
         self._take()
         return block
@@ -397,7 +396,7 @@ class _Parser:
             string_tokens.append(self._take())
         value = b"".join(self._unescape(part) for part in string_tokens)
         source = " ".join(part.text for part in string_tokens)
-        return Scalar("string", value, source, self._position(first_token.offset))
+        return Scalar("string", value, source, self._position(first_token))
 
     def _unescape(self, token: _Token) -> bytes:
         def replace(match: re.Match[bytes]) -> bytes:
@@ -411,24 +410,20 @@ class _Parser:
             elif 0 <= code_point < 0x110000 and not 0xD800 <= code_point < 0xE000:
                 return chr(code_point).encode()
             escape = match[0].decode(errors="replace")
-            raise Malformed(
-                self._position(token.offset), f"invalid escape '{escape}' in the string"
-            )
+            raise Malformed(self._position(token), f"invalid escape '{escape}' in the string")
 
         return _ESCAPE.sub(replace, token.text[1:-1].encode("utf-8", "surrogatepass"))
 
     def _parse_number(self, token: _Token) -> int | float:
         text = token.text.lower()
         if len(text) > _MAX_DIGITS:
-            raise Malformed(
-                self._position(token.offset), f"number longer than {_MAX_DIGITS} characters"
-            )
+            raise Malformed(self._position(token), f"number longer than {_MAX_DIGITS} characters")
         if text.startswith("0x"):
             return int(text, 16)
         if text.isdigit():
             is_octal = len(text) > 1 and text[0] == "0"
             if is_octal and ("8" in text or "9" in text):
-                raise Malformed(self._position(token.offset), f'"{text}" is not an octal number')
+                raise Malformed(self._position(token), f'"{text}" is not an octal number')
             return int(text, 8 if is_octal else 10)
         return float(text.rstrip("f"))
 

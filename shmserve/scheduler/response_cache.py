@@ -231,7 +231,7 @@ class ResponseCache:
 
 
 class LruCache(Generic[T]):
-    """Values by key, with a total size of at most `bound` bytes.
+    """A cache of values by key, with a total size of at most `bound` bytes.
 
     The values that were used least recently are evicted.
     """

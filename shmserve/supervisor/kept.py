@@ -96,9 +96,8 @@ class PermanentProcesses(ABC):
         if self._is_stopping:
             return
         if not process.connect_future.done() and self._would_fail_again(child):
-            process.connect_future.set_exception(
-                Unavailable(f"{child.title} ended during its start")
-            )
+            error = Unavailable(f"{child.title} ended during its start")
+            process.connect_future.set_exception(error)
             # asyncio would warn of an exception that nothing reads.
             process.connect_future.exception()
         else:

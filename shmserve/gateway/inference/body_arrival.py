@@ -155,7 +155,7 @@ class Arrival:
         return self._timeout_s + self.received_bytes / SLOWEST_RATE
 
     async def next(self, next_bytes: Awaitable[bytes]) -> bytes:
-        """Wait for `next_bytes`, which returns the next bytes of the body, within the time limit.
+        """Await `next_bytes` within the time limit, and return the next bytes of the body.
 
         Raises:
             BodyTimeout: The time limit has expired, or the body was evicted.

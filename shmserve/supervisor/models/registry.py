@@ -282,11 +282,8 @@ class ModelSummary(NamedTuple):
 
 def _failure_text(model: ModelEntry, problems: Mapping[str, str]) -> str:
     logged_versions = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
-    reasons = [
-        f"version {number}: {reason}" if number else reason.rstrip("; \n")
-        for number, reason in problems.items()
-        if number not in logged_versions
-    ]
+    rows = ((n, reason) for n, reason in problems.items() if n not in logged_versions)
+    reasons = [f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in rows]
     return f"failed: {'; '.join(reasons)}" if reasons else "failed"
 
 

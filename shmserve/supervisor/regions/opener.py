@@ -44,7 +44,7 @@ _OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
 class RegionQuota:
-    """The memory use that a policy limits, as counted; without `has_cuda`, pinning is rejected."""
+    """A counter of the memory use that a policy limits; without `has_cuda`, it rejects pinning."""
 
     def __init__(self, policy: ShmPolicy, has_cuda: bool = False) -> None:
         self.policy = policy

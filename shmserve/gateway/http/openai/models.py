@@ -258,8 +258,8 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         text = prompt_too_long_text(max_tokens, f"{tokens_input.count} tokens exceed this limit")
         raise InvalidArgument(f"tokens: {text}")
     parameters = {"task": "detokenize"}
-    values = await infer_once(gateway, request, model, tokens_input, (TEXT_OUTPUT,), parameters)
-    return json_response({"prompt": values[TEXT_OUTPUT][0].decode()})
+    outputs = await infer_once(gateway, request, model, tokens_input, (TEXT_OUTPUT,), parameters)
+    return json_response({"prompt": outputs[TEXT_OUTPUT][0].decode()})
 
 
 async def infer_once(

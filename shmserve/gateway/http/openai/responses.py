@@ -88,8 +88,8 @@ async def count_input_tokens(gateway: Gateway, request: HttpRequest) -> HttpResp
     model, (prompt,) = text_request.model, text_request.prompts
     parameters = {"task": "tokenize", "add_special_tokens": False}
     with with_client_positions(body):
-        values = await infer_once(gateway, request, model, prompt, ("token_ids",), parameters)
-    count = len(values["token_ids"])
+        outputs = await infer_once(gateway, request, model, prompt, ("token_ids",), parameters)
+    count = len(outputs["token_ids"])
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
