@@ -387,9 +387,9 @@ class SequenceExecutor(Executor):
         try:
             responses = self._execute(requests)
         except BaseException as error:  # SystemExit, too: a model must not end its worker
-            explain = self._explain
+            client_error = self._client_error
             return [
-                self._close_with_error(r.open_request, explain(error, r.request))
+                self._close_with_error(r.open_request, client_error(error, r.request))
                 for r in row_requests
             ]
         pairs = zip(requests, responses, strict=True)
@@ -422,7 +422,7 @@ class SequenceExecutor(Executor):
         try:
             self._states.store(row_request.row, response, self._client_outputs)
         except BaseException as error:  # a text that is not Unicode, or too little memory
-            return self._close_with_error(open_request, self._explain(error, request))
+            return self._close_with_error(open_request, self._client_error(error, request))
         if response.is_rescheduled:
             reply: Reply | None = Reply(open_request.key, RESCHEDULED, "")
         else:

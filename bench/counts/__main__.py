@@ -219,14 +219,14 @@ def main() -> None:
                 print(note, file=sys.stderr)
 
 
-def _print(case: str, counts: list[Counts], top: int) -> None:
+def _print(case: str, counts: list[Counts], shown_functions: int) -> None:
     print(f"\n{case}     calls   python   allocs syscalls   per request")
     for process in counts:
         print(process.row())
-    for process in counts if top else ():
+    for process in counts if shown_functions else ():
         print(f"\n{process.role}")
         for counter in (process.calls, process.system_calls):
-            for name, times in counter.most_common(top):
+            for name, times in counter.most_common(shown_functions):
                 print(f"{times / process.requests:9.2f}  {name.removeprefix(str(BENCH.parent))}")
 
 

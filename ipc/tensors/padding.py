@@ -45,11 +45,11 @@ class Pad(Record):
     mask_input: str  # input for the padding mask
     max_waste: float  # maximum fraction of padding
 
-    def padded_shape(self, largest: Shape) -> Shape | None:
+    def padded_shape(self, largest_shape: Shape) -> Shape | None:
         """Return the padded shape for the largest sizes of a batch, or None if no bucket fits."""
         if not self.buckets:
-            return largest
-        return next((bucket for bucket in self.buckets if _fits(largest, bucket)), None)
+            return largest_shape
+        return next((b for b in self.buckets if _fits(largest_shape, b)), None)
 
 
 class Padding:

@@ -393,8 +393,8 @@ class BoundedCache(Generic[K, V]):
             self.clear()
         else:
             keys = list(self._values)
-            for oldest in keys[: len(keys) - self._capacity + 1]:
-                self._evict(oldest)
+            for oldest_key in keys[: len(keys) - self._capacity + 1]:
+                self._evict(oldest_key)
 
     def _evict(self, key: K) -> None:
         value = self._values.pop(key, None)

@@ -177,10 +177,12 @@ def _sample_lines(name: str, kind: str, labels: Labels, value: Series) -> Iterab
         total, *counts = state
         yield sample_line(f"{name}_count", labels, sum(counts))
         yield sample_line(f"{name}_sum", labels, total)
-        cumulative = 0.0
+        cumulative_count = 0.0
         for bound, count in zip((*value.buckets, float("inf")), counts, strict=True):
-            cumulative += count
-            yield sample_line(f"{name}_bucket", (*labels, ("le", _as_text(bound))), cumulative)
+            cumulative_count += count
+            yield sample_line(
+                f"{name}_bucket", (*labels, ("le", _as_text(bound))), cumulative_count
+            )
     else:
         number = state[0] + state[2] if kind == "GAUGE" else state[0]
         yield sample_line(name, labels, number)

@@ -101,14 +101,14 @@ class RequestTrace:
 
 
 def trace_entries(
-    trace: RequestTrace, protocol: str, level: Sequence[str] = (TIMESTAMPS,)
+    trace: RequestTrace, protocol: str, levels: Sequence[str] = (TIMESTAMPS,)
 ) -> list[dict[str, Any]]:
-    """Return the trace file's entries for a completed request, of the kinds in `level`.
+    """Return the trace file's entries for a completed request, of the kinds in `levels`.
 
     The gateway's timestamps are named after the `protocol`, which is "" for a local request.
     """
-    entries = _timestamp_entries(trace, protocol) if TIMESTAMPS in level else []
-    return [*entries, *_tensor_entries(trace)] if TENSORS in level else entries
+    entries = _timestamp_entries(trace, protocol) if TIMESTAMPS in levels else []
+    return [*entries, *_tensor_entries(trace)] if TENSORS in levels else entries
 
 
 def _tensor_entries(trace: RequestTrace) -> Iterator[dict[str, Any]]:

@@ -148,7 +148,7 @@ class Executor:
                     self._writer.scatterer.write(request, response)
             self._writer.scatterer.finish_writes()
         except BaseException as error:  # SystemExit, too: a model must not end its worker
-            return [self._explain(error, requests[0])]
+            return [self._client_error(error, requests[0])]
         finally:
             self._context.output_memory.free_unsent()
             self._context.copy_counter.take()
@@ -229,7 +229,7 @@ class Executor:
         try:
             self._call_backend(self._backend.execute_decoupled, streams)
         except BaseException as error:  # SystemExit, too: a model must not end its worker
-            client_failure = streams[0].explain(error)
+            client_failure = streams[0].client_error(error)
             replies = [stream.refuse(client_failure) for stream in streams]
             return [reply for reply in replies if reply is not None]
         rescheduled_keys = [stream.request.work.key for stream in streams if stream.is_rescheduled]
@@ -270,7 +270,9 @@ class Executor:
             elif not (is_model_error(error) and self._should_retry(requests[0])):
                 # Not stored in a variable: the error's traceback refers to this frame, and the
                 # reference cycle would keep the inputs alive.
-                return [self._close_with_error(open_requests[0], self._explain(error, requests[0]))]
+                return [
+                    self._close_with_error(open_requests[0], self._client_error(error, requests[0]))
+                ]
             failed_requests = open_requests
         else:
             with self._link.lock:
@@ -308,7 +310,7 @@ class Executor:
     def _should_retry(self, request: Request) -> bool:
         return self._backend.read_only_inputs and self._input_policy.should_retry(request)
 
-    def _explain(self, error: BaseException, request: Request) -> ShmserveError:
+    def _client_error(self, error: BaseException, request: Request) -> ShmserveError:
         return client_error(self._context, error, request.work)
 
     def _execute(self, requests: list[Request]) -> list[Response]:
@@ -333,5 +335,5 @@ class Executor:
         try:
             packed_response = self._writer.scatterer.write(request, response)
         except BaseException as error:
-            return self._close_with_error(open_request, self._explain(error, request))
+            return self._close_with_error(open_request, self._client_error(error, request))
         return Reply(open_request.key, "", "", *packed_response)

@@ -259,7 +259,7 @@ class OutputStream:
 
     def fail_raised(self, error: BaseException) -> None:
         """Fail the request with an exception of the model or the server."""
-        self.fail(self.explain(error))
+        self.fail(self.client_error(error))
 
     def refuse(self, error: ShmserveError) -> Reply | None:
         """Fail the request; return the error as a reply of its batch if no response was sent.
@@ -301,7 +301,7 @@ class OutputStream:
         if self.is_cancelled():
             self.send(final=True)
         else:
-            self.fail(_NO_FINAL_RESPONSE if error is None else self.explain(error))
+            self.fail(_NO_FINAL_RESPONSE if error is None else self.client_error(error))
 
     def _time_out(self) -> None:
         with self._writer.link.lock:
@@ -327,7 +327,7 @@ class OutputStream:
                 packed = writer.scatterer.write(self.request, response)
                 writer.scatterer.finish_writes()
             except BaseException as error:
-                failure = self.explain(error)
+                failure = self.client_error(error)
                 code, message = failure.code, failure.message
                 request_failed = final
         copied_bytes = counter.outputs - copied_bytes_before
@@ -370,7 +370,7 @@ class OutputStream:
         if self.request.work.trace and not self._has_sent:
             self._writer.scatterer.trace(self.request, self.request.inputs.values())
 
-    def explain(self, error: BaseException) -> ShmserveError:
+    def client_error(self, error: BaseException) -> ShmserveError:
         """Return the error for the client, given an exception of the model or of a write."""
         try:
             return client_error(self._writer.context, error, self.request.work)

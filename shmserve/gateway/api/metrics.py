@@ -60,11 +60,11 @@ class ExpositionFamily:
         """Record the samples of a histogram; `has_integer_bounds` omits decimal points."""
         texts = [str(float(bound)) for bound in histogram["buckets"]]
         bounds = [text.removesuffix(".0") if has_integer_bounds else text for text in texts]
-        cumulative = 0
+        cumulative_count = 0
         pairs = zip([*bounds, "+Inf"], accumulate(histogram["counts"]), strict=True)
-        for bound, cumulative in pairs:
-            self.add({**labels, "le": bound}, cumulative, "_bucket")
-        self.add(labels, cumulative, "_count")
+        for bound, cumulative_count in pairs:
+            self.add({**labels, "le": bound}, cumulative_count, "_bucket")
+        self.add(labels, cumulative_count, "_count")
         self.add(labels, histogram["sum"], "_sum")
 
     def lines(self) -> Iterator[str]:

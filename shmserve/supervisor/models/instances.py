@@ -68,7 +68,7 @@ ConfigFinaliser = Callable[[VersionSpec, dict[str, Any]], ModelSpec]
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Return the error, or the first error of a group."""
+    """Return the error itself, or the first error of an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

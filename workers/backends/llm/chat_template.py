@@ -401,7 +401,7 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
 
 
 def _text_part(part: Any) -> dict[str, Any]:
-    """Return a part of a content as a part of the type `text`."""
+    """Convert a part of a message's content to the form {"type": "text", "text": ...}."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else part

@@ -475,7 +475,7 @@ class DecoupledExecution(_Execution):
 
 
 def _fail_all(streams: Sequence[OutputStream], error: BaseException) -> None:
-    failure = streams[0].explain(error)  # called once, because it logs the error
+    failure = streams[0].client_error(error)  # called once, because it logs the error
     for stream in streams:
         stream.fail(failure)
 
