@@ -310,8 +310,8 @@ def _used_names(tree: ast.AST) -> set[str]:
     for table in tables:
         tables += table.get_children()
         is_module = table.get_type() == "module"
-        referenced = (symbol for symbol in table.get_symbols() if symbol.is_referenced())
-        names |= {symbol.get_name() for symbol in referenced if is_module or symbol.is_global()}
+        used_symbols = (symbol for symbol in table.get_symbols() if symbol.is_referenced())
+        names |= {symbol.get_name() for symbol in used_symbols if is_module or symbol.is_global()}
     return names
 
 

@@ -54,10 +54,10 @@ class Health:
     def update(self) -> bool:
         """Compute the health, and return whether it has changed."""
         models_ready = not self._requires_models or self._registry.all_ready()
-        ready = self.has_started and not (self.is_exiting or self.has_failed) and models_ready
+        is_ready = self.has_started and not (self.is_exiting or self.has_failed) and models_ready
         old_health = self._current
         live = not self.has_failed
-        self._current = HealthChanged(live, ready, self.is_exiting, self.has_started)
+        self._current = HealthChanged(live, is_ready, self.is_exiting, self.has_started)
         return self._current != old_health
 
     def update_failures(self) -> bool:

@@ -29,9 +29,9 @@ def _load() -> ctypes.c_long | None:
     library = _FOLDER / "allocations.so"
     if not library.exists():
         return None
-    loaded = ctypes.PyDLL(str(library))
-    loaded.install()
-    return ctypes.c_long.in_dll(loaded, "allocations")
+    library_object = ctypes.PyDLL(str(library))
+    library_object.install()
+    return ctypes.c_long.in_dll(library_object, "allocations")
 
 
 class _Steps:

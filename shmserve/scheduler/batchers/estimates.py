@@ -485,8 +485,8 @@ class Arrivals:
         Each item is the expected number of requests so far and the expected wait.
         """
         arrival_probability, expected_requests, wait_ns = 1.0, 0.0, 0.0
-        for extra in range(max_requests):
-            statistics = self._likely_statistics(self._in_flight + extra)
+        for extra_count in range(max_requests):
+            statistics = self._likely_statistics(self._in_flight + extra_count)
             if statistics is None:
                 return
             miss_chance = 1 - statistics.chance

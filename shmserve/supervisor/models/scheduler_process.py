@@ -62,12 +62,12 @@ class Group(NamedTuple):
 
 def _connected_models(step_models: Mapping[str, list[str]], name: str) -> set[str]:
     """Return the models that are connected to a model by ensembles."""
-    names, unvisited = {name}, [name]
-    while unvisited:
-        current_name = unvisited.pop()
+    names, unvisited_names = {name}, [name]
+    while unvisited_names:
+        current_name = unvisited_names.pop()
         ensembles = (ensemble for ensemble, steps in step_models.items() if current_name in steps)
         neighbours = {*step_models.get(current_name, ()), *ensembles}
-        unvisited += neighbours - names
+        unvisited_names += neighbours - names
         names |= neighbours
     return names
 
@@ -220,8 +220,8 @@ class CarriedCounters:
 
     def update(self, statistics: dict[str, Any], metrics: list[list[Any]]) -> None:
         """Store the scheduler's counters; a missing key means that its value has not changed."""
-        previous = self.snapshot[0] if self.snapshot else {}
-        self.snapshot = [{**previous, **statistics}, metrics]
+        previous_counters = self.snapshot[0] if self.snapshot else {}
+        self.snapshot = [{**previous_counters, **statistics}, metrics]
         self._update_successor()
 
     def pass_to(self, successor: CarriedCounters | None) -> None:

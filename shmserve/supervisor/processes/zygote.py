@@ -217,14 +217,14 @@ class Zygote:
             else:
                 waiter.set_exception(_start_failure(-pid))
 
-    def _on_exit(self, exited: asyncio.Future[str]) -> None:
+    def _on_exit(self, exit_reason: asyncio.Future[str]) -> None:
         assert self._serving_zygote is not None
         self._read_responses()
         self._loop.remove_reader(self._serving_zygote.link.fileno())
         self._serving_zygote.link.close()
         if self._is_stopping:
             return
-        logger.error("process %s ended (%s)", self._title, exited.result())
+        logger.error("process %s ended (%s)", self._title, exit_reason.result())
         spare, self._spare = self._spare, None
         if spare is not None:
             self._take_over(spare)
@@ -273,12 +273,12 @@ class Zygote:
         spare = self._spare = _ZygoteProcess(child, own_end)
         child.exited.add_done_callback(partial(self._on_spare_exit, spare))
 
-    def _on_spare_exit(self, spare: _ZygoteProcess, exited: asyncio.Future[str]) -> None:
+    def _on_spare_exit(self, spare: _ZygoteProcess, exit_reason: asyncio.Future[str]) -> None:
         if self._spare is spare:
             self._spare = None
             spare.link.close()
             if not self._is_stopping:
-                logger.error("process %s ended (%s)", spare.child.title, exited.result())
+                logger.error("process %s ended (%s)", spare.child.title, exit_reason.result())
                 pause_s = self._backoff.pause_s(time.monotonic() - spare.started_at)
                 self._loop.call_later(pause_s, self._fork_spare)
 

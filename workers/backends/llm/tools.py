@@ -268,8 +268,8 @@ class MessageFormats:
         # The message that is continued may have opened or closed the reasoning.
         reasoning_depth = ending.rfind(opening_tag) - ending.rfind(end) if continues_message else 0
         # A template may have closed the reasoning, for example if thinking is disabled.
-        reasoning = () if end and (ending.endswith(end) or reasoning_depth < 0) else self._reasoning
-        if request is None and not reasoning:
+        tags = () if end and (ending.endswith(end) or reasoning_depth < 0) else self._reasoning
+        if request is None and not tags:
             return None
         tool_syntax = self._tool_syntax
         if tool_syntax is None and request is not None and not request.required:
@@ -278,14 +278,14 @@ class MessageFormats:
                 f"may set tool_parser, one of {', '.join(TOOL_PARSERS)}"
             )
         tool_syntax = tool_syntax or FAMILIES["hermes"]
-        is_reasoning_open = bool(reasoning) and (
+        is_reasoning_open = bool(tags) and (
             ending.endswith(opening_tag) or reasoning_depth > 0 or self._always_reasons
         )
         markers = {*tool_syntax.markers, opening_tag, end} & self._special_tokens
         return MessageFormat(
             tool_syntax,
             {tool.name: tool.parameters for tool in request.tools} if request else {},
-            reasoning,
+            tags,
             is_reasoning_open,
             request.allows_parallel_calls if request else True,
             hides_reasoning,
@@ -314,9 +314,9 @@ class MessageFormats:
         may_omit_end = False
         if request is not None and has_calls:
             calls = output_format.family.call_grammar(lark, request.tools)
-            required = request.required or has_grammar
+            must_call = request.required or has_grammar
             openings = (
-                f"{lark.text(begin) if required else lark.any_text(begin)} {call_rule}"
+                f"{lark.text(begin) if must_call else lark.any_text(begin)} {call_rule}"
                 for begin, call_rule in calls.first_calls
             )
             tags = {begin for begin, _ in calls.first_calls}

@@ -207,9 +207,9 @@ def _packed_values(contents: InferTensorContents) -> bytes:
     A loop over the values takes a hundred times as long, and changes signalling NaNs.
     """
     contents.DiscardUnknownFields()
-    serialized: bytes = contents.SerializeToString()
-    size, start = _decode_length(serialized, 1)  # from 1, because the tag is one byte
-    return serialized[start : start + size]
+    serialized_contents: bytes = contents.SerializeToString()
+    size, start = _decode_length(serialized_contents, 1)  # from 1, because the tag is one byte
+    return serialized_contents[start : start + size]
 
 
 def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:
@@ -251,13 +251,13 @@ def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:
                 request.parameters[key] = value
 
 
-def _check_kind(key: str, kind: str | None, *allowed: str) -> None:
-    if kind not in allowed:
-        raise _kind_error(key, allowed)
+def _check_kind(key: str, kind: str | None, *allowed_kinds: str) -> None:
+    if kind not in allowed_kinds:
+        raise _kind_error(key, allowed_kinds)
 
 
-def _kind_error(key: str, allowed: tuple[str, ...]) -> InvalidArgument:
-    *first_kinds, last_kind = allowed
+def _kind_error(key: str, allowed_kinds: tuple[str, ...]) -> InvalidArgument:
+    *first_kinds, last_kind = allowed_kinds
     comma = "," if len(first_kinds) > 1 else ""
     kinds_text = f"{', '.join(first_kinds)}{comma} or {last_kind}" if first_kinds else last_kind
     return InvalidArgument(f"invalid value type for '{key}' parameter, expected {kinds_text}.")
