@@ -171,7 +171,7 @@ def source_of(cls: type) -> str:
 def _read_class_source(cls: type) -> tuple[int, str]:
     """Return the number of the first line of a class in its file or cell, and its lines.
 
-    An indented class follows the line `if True:`, which preserves its strings.
+    The lines of an indented class begin with `if True:`. Dedenting would change long strings.
 
     Raises:
         OSError: The class is neither in a file nor in a cell.

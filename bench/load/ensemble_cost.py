@@ -104,7 +104,7 @@ class Chain:
         self._in_process_links = links = InProcessLinks()
         self._clients = Outbox()
         self._workers: list[tuple[BatchingCore, Front[Any], bytes, Outbox]] = []
-        self._active: dict[Front[Any], None] = {}
+        self._active_fronts: dict[Front[Any], None] = {}
         self._last_id = 0
         steps = [
             {"model_name": name, "input_map": {"X": input_name}, "output_map": {"Y": output_name}}
@@ -114,7 +114,7 @@ class Chain:
         core: EnsembleCore
 
         def from_step(endpoint: str, message: Any) -> None:
-            self._active[self._ensemble] = None
+            self._active_fronts[self._ensemble] = None
             core.step_runner.receive(endpoint, message, time.monotonic_ns())
 
         waiter = DescriptorWaiter()
@@ -158,7 +158,7 @@ class Chain:
         front = Front(core, clients, control, time.time_ns, spec.name)
 
         def from_in_process_peer(peer: bytes, message: Any) -> None:
-            self._active[front] = None
+            self._active_fronts[front] = None
             front.handle_client_message(peer, message, time.monotonic_ns())
 
         self._in_process_links.register(spec.name, from_in_process_peer)
@@ -173,7 +173,7 @@ class Chain:
         tensor = TensorRef("I", "FP32", (_SMALL_ELEMENTS,), _DATA)
         now_ns = time.monotonic_ns()
         packed_request = pack_inference(Inference((tensor,), ()))
-        self._active[self._ensemble] = None
+        self._active_fronts[self._ensemble] = None
         self._ensemble.handle_client_message(
             _GATEWAY, m.Submit(self._last_id, *packed_request, now_ns, 0, 0, 0), now_ns
         )
@@ -183,7 +183,7 @@ class Chain:
                 while workers.posted:
                     message = workers.posted.popleft()
                     if isinstance(message, m.Execute):
-                        self._active[front] = None
+                        self._active_fronts[front] = None
                         began_ns = time.perf_counter_ns()
                         batch_finished = self._execute(message)
                         self.worker_ns += time.perf_counter_ns() - began_ns
@@ -193,10 +193,10 @@ class Chain:
         self._clients.posted.clear()
 
     def _deliver(self) -> None:
-        while self._active or self._in_process_links.queued_messages:
+        while self._active_fronts or self._in_process_links.queued_messages:
             self._in_process_links.deliver()
-            active_fronts = list(self._active)
-            self._active.clear()
+            active_fronts = list(self._active_fronts)
+            self._active_fronts.clear()
             for front in active_fronts:
                 front.tick(time.monotonic_ns())
 

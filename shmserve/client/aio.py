@@ -93,20 +93,20 @@ class ResponseStream:
     ) -> None:
         self._start: Callable[..., Awaitable[tuple[_LoopChannel, ClientStream]]] | None = start
         self._channel: _LoopChannel
-        self._pending: ClientStream | None = None
+        self._request: ClientStream | None = None
         self._arrived = asyncio.Event()
 
     async def _ensure_started(self) -> ClientStream | None:
         if self._start is not None:
             start, self._start = self._start, None
-            self._channel, self._pending = await start(self._arrived.set)
-        return self._pending
+            self._channel, self._request = await start(self._arrived.set)
+        return self._request
 
     def __aiter__(self) -> ResponseStream:
         return self
 
     async def __anext__(self) -> Result:
-        pending_request = self._pending or await self._ensure_started()
+        pending_request = self._request or await self._ensure_started()
         if pending_request is None:
             raise StopAsyncIteration
         credit = pending_request.record_read()
@@ -135,7 +135,7 @@ class ResponseStream:
             raise
 
     def _cancel(self) -> None:
-        pending_request = self._pending
+        pending_request = self._request
         if pending_request is not None:
             if not pending_request.has_finished and not pending_request.is_abandoned:
                 self._channel.cancel(pending_request)
@@ -154,7 +154,7 @@ class ResponseStream:
         await self.aclose()
 
     def __del__(self) -> None:
-        pending_request = self._pending
+        pending_request = self._request
         if pending_request is None or pending_request.has_finished or pending_request.is_abandoned:
             return
         with contextlib.suppress(RuntimeError):  # the event loop is closed

@@ -145,7 +145,7 @@ class ModelMetrics:
             self.process_exited(pid)
 
     def report(self, pid: int, families: Families) -> None:
-        """Replace the families of instance `pid`, whose counts begin at its start."""
+        """Replace the families of the instance in process `pid`, which count since its start."""
         self._families_by_pid[pid] = families
 
     def process_exited(self, pid: int) -> None:

@@ -128,14 +128,14 @@ class ResponseStream:
 
     def __init__(self, channel: Channel, pending_request: ClientStream, owner: object) -> None:
         self._channel = channel
-        self._pending = pending_request
+        self._request = pending_request
         self._owner = owner  # the reference keeps the client from being collected and closed
 
     def __iter__(self) -> ResponseStream:
         return self
 
     def __next__(self) -> Result:
-        pending_request = self._pending
+        pending_request = self._request
         credit = pending_request.record_read()
         if credit:
             self._channel.credit(pending_request, credit)
@@ -147,7 +147,7 @@ class ResponseStream:
 
     def close(self) -> None:
         """Discard unread responses and cancel the request if it has not ended. Idempotent."""
-        pending_request = self._pending
+        pending_request = self._request
         if not pending_request.has_finished and not pending_request.is_abandoned:
             self._channel.cancel((pending_request,))
         pending_request.abandon()

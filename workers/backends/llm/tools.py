@@ -236,7 +236,7 @@ class MessageFormats:
 
     def __init__(self, tool_parser: str, reasoning_parser: str, tokenizer: Tokenizer) -> None:
         self._tool_syntax = FAMILIES.get(ALIASES.get(tool_parser, tool_parser))
-        self._reasoning = REASONING.get(reasoning_parser, ())  # opening and closing tags
+        self._reasoning_tags = REASONING.get(reasoning_parser, ())  # opening and closing tags
         self._always_reasons = reasoning_parser == "deepseek_r1"
         self._decode = tokenizer.decode
         added_tokens = tokenizer.get_added_tokens_decoder().items()
@@ -264,11 +264,11 @@ class MessageFormats:
             InvalidArgument: The format of the model's calls is not known.
         """
         ending = prompt.rstrip()
-        opening_tag, end = self._reasoning or ("", "")
+        opening_tag, end = self._reasoning_tags or ("", "")
         # The message that is continued may have opened or closed the reasoning.
         reasoning_depth = ending.rfind(opening_tag) - ending.rfind(end) if continues_message else 0
         # A template may have closed the reasoning, for example if thinking is disabled.
-        tags = () if end and (ending.endswith(end) or reasoning_depth < 0) else self._reasoning
+        tags = () if end and (ending.endswith(end) or reasoning_depth < 0) else self._reasoning_tags
         if request is None and not tags:
             return None
         tool_syntax = self._tool_syntax
@@ -342,7 +342,7 @@ class MessageFormats:
         Raises:
             InvalidArgument: The tags of reasoning are not known, or not tokens.
         """
-        begin, end = (self._added_tokens.get(tag, -1) for tag in self._reasoning or ("", ""))
+        begin, end = (self._added_tokens.get(tag, -1) for tag in self._reasoning_tags or ("", ""))
         if min(begin, end) < 0:
             raise InvalidArgument(
                 "thinking_token_budget: only supported if the model's messages have tags of "
