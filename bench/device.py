@@ -72,12 +72,12 @@ def _client_calls(client: shmserve.client.Server) -> dict[str, Callable[[], obje
     specs = {"input": spec, "output": spec}
     device = client.allocate(specs, device="cuda:0")
     device["input"].fill(values)
-    pinned, unpinned = client.allocate(specs, pin=True), client.allocate(specs)
-    pinned["input"][:] = unpinned["input"][:] = values
+    pinned_region, unpinned_region = client.allocate(specs, pin=True), client.allocate(specs)
+    pinned_region["input"][:] = unpinned_region["input"][:] = values
     kinds: dict[str, Any] = {
         "in place on the device": device,
-        "in pinned host memory": pinned,
-        "in host memory": unpinned,
+        "in pinned host memory": pinned_region,
+        "in host memory": unpinned_region,
         "given as an array": {"input": values},
     }
     return {name: partial(client.infer, "linear", inputs) for name, inputs in kinds.items()}

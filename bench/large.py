@@ -94,15 +94,15 @@ def connections(count: int) -> None:
         with _server([servers.BENCH / "models" / "simple"]) as server:
             port = server.ports.grpc if name == "grpc" else server.ports.http
             gateway = f"gateway {name}"
-            active = [open_connection(port) for _ in range(_ACTIVE_COUNT)]
-            latencies_before = _latencies(active)
+            active_connections = [open_connection(port) for _ in range(_ACTIVE_COUNT)]
+            latencies_before = _latencies(active_connections)
             mb_before = _memory_mb(server, gateway)
             start_s = time.perf_counter()
-            idle = [_send_one_request(open_connection(port)) for _ in range(count)]
+            idle_connections = [_send_one_request(open_connection(port)) for _ in range(count)]
             took_us = (time.perf_counter() - start_s) / count * 1e6
             kb = (_memory_mb(server, gateway) - mb_before) / count * 1e3
-            latencies_after = _latencies(active)
-            closed_count = sum(map(_is_closed_by_server, idle))
+            latencies_after = _latencies(active_connections)
+            closed_count = sum(map(_is_closed_by_server, idle_connections))
             print(
                 f"{name}: {count:,} idle connections, {closed_count} of them closed by the server; "
                 f"{took_us:,.0f} µs and {kb:.1f} KB each; {_ACTIVE_COUNT} active connections: "
@@ -110,7 +110,7 @@ def connections(count: int) -> None:
                 f"{_quantiles(latencies_after)}",
                 flush=True,
             )
-            for connection in (*idle, *active):
+            for connection in (*idle_connections, *active_connections):
                 connection.sock.close()
 
 

@@ -158,14 +158,14 @@ class Runner:
             assert model is not None
             self._context.log(f"{case.name}: {product.name}")
             try:
-                measured = case.measure(product, model, self._settings.repeats, self.results.notes)
+                result = case.measure(product, model, self._settings.repeats, self.results.notes)
             except _CASE_FAILURES as error:
                 self._context.skip(f"{case.name}, {product.name}", str(error), failed=True)
                 continue
-            for row, samples in zip(rows, measured.samples, strict=True):
+            for row, samples in zip(rows, result.samples, strict=True):
                 row.samples[product.name] = samples
-            if measured.raw:
-                self.results.raw_delays_us[product.name] = measured.raw
+            if result.raw:
+                self.results.raw_delays_us[product.name] = result.raw
         for row in rows:
             self._add(row)
 
@@ -177,10 +177,10 @@ class Runner:
         model = folder / "torch"
         if not model.exists():
             command = [sys.executable, "-m", "bench.system.torch_model", str(model)]
-            completed = subprocess.run(
+            process = subprocess.run(
                 command, cwd=BENCH.parent, capture_output=True, text=True, check=False
             )
-            if completed.returncode != 0:
-                self._context.skip("torch model", completed.stderr.strip()[-300:], failed=True)
+            if process.returncode != 0:
+                self._context.skip("torch model", process.stderr.strip()[-300:], failed=True)
                 return None
         return model

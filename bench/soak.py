@@ -116,9 +116,9 @@ def report(run: Run, notes: Sequence[str]) -> int:
     growth = resources.growth(run.samples)
     third = len(run.medians) // 3
     if third:
-        previous = statistics.median(run.medians[-2 * third : -third])
+        previous_median = statistics.median(run.medians[-2 * third : -third])
         print(f"p50 of the last third {statistics.median(run.medians[-third:]):.1f} ms, ", end="")
-        print(f"of the one before {previous:.1f} ms")
+        print(f"of the one before {previous_median:.1f} ms")
     for line in (*(f"grew: {resource}" for resource in growth), *run.failures[:20], *notes):
         print(line)
     print(f"{len(growth)} grew, {len(run.failures)} requests failed")

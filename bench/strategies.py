@@ -88,17 +88,17 @@ def _triton_models(folder: Path) -> list[Path]:
 
 
 def _measure(
-    served: list[tuple[Server, str]], analyzer: Analyzer, seconds: float, repeats: int
+    served_models: list[tuple[Server, str]], analyzer: Analyzer, seconds: float, repeats: int
 ) -> dict[str, list[Point]]:
     """Measure each model under each load, and return a curve for each model.
 
     The models take turns at each load, so that a slow moment of the machine affects all of them.
     """
-    curves: dict[str, list[Point]] = {model: [] for _, model in served}
+    curves: dict[str, list[Point]] = {model: [] for _, model in served_models}
     for in_flight in IN_FLIGHT:
-        samples: dict[str, list[Point]] = {model: [] for _, model in served}
+        samples: dict[str, list[Point]] = {model: [] for _, model in served_models}
         for turn in range(repeats + 1):
-            for server, model in served[:: -1 if turn % 2 else 1]:
+            for server, model in served_models[:: -1 if turn % 2 else 1]:
                 load = perf.Load(model, in_flight)
                 address = server.address("http")
                 report = perf.measure(analyzer, load, address, seconds if turn else _WARM_UP_S)
@@ -180,13 +180,13 @@ def main() -> int:
     if analyzer is None:
         return 2
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
-        served = []
+        served_models = []
         for product in context.products():
             write_models = _shmserve_models if isinstance(product, Shmserve) else _triton_models
             models = write_models(Path(folder))
             server = stack.enter_context(running(product, models, notes=[]))
-            served += [(server, model.name) for model in models]
-        curves = _measure(served, analyzer, options.seconds, options.repeats)
+            served_models += [(server, model.name) for model in models]
+        curves = _measure(served_models, analyzer, options.seconds, options.repeats)
     options.out.parent.mkdir(exist_ok=True)
     curve_points = {name: [asdict(point) for point in points] for name, points in curves.items()}
     metadata = {"machine": machine.describe(), "versions": machine.versions()}

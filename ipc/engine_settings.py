@@ -235,19 +235,19 @@ def _valid_settings(
 
 def _allowed_values(setting: Field[Any], value: Any) -> str:
     """Return the text of the allowed values if `value` is invalid, otherwise ""."""
-    default, allowed = setting.default, setting.metadata.get("allowed", ())
+    default, values = setting.default, setting.metadata.get("allowed", ())
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, str):
         if not isinstance(value, str):
             return "a string"
-        if not allowed or value in allowed:
+        if not values or value in values:
             return ""
-        return f"one of {', '.join(filter(None, allowed))}{suggestion(value, allowed)}"
+        return f"one of {', '.join(filter(None, values))}{suggestion(value, values)}"
     if isinstance(default, tuple):
         is_list = isinstance(value, list) and all(isinstance(item, str) and item for item in value)
         return "" if is_list else "a list of names"
-    minimum, maximum = allowed
+    minimum, maximum = values
     is_integer = isinstance(default, int)
     if isinstance(value, bool) or not isinstance(value, int if is_integer else (int, float)):
         return "an integer" if is_integer else "a number"

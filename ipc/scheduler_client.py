@@ -423,6 +423,6 @@ class SchedulerClient(Generic[R]):
         """
         for number in list(self.settling):
             self._settle(number)
-        pending = list(self.pending.values())
+        pending_requests = list(self.pending.values())
         self.pending.clear()
-        return pending
+        return pending_requests

@@ -41,13 +41,13 @@ class Timers(Generic[R]):
 
     def take_expired(self, now_ns: int) -> list[R]:
         """Remove the expired timers and return their requests, except those that have ended."""
-        heap, expired_requests = self._heap, []
+        heap, expired_items = self._heap, []
         while heap and (heap[0][0] < now_ns or self._has_ended(heap[0][2])):
             request = heapq.heappop(heap)[2]
             if not self._has_ended(request):
-                expired_requests.append(request)
+                expired_items.append(request)
         self.due_ns = heap[0][0] + 1 if heap else NEVER
-        return expired_requests
+        return expired_items
 
     def _sweep(self) -> None:
         heap, has_ended = self._heap, self._has_ended

@@ -171,7 +171,7 @@ def source_of(cls: type) -> str:
 def _read_class_source(cls: type) -> tuple[int, str]:
     """Return the number of the first line of a class in its file or cell, and its lines.
 
-    An indented class follows the line `if True:`, which preserves its strings.
+    The lines of an indented class begin with `if True:`. Dedenting would change long strings.
 
     Raises:
         OSError: The class is neither in a file nor in a cell.
@@ -310,8 +310,8 @@ def _used_names(tree: ast.AST) -> set[str]:
     for table in tables:
         tables += table.get_children()
         is_module = table.get_type() == "module"
-        referenced = (symbol for symbol in table.get_symbols() if symbol.is_referenced())
-        names |= {symbol.get_name() for symbol in referenced if is_module or symbol.is_global()}
+        used_symbols = (symbol for symbol in table.get_symbols() if symbol.is_referenced())
+        names |= {symbol.get_name() for symbol in used_symbols if is_module or symbol.is_global()}
     return names
 
 

@@ -190,8 +190,8 @@ def from_status(status: int, message: str) -> ShmserveError:
 
 def clip(text: str, limit: int = 60) -> str:
     """Shorten `text` for an error line, and escape its control characters."""
-    printable = text if text.isprintable() else ascii(text)[1:-1]
-    return printable if len(printable) <= limit else printable[:limit] + "..."
+    printable_text = text if text.isprintable() else ascii(text)[1:-1]
+    return printable_text if len(printable_text) <= limit else printable_text[:limit] + "..."
 
 
 def printable_line(text: str) -> str:

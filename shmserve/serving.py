@@ -105,13 +105,13 @@ def serve(
         )
     check_number("timeout", timeout)
     is_single = isinstance(models, type | str | os.PathLike) or not isinstance(models, Iterable)
-    served: list[Any] = [models] if is_single else list(models)  # type: ignore[arg-type]
+    items: list[Any] = [models] if is_single else list(models)  # type: ignore[arg-type]
     sources: Sources = {}
     is_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR
     folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if is_long else None))
     owner_pid = os.getpid()
     try:
-        arguments = [word for model in served for word in _model_arguments(model, folder, sources)]
+        arguments = [word for model in items for word in _model_arguments(model, folder, sources)]
         run_dir = Path(flags.get("run_dir") or folder / "run")
         options = {"allow_grpc": False, "allow_metrics": False, "http_port": port, **flags}
         options["run_dir"] = run_dir
@@ -200,9 +200,9 @@ def _connect_when_ready(
 def user_log(log: Path, sources: Sources) -> str:
     """Return the server's log; paths of the user's files replace those of generated files."""
     text = log.read_text(errors="replace")
-    for generated, source in sources.items():
-        text = text.replace(str(generated), str(source))
-        stem = generated.stem
+    for generated_path, source in sources.items():
+        text = text.replace(str(generated_path), str(source))
+        stem = generated_path.stem
         text = re.sub(rf"\b(?:{stem}/\d+/)?{stem}\.py:(?=\d)", f"{source.name}:", text)
     return text
 
@@ -222,8 +222,8 @@ def _start_error(log: str, status: int | None, timeout: float) -> ShmserveError:
         return error_class("\n".join(dict.fromkeys(match[2] for match in matches)))
     if status is None:
         return Unavailable(f"the server is not ready after {timeout} s:\n" + log[-2000:])
-    printed = re.sub(r"(?m)^shmserve: ", "", log.strip())  # by a command that ended before its log
-    text = "\n".join(lines) or printed or f"the server exited with status {status}"
+    log_text = re.sub(r"(?m)^shmserve: ", "", log.strip())  # by a command that ended before its log
+    text = "\n".join(lines) or log_text or f"the server exited with status {status}"
     return InvalidArgument(text)
 
 

@@ -45,9 +45,9 @@ class Device:
 
     def host_buffer(self, byte_size: int) -> memoryview:
         """Return writable host memory from which copies to the device are fast."""
-        padded = np.empty(byte_size + _ALIGNMENT, np.uint8)
-        start = -padded.ctypes.data % _ALIGNMENT
-        return padded[start : start + byte_size].data
+        padded_buffer = np.empty(byte_size + _ALIGNMENT, np.uint8)
+        start = -padded_buffer.ctypes.data % _ALIGNMENT
+        return padded_buffer[start : start + byte_size].data
 
     def put(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to the device. The tensor must not change until `synchronize`."""

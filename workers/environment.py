@@ -131,14 +131,14 @@ def _check_interpreter(python: Path) -> Path:
     subject = f"environment '{python.parent.parent}'"
     try:
         command = [str(python), "-I", "-c", _PROBE_SCRIPT, *_server_package_folders()]
-        completed = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S)
-        version, numpy_version = json.loads(completed.stdout.splitlines()[-1])
+        process = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S)
+        version, numpy_version = json.loads(process.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InvalidArgument(f"{subject}: {python.name} cannot be run: {error}") from None
     except (IndexError, ValueError):
-        last_line = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        last_line = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise InvalidArgument(
-            f"{subject}: {python.name} ended with status {completed.returncode} at its start: "
+            f"{subject}: {python.name} ended with status {process.returncode} at its start: "
             f"{last_line}"
         ) from None
     version_text, oldest_text = ".".join(map(str, version)), ".".join(map(str, _OLDEST_PYTHON))

@@ -177,18 +177,18 @@ class States:
         for spec in self._specs:
             value = values.get(spec.input_name)
             if value is None:
-                raw = memoryview(bytearray(spec.initial_value))
-                value = values[spec.input_name] = _StateValue(spec.datatype, spec.shape, raw)
+                data = memoryview(bytearray(spec.initial_value))
+                value = values[spec.input_name] = _StateValue(spec.datatype, spec.shape, data)
             request.inputs[spec.input_name] = self._create_input(spec, value)
         request.states = self.output_names
         return tuple(values[spec.input_name].shape for spec in self._specs)
 
     def _create_input(self, spec: StateSpec, value: _StateValue) -> Input:
-        raw = value.raw
+        data = value.raw
         if self._copy_states and not spec.same_buffer:
-            raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
-        fields, in_place = (spec.input_name, value.datatype, value.shape, raw), spec.same_buffer
-        on_device = not isinstance(raw, memoryview)
+            data = memoryview(bytearray(data)) if isinstance(data, memoryview) else data.clone()
+        fields, in_place = (spec.input_name, value.datatype, value.shape, data), spec.same_buffer
+        on_device = not isinstance(data, memoryview)
         return Input(*fields, on_device=on_device, is_state=not in_place, is_private=in_place)
 
     def __len__(self) -> int:

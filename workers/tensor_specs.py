@@ -99,18 +99,18 @@ def complete(
     config: dict[str, Any], description: FileDescription, backend_config: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return `config` with the inputs, outputs, batch size and batching that it lacks."""
-    completed = dict(config)
+    result = dict(config)
     default_max_batch_size = int(backend_config.get("default-max-batch-size", "4"))
     if not config.get("input") and not config.get("output") and not config.get("max_batch_size"):
-        completed["max_batch_size"] = min(description.largest_batch, default_max_batch_size)
-        if completed["max_batch_size"] > 1 and not ModelSpec.of(config).has_scheduler:
-            completed["dynamic_batching"] = {}
-    is_batched = completed.get("max_batch_size", 0) > 0
+        result["max_batch_size"] = min(description.largest_batch, default_max_batch_size)
+        if result["max_batch_size"] > 1 and not ModelSpec.of(config).has_scheduler:
+            result["dynamic_batching"] = {}
+    is_batched = result.get("max_batch_size", 0) > 0
     if not config.get("input"):
-        completed["input"] = [tensor_config(tensor, is_batched) for tensor in description.inputs]
+        result["input"] = [tensor_config(tensor, is_batched) for tensor in description.inputs]
     if not config.get("output"):
-        completed["output"] = [tensor_config(tensor, is_batched) for tensor in description.outputs]
-    return completed
+        result["output"] = [tensor_config(tensor, is_batched) for tensor in description.outputs]
+    return result
 
 
 def tensor_config(tensor: FileTensor, is_batched: bool) -> dict[str, Any]:

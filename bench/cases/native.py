@@ -147,8 +147,8 @@ def run(case: NativeCase, context: Context) -> list[Row]:
                     )[case.column]
                     for listener in case.listeners
                 ]
-                best = max(triton_figures) if case.in_flight > 1 else min(triton_figures)
-                row.samples.setdefault(TRITON, []).append(best)
+                best_figure = max(triton_figures) if case.in_flight > 1 else min(triton_figures)
+                row.samples.setdefault(TRITON, []).append(best_figure)
             figures = [f"{name} {values[-1]:,.0f}" for name, values in row.samples.items()]
             context.log(f"{case.name}: {', '.join(figures)} {case.figure.unit}")
     return [row]

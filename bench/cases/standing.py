@@ -147,10 +147,10 @@ def _queue_delays(client: Client, model: str, requests: int) -> list[float]:
 def _window(server: Server) -> tuple[float, float]:
     """Return the CPU (% of a core) and PSS (MB) over some seconds without requests."""
     time.sleep(_SETTLE_S)
-    started, cpu_before_s = time.perf_counter(), processes.cpu_s(server.pid)
+    start_s, cpu_before_s = time.perf_counter(), processes.cpu_s(server.pid)
     time.sleep(_IDLE_S)
     used_s = processes.cpu_s(server.pid) - cpu_before_s
-    return 100 * used_s / (time.perf_counter() - started), processes.pss_mb(server.pid)
+    return 100 * used_s / (time.perf_counter() - start_s), processes.pss_mb(server.pid)
 
 
 def _load(client: Client, config: dict[str, Any], count: int) -> float:

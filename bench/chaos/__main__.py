@@ -162,8 +162,8 @@ def _report(stage: Stage) -> None:
     for line in ledger.slow_recoveries:
         print(f"slow: {line}")
     print("recovery times in s:                n     p50     p99     max")
-    total = [time_s for times in ledger.recoveries.values() for time_s in times]
-    for kind, times in [*sorted(ledger.recoveries.items()), ("all faults", total)]:
+    recovery_times = [time_s for times in ledger.recoveries.values() for time_s in times]
+    for kind, times in [*sorted(ledger.recoveries.items()), ("all faults", recovery_times)]:
         if times:
             percentiles = " ".join(f"{quantile(times, share):7.3f}" for share in (0.5, 0.99, 1.0))
             print(f"  {kind:28} {len(times):6} {percentiles}")

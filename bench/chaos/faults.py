@@ -154,22 +154,22 @@ def _leak(stage: Stage) -> None:
 
 
 def _truncate_region(stage: Stage) -> None:
-    shared = stage.rng.choice([*REGIONS.values()] or [None])
-    if shared is None:
+    shared_object = stage.rng.choice([*REGIONS.values()] or [None])
+    if shared_object is None:
         return
     with stage.fault("region cut") as fault, contextlib.suppress(OSError):
-        shared.truncate(stage.rng.choice([0, 4096, shared.byte_size // 2]))
+        shared_object.truncate(stage.rng.choice([0, 4096, shared_object.byte_size // 2]))
         time.sleep(0.1)
-        shared.truncate(shared.byte_size)
+        shared_object.truncate(shared_object.byte_size)
         fault.since = time.monotonic()
 
 
 def _unlink(stage: Stage) -> None:
     """Unlink the name of a shared memory object. Its registrations must remain valid."""
-    shared = stage.rng.choice([*REGIONS.values()] or [None])
-    if shared is not None:
+    shared_object = stage.rng.choice([*REGIONS.values()] or [None])
+    if shared_object is not None:
         with stage.fault("unlink region"):
-            shared.path.unlink(missing_ok=True)
+            shared_object.path.unlink(missing_ok=True)
 
 
 def _fill(stage: Stage) -> None:

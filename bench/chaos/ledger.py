@@ -173,17 +173,17 @@ class Ledger:
 
     def record_error(self, load: str, client: str, started_at: float, error: str) -> None:
         """Record an incorrect or missing response, which is a failure unless a fault allows it."""
-        ended = time.monotonic()
+        end_s = time.monotonic()
         with self._condition:
             fault_names = [
-                fault.name for fault in self._faults if fault.overlaps(started_at, ended)
+                fault.name for fault in self._faults if fault.overlaps(started_at, end_s)
             ]
         rule = next(filter(None, (is_allowed(name, load, error) for name in fault_names)), "")
-        self.note(f"{client}: {error} ({ended - started_at:.3f} s after its request)")
+        self.note(f"{client}: {error} ({end_s - started_at:.3f} s after its request)")
         if rule:
             self.allowed_errors[load, rule] += 1
         else:
-            duration = f"{ended - started_at:.3f} s after its request"
+            duration = f"{end_s - started_at:.3f} s after its request"
             self.fail(f"{client}: {error} ({duration}, faults: {fault_names or 'none'})")
 
     # --- faults

@@ -56,10 +56,10 @@ class ErrorResponse(Exception):
     """An HTTP error response, as text."""
 
 
-def expect(actual: Any, expected: Any) -> None:
+def expect(actual: Any, expected_value: Any) -> None:
     """Compare a response with the expected values. Raises WrongResponse if they differ."""
-    if not np.array_equal(actual, expected):
-        raise WrongResponse(f"got {actual!r:.300}, expected {expected!r:.300}")
+    if not np.array_equal(actual, expected_value):
+        raise WrongResponse(f"got {actual!r:.300}, expected {expected_value!r:.300}")
 
 
 def _ok(reply: Reply) -> Reply:
@@ -265,9 +265,9 @@ def open_grpc_stream(server: Server, rng: random.Random) -> Iterator[SendRequest
             reply = response()
             outputs = [str(reply.as_numpy(name)) for name in ("OUT", "IDX")]
             received = (reply.get_response().id, outputs)
-            expected = (request_id, [f"[{value}]", f"[{index}]"])
-            if received != expected:
-                raise WrongResponse(f"got {received}, expected {expected}")
+            expected_response = (request_id, [f"[{value}]", f"[{index}]"])
+            if received != expected_response:
+                raise WrongResponse(f"got {received}, expected {expected_response}")
         final = response().get_response()
         expect((final.id, len(final.outputs)), (request_id, 0))
 
@@ -296,8 +296,8 @@ def open_texts(stream: bool) -> OpenLoad:
             )
             if reply.status != 200:
                 raise ErrorResponse(f"{reply.status}: {reply.body.decode()}")
-            generated = _streamed_text(reply) if stream else reply.json()["choices"][0]["text"]
-            expect(generated, _TEXTS.setdefault((prompt, tokens), generated))
+            generated_text = _streamed_text(reply) if stream else reply.json()["choices"][0]["text"]
+            expect(generated_text, _TEXTS.setdefault((prompt, tokens), generated_text))
 
         with server.http(REQUEST_TIMEOUT_S) as connection:
             yield send
@@ -333,24 +333,24 @@ def open_in_region(may_be_truncated: bool) -> OpenLoad:
 
         def send() -> None:
             values = _numbers(rng, np.float32, count)
-            shm_tensor = shm_input("INPUT0", "FP32", [count], shared.name, size)
-            output = {"name": "OUTPUT0", "parameters": in_region(shared.name, size, size)}
+            shm_tensor = shm_input("INPUT0", "FP32", [count], shared_object.name, size)
+            output = {"name": "OUTPUT0", "parameters": in_region(shared_object.name, size, size)}
             with _truncated_region():
-                shared.write(values)
+                shared_object.write(values)
             _ok(connection.infer("identity", {"inputs": [shm_tensor], "outputs": [output]}))
             with _truncated_region():
-                expect(shared.read(np.float32, count, size), values)
+                expect(shared_object.read(np.float32, count, size), values)
 
-        with server.http(REQUEST_TIMEOUT_S) as connection, SharedObject(2 * size) as shared:
-            _ok(connection.register(shared.name, shared.key, 2 * size))
+        with server.http(REQUEST_TIMEOUT_S) as connection, SharedObject(2 * size) as shared_object:
+            _ok(connection.register(shared_object.name, shared_object.key, 2 * size))
             if may_be_truncated:
-                REGIONS[shared.name] = shared
+                REGIONS[shared_object.name] = shared_object
             try:
                 yield send
             finally:
-                REGIONS.pop(shared.name, None)
+                REGIONS.pop(shared_object.name, None)
                 with contextlib.suppress(OSError, http.client.HTTPException):
-                    connection.unregister(shared.name)
+                    connection.unregister(shared_object.name)
 
     return load
 

@@ -60,15 +60,15 @@ class ServerResources:
         Returns:
             The remaining differences.
         """
-        remaining: list[str] = []
+        remaining_texts: list[str] = []
 
         def is_restored() -> bool:
-            remaining[:] = self.differences(ServerResources.of(server))
-            return not remaining
+            remaining_texts[:] = self.differences(ServerResources.of(server))
+            return not remaining_texts
 
         with contextlib.suppress(AssertionError):
             until("the server's resources are restored", is_restored, _SETTLE_S)
-        return remaining
+        return remaining_texts
 
     def as_text(self) -> str:
         """Return the totals of the server's resources as a line of text."""

@@ -211,8 +211,8 @@ def main() -> None:
             notes: list[str] = []
             with running(CountedShmserve(), [model], notes=notes) as server:
                 simple = contextlib.nullcontext(_in_bodies())
-                opened = simple if case == "simple" else _in_region(server)
-                with opened as requests:
+                load = simple if case == "simple" else _in_region(server)
+                with load as requests:
                     counts = count(server, folder, requests, options.requests)
             _print(case, counts, options.top)
             for note in notes:

@@ -66,8 +66,8 @@ def simple_message() -> bytes:
     for name in ("INPUT0", "INPUT1"):
         message.inputs.add(name=name, datatype="INT32", shape=[1, 16])
         message.raw_input_contents.append(struct.pack("<16i", *range(16)))
-    encoded: bytes = message.SerializeToString()
-    return encoded
+    encoded_message: bytes = message.SerializeToString()
+    return encoded_message
 
 
 def simple_request() -> bytes:
@@ -183,11 +183,11 @@ class HonestClient:
 def rate(clients: dict[socket.socket, HonestClient], seconds: float) -> float:
     """Return the calls per second of all clients."""
     began_s = time.perf_counter()
-    completed = 0
+    completed_count = 0
     while (took_s := time.perf_counter() - began_s) < seconds:
         for sock in select.select(list(clients), [], [], 0.1)[0]:
-            completed += clients[sock].read()
-    return completed / took_s
+            completed_count += clients[sock].read()
+    return completed_count / took_s
 
 
 @contextlib.contextmanager

@@ -38,9 +38,9 @@ class Client:
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Return the decoded JSON response, or None if it is empty."""
-        encoded = None if body is None else json.dumps(body).encode()
+        encoded_body = None if body is None else json.dumps(body).encode()
         try:
-            self._connection.request(method, path, encoded)
+            self._connection.request(method, path, encoded_body)
             response = self._connection.getresponse()
             text = response.read()
         except http.client.HTTPException as error:

@@ -104,7 +104,7 @@ class Chain:
         self._in_process_links = links = InProcessLinks()
         self._clients = Outbox()
         self._workers: list[tuple[BatchingCore, Front[Any], bytes, Outbox]] = []
-        self._active: dict[Front[Any], None] = {}
+        self._active_fronts: dict[Front[Any], None] = {}
         self._last_id = 0
         steps = [
             {"model_name": name, "input_map": {"X": input_name}, "output_map": {"Y": output_name}}
@@ -114,7 +114,7 @@ class Chain:
         core: EnsembleCore
 
         def from_step(endpoint: str, message: Any) -> None:
-            self._active[self._ensemble] = None
+            self._active_fronts[self._ensemble] = None
             core.step_runner.receive(endpoint, message, time.monotonic_ns())
 
         waiter = DescriptorWaiter()
@@ -131,8 +131,8 @@ class Chain:
         ):
             step_spec = _spec(name, "X", input_size, "Y", output_size)
             add(step_spec)
-            published = ModelPublished(name, "1", step_spec, {}, name, True, True, 0.0, 0)
-            core.handle_control_message(published, time.monotonic_ns())
+            publication = ModelPublished(name, "1", step_spec, {}, name, True, True, 0.0, 0)
+            core.handle_control_message(publication, time.monotonic_ns())
 
     def _add_instant(self, spec: ModelSpec) -> None:
         """Add a step that responds at once."""
@@ -158,7 +158,7 @@ class Chain:
         front = Front(core, clients, control, time.time_ns, spec.name)
 
         def from_in_process_peer(peer: bytes, message: Any) -> None:
-            self._active[front] = None
+            self._active_fronts[front] = None
             front.handle_client_message(peer, message, time.monotonic_ns())
 
         self._in_process_links.register(spec.name, from_in_process_peer)
@@ -172,10 +172,10 @@ class Chain:
         self._last_id += 1
         tensor = TensorRef("I", "FP32", (_SMALL_ELEMENTS,), _DATA)
         now_ns = time.monotonic_ns()
-        packed = pack_inference(Inference((tensor,), ()))
-        self._active[self._ensemble] = None
+        packed_request = pack_inference(Inference((tensor,), ()))
+        self._active_fronts[self._ensemble] = None
         self._ensemble.handle_client_message(
-            _GATEWAY, m.Submit(self._last_id, *packed, now_ns, 0, 0, 0), now_ns
+            _GATEWAY, m.Submit(self._last_id, *packed_request, now_ns, 0, 0, 0), now_ns
         )
         while not self._clients.posted:
             self._deliver()
@@ -183,27 +183,27 @@ class Chain:
                 while workers.posted:
                     message = workers.posted.popleft()
                     if isinstance(message, m.Execute):
-                        self._active[front] = None
+                        self._active_fronts[front] = None
                         began_ns = time.perf_counter_ns()
-                        finished = self._execute(message)
+                        batch_finished = self._execute(message)
                         self.worker_ns += time.perf_counter_ns() - began_ns
-                        core.results.handle(peer, finished, time.monotonic_ns())
+                        core.results.handle(peer, batch_finished, time.monotonic_ns())
         (response,) = self._clients.posted
         assert isinstance(response, m.Finished), response
         self._clients.posted.clear()
 
     def _deliver(self) -> None:
-        while self._active or self._in_process_links.queued_messages:
+        while self._active_fronts or self._in_process_links.queued_messages:
             self._in_process_links.deliver()
-            active = list(self._active)
-            self._active.clear()
-            for front in active:
+            active_fronts = list(self._active_fronts)
+            self._active_fronts.clear()
+            for front in active_fronts:
                 front.tick(time.monotonic_ns())
 
     def _execute(self, batch: m.Execute) -> m.BatchFinished:
         """Return the message that ends a batch; unpack each schema once, like a worker."""
-        (received,) = frames.unpack(frames.pack([batch]))
-        (request,) = received.requests
+        (received_batch,) = frames.unpack(frames.pack([batch]))
+        (request,) = received_batch.requests
         schema_entry = self._schemas[request.schema]
         size, data = _SMALL_ELEMENTS, _DATA
         if schema_entry.outputs[0].has_range:
@@ -211,14 +211,14 @@ class Chain:
             size = data[2] // 4
         reply = m.Reply(request.key, "", "", _response_schema(size), [data])
         now_ns = time.monotonic_ns()
-        finished = m.BatchFinished(batch.batch, now_ns, now_ns, now_ns, now_ns, [reply])
-        (returned,) = frames.unpack(frames.pack([finished]))
-        return returned  # type: ignore[no-any-return]
+        batch_finished = m.BatchFinished(batch.batch, now_ns, now_ns, now_ns, now_ns, [reply])
+        (returned_message,) = frames.unpack(frames.pack([batch_finished]))
+        return returned_message  # type: ignore[no-any-return]
 
 
 def measure(chain: Chain, requests: int = 4000) -> tuple[float, float]:
     """Return the µs of a request and of its workers' stand-in, the best of five rounds."""
-    best = (float("inf"), 0.0)
+    best_times = (float("inf"), 0.0)
     count = requests // 5
     for _ in range(5):
         chain.worker_ns = 0
@@ -226,8 +226,8 @@ def measure(chain: Chain, requests: int = 4000) -> tuple[float, float]:
         for _ in range(count):
             chain.run()
         took_us = (time.process_time() - start_s) / count * 1e6
-        best = min(best, (took_us, chain.worker_ns / count / 1e3))
-    return best
+        best_times = min(best_times, (took_us, chain.worker_ns / count / 1e3))
+    return best_times
 
 
 if __name__ == "__main__":

@@ -119,19 +119,19 @@ def floor(model: Transformer, rows: int, head_rows: int) -> Callable[[], None]:
     architecture = model.architecture
     padded_rows = max(rows, MIN_ROWS)
     hidden = torch.randn(padded_rows, architecture.hidden)
-    inner = torch.randn(padded_rows, architecture.intermediate)
+    inner_states = torch.randn(padded_rows, architecture.intermediate)
     last_hidden = hidden[: max(head_rows, MIN_ROWS)].contiguous()
 
     @torch.inference_mode()
     def run_layers() -> None:
         for layer in model.layers[:-1]:
-            layer.qkv(hidden), layer.output(hidden), layer.gate_up(hidden), layer.down(inner)
+            layer.qkv(hidden), layer.output(hidden), layer.gate_up(hidden), layer.down(inner_states)
         layer = model.layers[-1]
         (
             layer.qkv(hidden),
             layer.output(last_hidden),
             layer.gate_up(last_hidden),
-            layer.down(inner[: len(last_hidden)]),
+            layer.down(inner_states[: len(last_hidden)]),
         )
         model.head(last_hidden)
 
@@ -164,7 +164,7 @@ def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
         prompt_floors.append(median_ms(floor(model, PROMPT_TOKENS, 1), 3))
     step, prompt = statistics.median(steps), statistics.median(prompts)
     step_floor, prompt_floor = statistics.median(floors), statistics.median(prompt_floors)
-    total = rows * prompt + (NEW_TOKENS - 1) * step
+    token_count = rows * prompt + (NEW_TOKENS - 1) * step
     total_floor = rows * prompt_floor + (NEW_TOKENS - 1) * step_floor
     return {
         "rows": rows,
@@ -172,9 +172,9 @@ def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
         "step_floor_ms": round(step_floor, 2),
         "prompt_ms": round(prompt, 2),
         "prompt_floor_ms": round(prompt_floor, 2),
-        "tokens_per_s": round(rows * NEW_TOKENS / total * 1e3, 1),
+        "tokens_per_s": round(rows * NEW_TOKENS / token_count * 1e3, 1),
         "floor_tokens_per_s": round(rows * NEW_TOKENS / total_floor * 1e3, 1),
-        "share_of_floor": round(total_floor / total, 3),
+        "share_of_floor": round(total_floor / token_count, 3),
     }
 
 
@@ -217,9 +217,9 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
                 for row in step.rows
                 if row.samples_next
             ]
-            stepped = Stepped(number, results, 0, 20_000_000, 0)
+            step_result = Stepped(number, results, 0, 20_000_000, 0)
             responded_s = time.thread_time()
-            engine.finish_step(stepped)
+            engine.finish_step(step_result)
             step_s.append(time.thread_time() - responded_s + planned_s - start_s)
             if len(results) == sequences:
                 decode_s.append(step_s[-1])

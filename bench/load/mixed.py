@@ -62,7 +62,7 @@ class Mixed:
                     await response.read()
 
             async def send_on_new_connection(number: int) -> None:
-                async with aiohttp.ClientSession() as fresh, fresh.get(self._url) as response:
+                async with aiohttp.ClientSession() as session, session.get(self._url) as response:
                     assert response.status == 200, await response.text()
 
             async def send_grpc(number: int) -> None:

@@ -130,7 +130,7 @@ def run_shmserve_perf(*arguments: object, seconds: float) -> dict[str, Any]:
         command += [f"--windows={_WINDOWS}", f"--window={seconds / _WINDOWS}"]
         command += [f"--warm-up={_WARM_UP_S}", f"--json={report}"]
         try:
-            completed = subprocess.run(
+            completed_process = subprocess.run(
                 command,
                 cwd=BENCH.parent,
                 capture_output=True,
@@ -140,8 +140,8 @@ def run_shmserve_perf(*arguments: object, seconds: float) -> dict[str, Any]:
             )
         except subprocess.TimeoutExpired:
             raise LoadFailed("shmserve perf did not end in time") from None
-        if completed.returncode != 0:
-            raise LoadFailed(f"shmserve perf failed: {completed.stderr.strip()[-600:]}")
+        if completed_process.returncode != 0:
+            raise LoadFailed(f"shmserve perf failed: {completed_process.stderr.strip()[-600:]}")
         point: dict[str, Any] = json.loads(report.read_text())["points"][0]
     if point["errors"]:
         raise LoadFailed(f"{point['errors']} requests failed: {point['error']}")

@@ -75,7 +75,7 @@ class BusyQueue:
     cancelled, another one expires, some are delayed, and the running batch ends.
     """
 
-    def __init__(self, queued: int, config: dict[str, Any] | None = None) -> None:
+    def __init__(self, queued_count: int, config: dict[str, Any] | None = None) -> None:
         self._worker = Outbox()
         settings = Settings.read(ModelSpec.of(config or CONFIG), "1", SchedulingLimits())
         control = Outbox(capacity=0)
@@ -83,10 +83,10 @@ class BusyQueue:
             settings, Schemas(_one_row), self._worker, control, time.perf_counter_ns
         )
         self.scheduler = Front(self.core, Outbox(capacity=0), control, time.time_ns, "m")
-        self._random = random.Random(queued)
+        self._random = random.Random(queued_count)
         self._now_ns = 1_000_000_000
         self._last_id = 0
-        self._live_count = queued + 2 * _BATCH
+        self._live_count = queued_count + 2 * _BATCH
         self._queued_ids: list[int] = []
         self.scheduler.handle_control_message(InstanceExpected(0, 100), self._now_ns)
         self._peer = b"0.100"
@@ -99,19 +99,19 @@ class BusyQueue:
         """Run the loop once, and return the number of requests that arrived; as many end."""
         self._now_ns += _STEP_NS
         self._submit(timeout_us=20)
-        arrived = 1
+        arrived_count = 1
         while self.core.live_count < self._live_count:
             self._submit()
-            arrived += 1
+            arrived_count += 1
         self.scheduler.handle_client_message(_GATEWAY, m.Cancel(self._draw_queued()), self._now_ns)
         while type(batch := self._worker.posted.popleft()) is not m.Execute:
             pass  # a cancellation of a running request
         times = (self._now_ns - 4, self._now_ns - 3, self._now_ns - 1, self._now_ns)
         replies = [m.Reply(work.key, "", "") for work in batch.requests]
-        finished = m.BatchFinished(batch.batch, *times, replies)
-        self.core.results.handle(self._peer, finished, self._now_ns)
+        batch_finished = m.BatchFinished(batch.batch, *times, replies)
+        self.core.results.handle(self._peer, batch_finished, self._now_ns)
         self.scheduler.tick(self._now_ns)
-        return arrived
+        return arrived_count
 
     def _submit(self, timeout_us: int = 0) -> None:
         self._last_id += 1
@@ -130,12 +130,12 @@ class BusyQueue:
         return ids.pop()
 
 
-def sample(queued: int, turns: int = 3000) -> float:
-    """Return the scheduler's time per request in microseconds, with `queued` requests in the queue.
+def sample(count: int, turns: int = 3000) -> float:
+    """Return the scheduler's time per request in microseconds, with `count` requests in the queue.
 
     The time includes all work between the request's messages.
     """
-    queue = BusyQueue(queued)
+    queue = BusyQueue(count)
     for _ in range(turns // 10):
         queue.turn()
     gc.collect()

@@ -107,12 +107,12 @@ class Serving:
         step = self._engine.plan(self._steps)
         if step is None:
             return False
-        stepped = self._worker.step(step)
+        step_result = self._worker.step(step)
         cpu_s, wall_s = time.thread_time() - start_s, time.perf_counter() - wall_start_s
-        self._engine.finish_step(_scale_to_cpu_time(stepped, cpu_s / wall_s))
+        self._engine.finish_step(_scale_to_cpu_time(step_result, cpu_s / wall_s))
         self.clock += cpu_s
         keys = {number: s.prompt.key for number, s in self._worker._sequences.items()}
-        for result in stepped.results:
+        for result in step_result.results:
             self.times[keys[result.sequence]] += [self.clock] * len(result.tokens)
         return True
 
@@ -124,14 +124,14 @@ class Serving:
         return self.clock - start_s
 
 
-def _scale_to_cpu_time(stepped: Stepped, share: float) -> Stepped:
+def _scale_to_cpu_time(step_result: Stepped, share: float) -> Stepped:
     """Return a step's result with its CPU time, which excludes other programs."""
     return replace(
-        stepped,
-        gather_ns=int(stepped.gather_ns * share),
-        forward_ns=int(stepped.forward_ns * share),
-        sample_ns=int(stepped.sample_ns * share),
-        draft_ns=int(stepped.draft_ns * share),
+        step_result,
+        gather_ns=int(step_result.gather_ns * share),
+        forward_ns=int(step_result.forward_ns * share),
+        sample_ns=int(step_result.sample_ns * share),
+        draft_ns=int(step_result.draft_ns * share),
     )
 
 
@@ -187,10 +187,10 @@ def tight(rounds: int) -> dict[str, Any]:
     """Measure a KV pool with a quarter of the blocks that all requests need at once."""
 
     def load(rows: int, blocks: int) -> float:
-        served = Serving(model(), kv_cache_blocks=blocks, max_batch_size=rows)
+        serving = Serving(model(), kv_cache_blocks=blocks, max_batch_size=rows)
         for _ in range(rows):
-            served.add(prompt())
-        return served.run()
+            serving.add(prompt())
+        return serving.run()
 
     figures: dict[str, Any] = {}
     for rows in (32, 64):
@@ -206,12 +206,12 @@ def prefix(rounds: int) -> dict[str, Any]:
     """Measure the second of two prompts that share their first 500 tokens."""
 
     def load(is_second: bool) -> float:
-        served = Serving(model())
-        shared = prompt(PREFIX)
+        serving = Serving(model())
+        shared_prefix = prompt(PREFIX)
         for _ in range(1 + is_second):
-            key = served.add(shared + prompt(12), 1)
-            served.run()
-        return served.times[key][1] - served.times[key][0]
+            key = serving.add(shared_prefix + prompt(12), 1)
+            serving.run()
+        return serving.times[key][1] - serving.times[key][0]
 
     return {"first_token": ratio(lambda: load(True), lambda: load(False), rounds)}
 
@@ -255,11 +255,11 @@ def _speculate(
 
     def load(draft: Transformer | None) -> float:
         speculation = {"enabled": draft is not None, "method": "draft", "draft_model": "draft"}
-        served = Serving(target, draft, speculative_decoding=speculation)
+        serving = Serving(target, draft, speculative_decoding=speculation)
         for tokens in next(prompt_turns):
-            served.add(tokens, 128)
-        duration_s = served.run()
-        acceptance_rates.append(served.counts.accepted / max(served.counts.drafted, 1))
+            serving.add(tokens, 128)
+        duration_s = serving.run()
+        acceptance_rates.append(serving.counts.accepted / max(serving.counts.drafted, 1))
         return duration_s
 
     speed_ratio = ratio(lambda: load(None), lambda: load(draft_model), rounds)
@@ -297,10 +297,10 @@ def int8(rounds: int) -> dict[str, Any]:
     """Compare 8-bit weights with 32-bit weights."""
 
     def load(kind: str, rows: int) -> float:
-        served = Serving(model(kind))
+        serving = Serving(model(kind))
         for _ in range(rows):
-            served.add(prompt())
-        return served.run()
+            serving.add(prompt())
+        return serving.run()
 
     return {
         f"speed_{rows}": ratio(

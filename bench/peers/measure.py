@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> int:
     _CACHE.mkdir(parents=True, exist_ok=True)
     write_network(_CACHE / "network.onnx")
     names = options.only or list(PEERS)
-    installed = {name: install(name) for name in names}
+    installations = {name: install(name) for name in names}
     figures: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
     for number in range(options.rounds):
         for name in names:
@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> int:
                     print(f"round {number + 1}: {name}, {model} ({load})", file=sys.stderr)
                     with contextlib.suppress(ServerFailed):
                         figures[model, name].append(measure(name, model, options.seconds))
-    report(figures, installed)
+    report(figures, installations)
     return int(any(len(rows) < options.rounds for rows in figures.values()))
 
 
@@ -246,15 +246,15 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, request: bytes, log:
 
 
 def report(
-    figures: dict[tuple[str, str], list[list[float]]], installed: dict[str, tuple[float, float]]
+    figures: dict[tuple[str, str], list[list[float]]], installations: dict[str, tuple[float, float]]
 ) -> None:
     """Print a Markdown table for each model, and the installation figures."""
     for model, title in (("simple", "Two arrays of 16 numbers"), ("image", "An image of 600 KB")):
         print(f"\n| {title} | 1 in flight: requests/s | p50, p99 in ms | 16 in flight:", end="")
         print(" requests/s | p50, p99 in ms | CPU per request in us | memory in MB |")
         print("|---|---|---|---|---|---|---|")
-        for (measured, name), rounds in figures.items():
-            if measured == model:
+        for (measured_case, name), rounds in figures.items():
+            if measured_case == model:
                 memory, rate, p50, p99, _, rate16, p50s, p99s, cpu = map(
                     statistics.median, zip(*rounds, strict=True)
                 )
@@ -263,7 +263,7 @@ def report(
                 print(f"| {name} | {rate:,.0f} | {p50:.2f}, {p99:.2f} | {rate16:,.0f}", end="")
                 print(f" {spread} | {p50s:.1f}, {p99s:.1f} | {cpu:,.0f} | {memory:,.0f} |")
     print("\n| | installation in s | installed in MB |\n|---|---|---|")
-    for name, (seconds, size) in installed.items():
+    for name, (seconds, size) in installations.items():
         print(f"| {name} | {seconds:.0f} | {size:,.0f} |")
 
 

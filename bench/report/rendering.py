@@ -42,9 +42,9 @@ def compare(before: Results, after: Results) -> str:
         _change(rows_before[r.figure.name], r) for r in after.rows if r.figure.name in rows_before
     ]
     parts = [f"A: {_origin(before)}\nB: {_origin(after)}", format_table(header, rows)]
-    unmatched = rows_before.keys() ^ {row.figure.name for row in after.rows}
-    if unmatched:
-        parts.append("only in one of them: " + ", ".join(sorted(unmatched)))
+    unmatched_rows = rows_before.keys() ^ {row.figure.name for row in after.rows}
+    if unmatched_rows:
+        parts.append("only in one of them: " + ", ".join(sorted(unmatched_rows)))
     return "\n\n".join(parts) + "\n"
 
 

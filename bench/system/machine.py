@@ -49,11 +49,11 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    completed = subprocess.run(
+    completed_process = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,
     )
-    return completed.stdout.strip() or None
+    return completed_process.stdout.strip() or None

@@ -66,11 +66,11 @@ def find_triton(folder: Path) -> TritonFiles:
     if not (folder / "ready").exists() or not python.exists():
         raise Missing(f"no Triton in {folder}: run `bench/peer_setup.sh {folder}` once")
     script = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
-    completed = subprocess.run([python, "-c", script], capture_output=True, text=True, check=False)
-    if completed.returncode != 0:
-        error = completed.stderr[-300:]
+    process = subprocess.run([python, "-c", script], capture_output=True, text=True, check=False)
+    if process.returncode != 0:
+        error = process.stderr[-300:]
         raise Missing(f"the Python of the Triton in {folder} does not run: {error}")
-    files = TritonFiles(folder, completed.stdout.strip())
+    files = TritonFiles(folder, process.stdout.strip())
     if not files.binary.exists():
         raise Missing(f"{files.binary} is missing: remove {folder} and set it up again")
     return files
@@ -81,15 +81,15 @@ def find_analyzer(folder: Path) -> Analyzer:
     analyzer = Analyzer(folder / "perf_analyzer", folder / "lib", "")
     if not analyzer.binary.exists():
         raise Missing(f"no perf_analyzer in {folder}: run `bench/peer_setup.sh {folder}` once")
-    completed = subprocess.run(
+    completed_process = subprocess.run(
         [analyzer.binary, "--version"],
         env=analyzer.environment(),
         capture_output=True,
         text=True,
         check=False,
     )
-    output = (completed.stdout + completed.stderr).strip()
-    if completed.returncode != 0 or not output:
+    output = (completed_process.stdout + completed_process.stderr).strip()
+    if completed_process.returncode != 0 or not output:
         hint = " (Debian: apt-get install libb64-0d)" if "libb64" in output else ""
         raise Missing(f"perf_analyzer does not run: {output[-300:]}{hint}")
     return Analyzer(

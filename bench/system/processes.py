@@ -81,10 +81,10 @@ def _pss_kib(pid: int, kind: str) -> int:
 
 def shm_files(members: list[Process]) -> set[Path]:
     """Return the files of /dev/shm that these processes have mapped and that still have a name."""
-    mapped = {
+    mapped_files = {
         path for p in members for path in _mapped_paths(p.pid) if path.startswith("/dev/shm/")
     }
-    return {Path(path) for path in mapped if os.path.exists(path)}
+    return {Path(path) for path in mapped_files if os.path.exists(path)}
 
 
 def outsiders_mapping(library: str, root: int) -> int:
@@ -117,11 +117,11 @@ def wait_exited(members: list[Process], timeout_s: float) -> bool:
 
 def signal_all(members: list[Process], number: int) -> list[Process]:
     """Send a signal to the processes of `members` that still run, and return these."""
-    remaining = running_processes(members)
-    for process in remaining:
+    remaining_processes = running_processes(members)
+    for process in remaining_processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
-    return remaining
+    return remaining_processes
 
 
 def _pids() -> list[int]:

@@ -35,7 +35,7 @@ class Sample:
 def sample(root: int) -> Sample:
     """Return the current resources of the process tree of `root`."""
     resources = Sample()
-    established = _established_connections()
+    established_connections = _established_connections()
     for process in processes.tree(root):
         folder = Path(f"/proc/{process.pid}")
         with contextlib.suppress(OSError):
@@ -43,7 +43,7 @@ def sample(root: int) -> Sample:
             title = title.removeprefix(_TITLE)
             resources.memory_mb[title] += processes.pss_of(process.pid, "Pss_Anon", "Pss_Shmem")
             resources.descriptors[title] += sum(
-                _is_counted(fd, established) for fd in os.scandir(folder / "fd")
+                _is_counted(fd, established_connections) for fd in os.scandir(folder / "fd")
             )
             resources.threads[title] += len(os.listdir(folder / "task"))
     for entry in os.scandir(_SHM):
@@ -62,9 +62,9 @@ def _established_connections() -> set[str]:
     return sockets
 
 
-def _is_counted(fd: os.DirEntry[str], established: set[str]) -> bool:
+def _is_counted(fd: os.DirEntry[str], established_connections: set[str]) -> bool:
     with contextlib.suppress(OSError):
-        return os.readlink(fd) not in established
+        return os.readlink(fd) not in established_connections
     return False
 
 

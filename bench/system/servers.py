@@ -148,7 +148,7 @@ def running(
             shutil.copytree(model, repository / model.name, ignore=_compiled)
         ports = Ports(*free_ports(3))
         command = [*product.command(repository, ports, scratch), *flags]
-        started = time.perf_counter()
+        start_s = time.perf_counter()
         with (scratch / "log").open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -162,7 +162,7 @@ def running(
         watchdog.register(process.pid, folder)
         server = Server(product, process, ports, scratch / "log")
         try:
-            _wait_ready(server, started)
+            _wait_ready(server, start_s)
             yield server
         finally:
             _stop(server, notes)

@@ -39,8 +39,8 @@ def write(folder: Path) -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        scripted = torch.jit.script(network.eval())
-        torch.jit.save(scripted, str(folder / "1" / "model.pt"))
+        scripted_module = torch.jit.script(network.eval())
+        torch.jit.save(scripted_module, str(folder / "1" / "model.pt"))
 
 
 if __name__ == "__main__":

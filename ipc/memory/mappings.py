@@ -213,16 +213,16 @@ class Mappings:
             InvalidArgument: The memory was truncated before the end of the range.
         """
         mapping = self._mapping(memory_range)
-        remaining = memoryview(data).cast("B")
+        remaining_data = memoryview(data).cast("B")
         offset = memory_range.offset
-        while remaining:
+        while remaining_data:
             try:
-                count = os.pwrite(mapping.fd, remaining, offset)
+                count = os.pwrite(mapping.fd, remaining_data, offset)
             except OSError as error:
                 # Pages that were allocated at registration may have been freed since.
                 text = f"an output cannot be written to shared memory: {error.strerror}"
                 raise Unavailable(text) from error
-            remaining, offset = remaining[count:], offset + count
+            remaining_data, offset = remaining_data[count:], offset + count
 
     def _open(self, memory: Memory) -> Mapping:
         if memory.cuda is None:

@@ -302,8 +302,7 @@ class ReleaseOutputs(Message):
 class ReaderExited(Message):
     """Sent by a scheduler to a worker after process `pid` has exited.
 
-    The worker frees the outputs that the process had not released. The scheduler does not access
-    them either.
+    The worker frees the outputs that the process had not released.
     """
 
     pid: int

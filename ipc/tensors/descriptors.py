@@ -106,9 +106,9 @@ class Memory(Record):
             source_fields: tuple[Any, ...] = (self.cuda.device, self.cuda.raw, self.cuda.uuid)
         else:
             source_fields = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
-        packed = msgpack.packb((self.id, self.pid, self.byte_size, *source_fields))
+        packed_memory = msgpack.packb((self.id, self.pid, self.byte_size, *source_fields))
         object_id = self.inode if self.cuda is None else self.cuda.raw
-        object.__setattr__(self, "packed", packed)
+        object.__setattr__(self, "packed", packed_memory)
         object.__setattr__(self, "object", object_id)
 
 

@@ -253,8 +253,8 @@ def pack_request_schema(
     tensors = [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs]
     kinds = (_PLACED, _PLACED_OR_INPUT)
     requested = [(n, kinds[reuse] if has_range else _ANYWHERE) for n, has_range, reuse in outputs]
-    packed: bytes = _PACKER.pack((tensors, requested, parameters))
-    return packed
+    packed_schema: bytes = _PACKER.pack((tensors, requested, parameters))
+    return packed_schema
 
 
 def pack_inference(request: Inference) -> Packed:
@@ -277,8 +277,8 @@ def unpack_inference(schema: bytes, data: Sequence[Any]) -> Inference:
 def pack_response_schema(outputs: Iterable[TensorRef], parameters: dict[str, Any]) -> bytes:
     """Return the schema of a response; the data of `outputs` are ignored."""
     tensors = [(tensor.name, tensor.datatype, tensor.shape) for tensor in outputs]
-    packed: bytes = _PACKER.pack((tensors, parameters))
-    return packed
+    packed_schema: bytes = _PACKER.pack((tensors, parameters))
+    return packed_schema
 
 
 def pack_inferred(response: Inferred) -> Packed:

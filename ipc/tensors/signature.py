@@ -87,8 +87,8 @@ class Signature:
             InvalidArgument: Requests of this schema do not fit the model.
             MalformedMessage: The bytes are not a request schema.
         """
-        unpacked = RequestSchema(schema)
-        return self._check(unpacked.inputs, unpacked.outputs, check_sizes=False)
+        request_schema = RequestSchema(schema)
+        return self._check(request_schema.inputs, request_schema.outputs, check_sizes=False)
 
     def output_size(self, name: str, batch_size: int) -> int | None:
         """Return the byte size of an output for a request of `batch_size` rows.
@@ -208,10 +208,10 @@ class Signature:
         if shapes_match(spec.dims, shape):
             return
         is_batched = self.max_batch_size > 0
-        expected = (-1, *spec.dims) if is_batched else spec.dims
+        expected_dims = (-1, *spec.dims) if is_batched else spec.dims
         raise InvalidArgument(
             f"unexpected shape for input '{tensor.name}' for model '{self.name}'. Expected "
-            f"{shape_text(expected)}, got "
+            f"{shape_text(expected_dims)}, got "
             f"{shape_text(tensor.shape)}.{_BATCH_NOTE if is_batched else ' '}"
         )
 

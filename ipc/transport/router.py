@@ -149,8 +149,8 @@ class Router:
         self._path = endpoint.removeprefix(ENDPOINT_PREFIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # the socket of a killed server
-        listening = open_listening_socket(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG)
-        self._listener = Listener(listening)
+        listener = open_listening_socket(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG)
+        self._listener = Listener(listener)
         try:
             self._socket_stat = os.stat(self._path)
         except OSError as error:  # the folder was removed at the same time
@@ -258,8 +258,8 @@ class Router:
         sock = self._listener.accept()
         if sock is None:
             return None
-        greeting = bytearray(zmtp.GREETING + zmtp.ready_command("ROUTER"))
-        connection = self._connections[sock.fileno()] = Connection(sock, self._poll, greeting)
+        first_bytes = bytearray(zmtp.GREETING + zmtp.ready_command("ROUTER"))
+        connection = self._connections[sock.fileno()] = Connection(sock, self._poll, first_bytes)
         self._update_only_connection()
         with contextlib.suppress(OSError):
             connection.push()

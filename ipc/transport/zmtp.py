@@ -309,8 +309,8 @@ class Dealer:
             logger.debug("no process listens at %s: %s", endpoint, error)
             sock.close()
             return
-        greeting = bytearray(GREETING + ready_command("DEALER", identity.encode()))
-        self._connection = Connection(sock, self._poll, greeting)
+        first_bytes = bytearray(GREETING + ready_command("DEALER", identity.encode()))
+        self._connection = Connection(sock, self._poll, first_bytes)
         self.connected = True
         with contextlib.suppress(OSError):
             self._connection.push()

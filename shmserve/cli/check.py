@@ -127,9 +127,9 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
         if not failure:
             start_s = time.monotonic()
             try:
-                published = supervisor.registry.describe_published(row["name"], row["version"])
-                version = supervisor.registry.models[row["name"]].published[published["version"]]
-                model = _Model(published, version.spec.model_dir, values)
+                publication = supervisor.registry.describe_published(row["name"], row["version"])
+                version = supervisor.registry.models[row["name"]].published[publication["version"]]
+                model = _Model(publication, version.spec.model_dir, values)
                 unused_inputs -= model.signature.inputs.keys()
                 verdict = await asyncio.to_thread(model.verdict)
             except ShmserveError as error:
@@ -212,8 +212,8 @@ class _Model:
         spec = self.signature.inputs[name]
         batch_dims = (-1,) if self.signature.max_batch_size > 0 else ()
         tensor = ModelTensor(name, spec.datatype, (*batch_dims, *spec.dims))
-        shape, raw = encode(tensor, self._values[name])
-        return TensorRef(name, spec.datatype, tuple(shape), raw)
+        shape, data = encode(tensor, self._values[name])
+        return TensorRef(name, spec.datatype, tuple(shape), data)
 
     def _send(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> _Verdict:
         """Send the packed request (`schema`, `data`) with these inputs, and return its outcome."""

@@ -239,9 +239,9 @@ def flags_reference() -> str:
         for flag in flags:
             lines += _flag_help(flag)
     lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
-    for alternative, flags in IGNORED_BY_REASON.items():
+    for reason, flags in IGNORED_BY_REASON.items():
         names = ", ".join(f"--{flag.name}" for flag in flags)
-        lines += _wrapped(f"{names}: {alternative}", "  ", "    ")
+        lines += _wrapped(f"{names}: {reason}", "  ", "    ")
     return "\n".join(lines)
 
 

@@ -62,9 +62,9 @@ class _LoopChannel:
         if not self.loop.is_closed():
             self.loop.remove_reader(fd)
 
-    def cancel(self, pending: ClientRequest) -> None:
+    def cancel(self, pending_request: ClientRequest) -> None:
         """Cancel a request at the end of this iteration of the loop."""
-        self.requests.cancel(pending)
+        self.requests.cancel(pending_request)
         self.requests.flush_soon(self.loop.call_soon)
 
     def close(self) -> None:
@@ -93,38 +93,38 @@ class ResponseStream:
     ) -> None:
         self._start: Callable[..., Awaitable[tuple[_LoopChannel, ClientStream]]] | None = start
         self._channel: _LoopChannel
-        self._pending: ClientStream | None = None
+        self._request: ClientStream | None = None
         self._arrived = asyncio.Event()
 
     async def _ensure_started(self) -> ClientStream | None:
         if self._start is not None:
             start, self._start = self._start, None
-            self._channel, self._pending = await start(self._arrived.set)
-        return self._pending
+            self._channel, self._request = await start(self._arrived.set)
+        return self._request
 
     def __aiter__(self) -> ResponseStream:
         return self
 
     async def __anext__(self) -> Result:
-        pending = self._pending or await self._ensure_started()
-        if pending is None:
+        pending_request = self._request or await self._ensure_started()
+        if pending_request is None:
             raise StopAsyncIteration
-        credit = pending.record_read()
+        credit = pending_request.record_read()
         if credit:
-            self._channel.requests.schedulers.credit(pending, credit)
+            self._channel.requests.schedulers.credit(pending_request, credit)
             self._channel.requests.flush_soon(self._channel.loop.call_soon)
-        if not pending.items:
-            await self._wait_for_item(pending)
-            if not pending.items:
+        if not pending_request.items:
+            await self._wait_for_item(pending_request)
+            if not pending_request.items:
                 raise StopAsyncIteration
-        return pending.take()
+        return pending_request.take()
 
-    async def _wait_for_item(self, pending: ClientStream) -> None:
-        deadline_ns = pending.packed_request.options.deadline_ns
+    async def _wait_for_item(self, pending_request: ClientStream) -> None:
+        deadline_ns = pending_request.packed_request.options.deadline_ns
         remaining_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
         try:
             async with asyncio.timeout(remaining_s):
-                while not pending.is_ready():
+                while not pending_request.is_ready():
                     self._arrived.clear()
                     await self._arrived.wait()
         except TimeoutError:
@@ -135,11 +135,11 @@ class ResponseStream:
             raise
 
     def _cancel(self) -> None:
-        pending = self._pending
-        if pending is not None:
-            if not pending.has_finished and not pending.is_abandoned:
-                self._channel.cancel(pending)
-            pending.abandon()
+        pending_request = self._request
+        if pending_request is not None:
+            if not pending_request.has_finished and not pending_request.is_abandoned:
+                self._channel.cancel(pending_request)
+            pending_request.abandon()
 
     async def aclose(self) -> None:
         """Cancel the request. This method is idempotent."""
@@ -154,11 +154,11 @@ class ResponseStream:
         await self.aclose()
 
     def __del__(self) -> None:
-        pending = self._pending
-        if pending is None or pending.has_finished or pending.is_abandoned:
+        pending_request = self._request
+        if pending_request is None or pending_request.has_finished or pending_request.is_abandoned:
             return
         with contextlib.suppress(RuntimeError):  # the event loop is closed
-            self._channel.loop.call_soon_threadsafe(self._channel.cancel, pending)
+            self._channel.loop.call_soon_threadsafe(self._channel.cancel, pending_request)
 
 
 class Server:
@@ -195,15 +195,15 @@ class Server:
             ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*args, **kwargs)
-        channel, packed = await self._get_channel(), None
+        channel, packed_request = await self._get_channel(), None
         try:
             await self._load_on_demand(channel, *call)
-            packed = self._session.pack(channel.connection, call)
-            return await self._infer(channel, packed)
+            packed_request = self._session.pack(channel.connection, call)
+            return await self._infer(channel, packed_request)
         except TimedOut:
             raise
         except ShmserveError:
-            arguments = (channel.connection, call, packed)
+            arguments = (channel.connection, call, packed_request)
             if not await asyncio.to_thread(self._session.should_retry, *arguments):
                 raise
         channel = await self._get_channel()
@@ -216,15 +216,15 @@ class Server:
             arguments = (channel.connection, model, version, options)
             await asyncio.to_thread(self._session.load, *arguments)
 
-    async def _infer(self, channel: _LoopChannel, packed: PackedRequest) -> Result:
-        deadline_ns = packed.options.deadline_ns
+    async def _infer(self, channel: _LoopChannel, packed_request: PackedRequest) -> Result:
+        deadline_ns = packed_request.options.deadline_ns
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_done(_: ClientRequest) -> None:
             if not future.done():
                 future.set_result(None)
 
-        pending = channel.requests.submit(packed, on_done)
+        pending_request = channel.requests.submit(packed_request, on_done)
         channel.requests.flush_soon(channel.loop.call_soon)
         try:
             if deadline_ns:
@@ -233,12 +233,12 @@ class Server:
             else:
                 await future
         except TimeoutError:
-            channel.cancel(pending)
+            channel.cancel(pending_request)
             raise TimedOut(NO_RESPONSE) from None
         except asyncio.CancelledError:
-            channel.cancel(pending)
+            channel.cancel(pending_request)
             raise
-        return pending.result()
+        return pending_request.result()
 
     @signature_of(call_of)
     def stream(self, /, *args: Any, **kwargs: Any) -> ResponseStream:

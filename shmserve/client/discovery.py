@@ -16,11 +16,11 @@ from shmserve.ipc import endpoints
 RUN_DIR_VARIABLE = "SHMSERVE_RUN_DIR"
 
 
-def find(run_dir: str | os.PathLike[str] | None, previous: Path | None = None) -> Path:
+def find(run_dir: str | os.PathLike[str] | None, previous_path: Path | None = None) -> Path:
     """Return the server's run directory.
 
     This is `run_dir`, else $SHMSERVE_RUN_DIR, else the run directory of this user's server. If
-    several servers run, and `previous` is the directory of one of them, it is returned. A
+    several servers run, and `previous_path` is the directory of one of them, it is returned. A
     discovered directory must belong to this user or to root, so that a program does not connect to
     another user's server by accident.
 
@@ -45,8 +45,8 @@ def find(run_dir: str | os.PathLike[str] | None, previous: Path | None = None) -
     default = endpoints.default_run_directory(os.environ)
     run_dirs = list(_candidates(default))
     running_dirs = [path for path in run_dirs if _is_locked(path)]
-    if previous in running_dirs:
-        return previous
+    if previous_path in running_dirs:
+        return previous_path
     if len(running_dirs) > 1:
         server_list = "; ".join(" ".join([str(path), *addresses(path)]) for path in running_dirs)
         raise InvalidArgument(

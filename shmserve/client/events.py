@@ -142,12 +142,12 @@ class EventReader:
         self._output_fd = output_fd
         is_silent = False
         while True:
-            received = self._receive(None if is_silent else _SILENCE_MS)
-            if received is None:
+            message = self._receive(None if is_silent else _SILENCE_MS)
+            if message is None:
                 is_silent = True
                 self._socket.subscribe(SEQUENCES + secrets.token_hex(8))
                 continue
-            topic, header, events = received
+            topic, header, events = message
             if topic.startswith(SEQUENCES):
                 self._socket.unsubscribe(topic)
                 yield from self._report_losses(header, events)

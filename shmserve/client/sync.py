@@ -90,14 +90,14 @@ class Server:
             ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*args, **kwargs)
-        channel, packed = self._get_thread_channel(), None
+        channel, packed_request = self._get_thread_channel(), None
         try:
-            packed = self._session.pack(channel.connection, call)
-            return channel.wait(channel.submit(packed))
+            packed_request = self._session.pack(channel.connection, call)
+            return channel.wait(channel.submit(packed_request))
         except TimedOut:
             raise
         except ShmserveError:
-            if not self._session.should_retry(channel.connection, call, packed):
+            if not self._session.should_retry(channel.connection, call, packed_request):
                 raise
         channel = self._get_thread_channel()
         return channel.wait(channel.submit(self._session.pack(channel.connection, call)))
@@ -147,12 +147,12 @@ class Server:
                     model, request_inputs, outputs=outputs, version=version, timeout=timeout
                 )
                 try:
-                    packed = self._session.pack(channel.connection, call)
+                    packed_request = self._session.pack(channel.connection, call)
                 except ShmserveError:
                     while pending_requests:  # the results of the inputs before the invalid one
                         yield channel.wait(pending_requests.popleft())
                     raise
-                pending_requests.append(channel.submit(packed))
+                pending_requests.append(channel.submit(packed_request))
                 channel.send(min_messages=min_messages)
                 if len(pending_requests) >= in_flight:
                     yield channel.wait(pending_requests.popleft())
@@ -183,8 +183,8 @@ class Server:
         """
         call = call_of(*args, **kwargs)
         channel = self._get_thread_channel()
-        packed = self._session.pack(channel.connection, call, stream=True)
-        return ResponseStream(channel, channel.open(packed), self)
+        packed_request = self._session.pack(channel.connection, call, stream=True)
+        return ResponseStream(channel, channel.open(packed_request), self)
 
     @signature_of(call_of)
     def infer_async(self, /, *args: Any, **kwargs: Any) -> Future[Result]:

@@ -45,8 +45,8 @@ def memory_bytes() -> tuple[int, int]:
     """Return the host's memory in bytes, and how many of these bytes are not available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     byte_counts = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total = byte_counts["MemTotal"]
-    return total, total - byte_counts.get("MemAvailable", byte_counts["MemFree"])
+    total_bytes = byte_counts["MemTotal"]
+    return total_bytes, total_bytes - byte_counts.get("MemAvailable", byte_counts["MemFree"])
 
 
 def processors() -> tuple[int, float | None]:
@@ -61,8 +61,8 @@ def available_memory() -> int:
     The result is the minimum of the host's available memory and the remainder of each control
     group's limit. Inactive file pages count as available.
     """
-    total, unavailable = memory_bytes()
-    byte_limits = [total - unavailable]
+    total_bytes, unavailable_bytes = memory_bytes()
+    byte_limits = [total_bytes - unavailable_bytes]
     for folder, is_v1 in _cgroups("memory"):
         limit = _read_number(folder / ("memory.limit_in_bytes" if is_v1 else "memory.max"))
         used_bytes = _read_number(folder / ("memory.usage_in_bytes" if is_v1 else "memory.current"))

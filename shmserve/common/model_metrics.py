@@ -54,21 +54,21 @@ class Family:
 Families = dict[str, Family]
 
 
-def parse(raw: list[Any]) -> Families:
-    """Return the families that `to_lists` encoded as `raw`. Raises ValueError for other lists."""
+def parse(items: list[Any]) -> Families:
+    """Return the families that `to_lists` encoded as `items`. Raises ValueError for other lists."""
     try:
         return {
             str(name): Family(
                 str(description), kind, {_decode_labels(v[0]): _decode_value(kind, v) for v in rows}
             )
-            for name, description, kind, rows in raw
+            for name, description, kind, rows in items
         }
     except (TypeError, IndexError, KeyError) as error:
         raise ValueError(f"the list of metric families is malformed: {error}") from None
 
 
-def _decode_labels(raw: list[Any]) -> Labels:
-    return tuple((str(name), str(value)) for name, value in raw)
+def _decode_labels(items: list[Any]) -> Labels:
+    return tuple((str(name), str(value)) for name, value in items)
 
 
 def _decode_value(kind: str, row: list[Any]) -> Series:
@@ -95,19 +95,19 @@ def sum_families(families_of_instances: Iterable[Families]) -> Families:
 
     If families differ in kind or buckets, the first one is kept.
     """
-    total: Families = {}
+    sums: Families = {}
     for families in families_of_instances:
         for name, family in families.items():
-            first_family = total.get(name)
+            first_family = sums.get(name)
             if first_family is None:
-                total[name] = family
+                sums[name] = family
             elif first_family.kind == family.kind:
                 values = dict(first_family.values)
                 for labels, value in family.values.items():
                     previous = values.get(labels)
                     values[labels] = _add(family.kind, previous, value) if previous else value
-                total[name] = replace(first_family, values=values)
-    return total
+                sums[name] = replace(first_family, values=values)
+    return sums
 
 
 def _add(kind: str, first: Series, second: Series) -> Series:
@@ -145,7 +145,7 @@ class ModelMetrics:
             self.process_exited(pid)
 
     def report(self, pid: int, families: Families) -> None:
-        """Replace the families of instance `pid`, whose counts begin at its start."""
+        """Replace the families of the instance in process `pid`, which count since its start."""
         self._families_by_pid[pid] = families
 
     def process_exited(self, pid: int) -> None:

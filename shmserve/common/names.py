@@ -62,8 +62,8 @@ class DuplicateKeyError(ValueError):
         if name is None:
             super().__init__("duplicate keys in an object")
             return
-        clipped = name if len(name) <= _MAX_SHOWN_CHARS else f"{name[:_MAX_SHOWN_CHARS]}..."
-        super().__init__(f"duplicate key '{clipped}' in an object")
+        clipped_name = name if len(name) <= _MAX_SHOWN_CHARS else f"{name[:_MAX_SHOWN_CHARS]}..."
+        super().__init__(f"duplicate key '{clipped_name}' in an object")
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -158,8 +158,8 @@ def credentials(sock: Any) -> tuple[int, int, int]:
 def unix_peer(sock: Any) -> Peer:
     """Return the user at the other end of a unix socket; raise OSError for other sockets."""
     _, uid, gid = credentials(sock)
-    raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
-    return Peer(uid, (gid, *struct.unpack(f"{len(raw) // 4}I", raw)))
+    packed_groups = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
+    return Peer(uid, (gid, *struct.unpack(f"{len(packed_groups) // 4}I", packed_groups)))
 
 
 def unix_pid(transport: asyncio.BaseTransport | None) -> int:
@@ -172,24 +172,24 @@ def unix_pid(transport: asyncio.BaseTransport | None) -> int:
         return credentials(duplicate_socket)[0]
 
 
-def loopback_peer(local: Address, remote: Address) -> Peer | None:
+def loopback_peer(local_end: Address, remote_end: Address) -> Peer | None:
     """Return the user at the other end of a TCP connection between addresses of this host.
 
     The result is None if the kernel reports no user, for instance because that end is closed.
     """
     try:
-        owner_ids = tcp_owner(remote, local)
+        owner_ids = tcp_owner(remote_end, local_end)
     except OSError:
-        owner_ids = _find_in_proc(local, remote)
+        owner_ids = _find_in_proc(local_end, remote_end)
     # A socket that no process owns any more (inode 0) is reported as root's.
     if owner_ids is None or not owner_ids[1]:
         return None
     return Peer(owner_ids[0], groups_of(owner_ids[0]))
 
 
-def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
+def _find_in_proc(local_end: Address, remote_end: Address) -> tuple[int, int] | None:
     """Return uid and inode of the socket at `remote`, from the kernel's list of connections."""
-    for table, addresses in _proc_net_tables(local, remote):
+    for table, addresses in _proc_net_tables(local_end, remote_end):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in lines:
                 # sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode ...
@@ -199,9 +199,9 @@ def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
     return None
 
 
-def _proc_net_tables(local: Address, remote: Address) -> list[tuple[Path, list[str]]]:
-    folder, ports = Path("/proc/net"), (remote[1], local[1])
-    packed_addresses = [_parse_ip(remote[0]).packed, _parse_ip(local[0]).packed]
+def _proc_net_tables(local_end: Address, remote_end: Address) -> list[tuple[Path, list[str]]]:
+    folder, ports = Path("/proc/net"), (remote_end[1], local_end[1])
+    packed_addresses = [_parse_ip(remote_end[0]).packed, _parse_ip(local_end[0]).packed]
     tables = []
     if all(len(ip) == 4 for ip in packed_addresses):
         tables.append((folder / "tcp", list(map(_proc_address, packed_addresses, ports))))
@@ -211,9 +211,9 @@ def _proc_net_tables(local: Address, remote: Address) -> list[tuple[Path, list[s
     return tables
 
 
-def _proc_address(packed: bytes, port: int) -> str:
+def _proc_address(packed_address: bytes, port: int) -> str:
     # Each 32-bit word of an address is printed in the byte order of this machine.
-    words = struct.unpack(f"={len(packed) // 4}I", packed)
+    words = struct.unpack(f"={len(packed_address) // 4}I", packed_address)
     return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
 
 
@@ -272,16 +272,16 @@ def tcp_owner(owned_end: Address, other_end: Address) -> tuple[int, int] | None:
     return uid, inode
 
 
-def _query_sock_diag(end: Address, other: Address) -> bytes | None:
+def _query_sock_diag(end: Address, other_end: Address) -> bytes | None:
     """Return sock_diag's response for the socket at `end` of a connection; None if unknown.
 
     Raises:
         OSError: The kernel rejects the query, or does not respond at once.
     """
-    source_ip, target_ip = _parse_ip(end[0]), _parse_ip(other[0])
+    source_ip, target_ip = _parse_ip(end[0]), _parse_ip(other_end[0])
     family = socket.AF_INET if source_ip.version == target_ip.version == 4 else socket.AF_INET6
     body = _REQUEST_STRUCT.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
-    body += _SOCKET_ID.pack(end[1], other[1], source_ip.packed, target_ip.packed, _ANY_COOKIE)
+    body += _SOCKET_ID.pack(end[1], other_end[1], source_ip.packed, target_ip.packed, _ANY_COOKIE)
     message_size = _HEADER_STRUCT.size + len(body)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
         header = _HEADER_STRUCT.pack(message_size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)

@@ -131,7 +131,7 @@ class ServerConfig:
         """Return the names of the protocols that the server serves."""
         http = self.http.allow or self.http.unix_socket is not None
         is_served = {"http": http, "metrics": self.allow_metrics, "grpc": self.grpc is not None}
-        return {name for name, enabled in is_served.items() if enabled}
+        return {name for name, is_enabled in is_served.items() if is_enabled}
 
 
 # Flags whose values are stored unchanged in the fields of the same names.

@@ -200,8 +200,8 @@ class ClientIdentity:
     def _find_user(self) -> Peer | None:
         """Return the user of a client on this host; None if unknown, as after a disconnect."""
         with contextlib.suppress(OSError):
-            local, remote = self._sock.getsockname(), self._sock.getpeername()
-            return loopback_peer(_parse_address(local), _parse_address(remote))
+            local_address, remote_address = self._sock.getsockname(), self._sock.getpeername()
+            return loopback_peer(_parse_address(local_address), _parse_address(remote_address))
         return None
 
     def administrator_peer(self) -> Peer:

@@ -51,13 +51,13 @@ class GatewayRegion:
         """Check whether a user may use the region."""
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
-    def memory_range(self, requested: RegionRange) -> Range:
+    def memory_range(self, region_range: RegionRange) -> Range:
         """Return the range of the shared memory object for a range of this region.
 
         Raises:
             InvalidArgument: The range does not lie within the region.
         """
-        offset, size = requested.offset, requested.byte_size
+        offset, size = region_range.offset, region_range.byte_size
         if offset >= self.byte_size:
             raise InvalidArgument(
                 f"Invalid offset for shared memory region: '{self.name}' (offset {offset}; the "
@@ -130,7 +130,7 @@ class RegionReferences:
         self._output_ranges: list[WrittenRange] = []  # the ranges of all outputs
         self._reserved_ranges: list[WrittenRange] = []  # the ranges that overlap no other range
 
-    def reference_range(self, requested: RegionRange, *, is_output: bool = False) -> Range:
+    def reference_range(self, region_range: RegionRange, *, is_output: bool = False) -> Range:
         """Count a reference to a region, and return the range; an output's range is reserved.
 
         Raises:
@@ -138,8 +138,8 @@ class RegionReferences:
             InvalidArgument: The range does not lie within the region.
             AlreadyExists: The range of an output is in use, and `overlap_policy` is "error".
         """
-        region = self._table.find(requested.region)
-        memory_range = region.memory_range(requested)
+        region = self._table.find(region_range.region)
+        memory_range = region.memory_range(region_range)
         if region not in self.regions:
             self.regions.append(region)
             region.request_count += 1

@@ -73,17 +73,17 @@ def _can_handshake(context: ssl.SSLContext) -> bool:
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = context.wrap_bio(to_server, to_client, server_side=True)
     client = client_context.wrap_bio(to_client, to_server)
-    completed: set[ssl.SSLObject] = set()
+    completed_ends: set[ssl.SSLObject] = set()
     for _ in range(4):
         for peer in (client, server):
             try:
                 peer.do_handshake()
-                completed.add(peer)
+                completed_ends.add(peer)
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError:
                 return False
-    return len(completed) == 2
+    return len(completed_ends) == 2
 
 
 def check_file(flag: str, path: str) -> None:

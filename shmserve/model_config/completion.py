@@ -85,21 +85,21 @@ def detect_backend(config: ModelConfig, model_name: str, files: Collection[str])
         model_name: The name for a configuration without one.
         files: The file names in the model's newest version folder.
     """
-    detected = copy.deepcopy(config)
-    if not detected.name:
-        detected.name = model_name
-    if detected.platform == ENSEMBLE:
-        return detected
-    if not detected.backend:
-        detected.backend = _detect_backend_name(detected, files)
-    if detected.backend == "pytorch":
-        _fill_torch(detected, files)
-    elif detected.backend == "python" and not detected.default_model_filename:
-        detected.default_model_filename = "model.py"
-    elif detected.backend == "onnxruntime":
-        detected.platform = detected.platform or ONNX
-        detected.default_model_filename = detected.default_model_filename or _ONNX_FILE
-    return detected
+    result = copy.deepcopy(config)
+    if not result.name:
+        result.name = model_name
+    if result.platform == ENSEMBLE:
+        return result
+    if not result.backend:
+        result.backend = _detect_backend_name(result, files)
+    if result.backend == "pytorch":
+        _fill_torch(result, files)
+    elif result.backend == "python" and not result.default_model_filename:
+        result.default_model_filename = "model.py"
+    elif result.backend == "onnxruntime":
+        result.platform = result.platform or ONNX
+        result.default_model_filename = result.default_model_filename or _ONNX_FILE
+    return result
 
 
 def normalise(
@@ -116,18 +116,18 @@ def normalise(
         gpu_count: The number of accelerators of the host.
         defaults: The server's defaults, if they apply already.
     """
-    normalised = copy.deepcopy(config)
-    if not normalised.name:
-        normalised.name = model_name
-    if defaults is not None and not normalised.HasField("ensemble_scheduling"):
-        _apply_defaults(normalised, defaults)
-    if not normalised.HasField("version_policy"):
-        normalised.version_policy.latest.num_versions = 1
-    _fill_scheduling(normalised)
-    if not normalised.HasField("ensemble_scheduling"):
-        _fill_pinned_memory(normalised)
-        _fill_instances(normalised, gpu_count)
-    return normalised
+    normal_config = copy.deepcopy(config)
+    if not normal_config.name:
+        normal_config.name = model_name
+    if defaults is not None and not normal_config.HasField("ensemble_scheduling"):
+        _apply_defaults(normal_config, defaults)
+    if not normal_config.HasField("version_policy"):
+        normal_config.version_policy.latest.num_versions = 1
+    _fill_scheduling(normal_config)
+    if not normal_config.HasField("ensemble_scheduling"):
+        _fill_pinned_memory(normal_config)
+        _fill_instances(normal_config, gpu_count)
+    return normal_config
 
 
 def _detect_backend_name(config: ModelConfig, files: Collection[str]) -> str:
@@ -303,25 +303,25 @@ def merge_autocomplete(
 
 
 def _merge_batching(
-    merged: ModelConfig, model: ModelConfig, *, is_size_written: bool
+    merged_config: ModelConfig, model: ModelConfig, *, is_size_written: bool
 ) -> list[Problem]:
     conflicts = []
-    name = merged.name
-    if is_size_written and merged.max_batch_size > model.max_batch_size:
+    name = merged_config.name
+    if is_size_written and merged_config.max_batch_size > model.max_batch_size:
         text = (
-            f"configuration specified max_batch_size {merged.max_batch_size}, but in "
+            f"configuration specified max_batch_size {merged_config.max_batch_size}, but in "
             f"auto-complete-config function for model '{name}' specified max_batch_size "
             f"{model.max_batch_size}"
         )
         conflicts.append(Problem(("max_batch_size",), text))
-    elif model.max_batch_size > merged.max_batch_size or (
-        is_size_written and merged.backend == "native"
+    elif model.max_batch_size > merged_config.max_batch_size or (
+        is_size_written and merged_config.backend == "native"
     ):  # The 0 of a class is a setting, which the server's default must not replace.
-        merged.max_batch_size = model.max_batch_size
-    scheduler_kind = merged.WhichOneof("scheduling_choice")
+        merged_config.max_batch_size = model.max_batch_size
+    scheduler_kind = merged_config.WhichOneof("scheduling_choice")
     if model.HasField("dynamic_batching"):
         if scheduler_kind is None:
-            merged.dynamic_batching.CopyFrom(model.dynamic_batching)
+            merged_config.dynamic_batching.CopyFrom(model.dynamic_batching)
         elif scheduler_kind != "dynamic_batching":
             text = (
                 f"Configuration specified scheduling_choice as '{scheduler_kind}', but "
@@ -330,15 +330,15 @@ def _merge_batching(
             )
             conflicts.append(Problem((scheduler_kind,), text))
     if model.HasField("sequence_batching") and scheduler_kind is None:
-        merged.sequence_batching.CopyFrom(model.sequence_batching)
+        merged_config.sequence_batching.CopyFrom(model.sequence_batching)
     if model.HasField("model_transaction_policy"):
-        decoupled = merged.model_transaction_policy.decoupled
-        if not merged.HasField("model_transaction_policy"):
-            merged.model_transaction_policy.CopyFrom(model.model_transaction_policy)
-        elif decoupled != model.model_transaction_policy.decoupled:
+        is_decoupled = merged_config.model_transaction_policy.decoupled
+        if not merged_config.HasField("model_transaction_policy"):
+            merged_config.model_transaction_policy.CopyFrom(model.model_transaction_policy)
+        elif is_decoupled != model.model_transaction_policy.decoupled:
             text = (
                 f"trying to change decoupled property in auto-complete-config for model '{name}', "
-                f"which is already set to '{decoupled}'."
+                f"which is already set to '{is_decoupled}'."
             )
             conflicts.append(Problem(("model_transaction_policy", "decoupled"), text))
     return conflicts

@@ -189,13 +189,13 @@ class Builder:
         if is_map(field):
             self._set_map(message, field, entry, path)
             return
-        repeated = is_repeated(field)
-        if entry.is_list and not repeated:
+        is_list_field = is_repeated(field)
+        if entry.is_list and not is_list_field:
             self._add_problem(entry.position, path, "takes one value, found a list")
             return
         for value in entry.values:
             value_path = path
-            if repeated:
+            if is_list_field:
                 value_path = (*path, len(getattr(message, field.name)))
                 self.positions[value_path] = value.position if entry.is_list else entry.position
             try:
@@ -205,7 +205,7 @@ class Builder:
                     _assign(message, field, self._convert_scalar(field, value))
             except _Misfit as misfit:
                 self._add_problem(value.position, value_path, str(misfit))
-                if repeated:
+                if is_list_field:
                     _add_empty(getattr(message, field.name), field)
 
     def _set_message(
@@ -266,9 +266,9 @@ class Builder:
             number = int(number)
         if not isinstance(number, int):
             raise _Misfit(f"expected an integer, found {clip(value.source)}")
-        lowest, highest = _INT_RANGES[field.cpp_type]
-        if not lowest <= number <= highest:
-            raise _Misfit(f"{clip(value.source)} is out of range [{lowest}, {highest}]")
+        minimum, maximum = _INT_RANGES[field.cpp_type]
+        if not minimum <= number <= maximum:
+            raise _Misfit(f"{clip(value.source)} is out of range [{minimum}, {maximum}]")
         return number
 
     def _convert_float(self, field: FieldDescriptor, value: Scalar) -> float:
@@ -461,9 +461,9 @@ def _json_float(value: float, *, is_float32: bool) -> float | str:
         stored_bytes = struct.pack("f", value)
         # The shortest text that reads back as the same float32; 9 digits always suffice.
         for digits in range(6, 10):
-            rounded = float(f"{value:.{digits}g}")
-            if _pack_float32(rounded) == stored_bytes:
-                return rounded
+            rounded_value = float(f"{value:.{digits}g}")
+            if _pack_float32(rounded_value) == stored_bytes:
+                return rounded_value
     return value
 
 

@@ -321,10 +321,10 @@ class _Parser:
         token = self._peek()
         return token.kind == "mark" and token.text in marks
 
-    def _expected_error(self, expected: str) -> Malformed:
+    def _expected_error(self, expected_text: str) -> Malformed:
         token = self._peek()
         token_text = token.text if token.kind == "end" else f'"{clip(token.text)}"'
-        return Malformed(self._position(token), f"expected {expected}, found {token_text}")
+        return Malformed(self._position(token), f"expected {expected_text}, found {token_text}")
 
     def _parse_entry(self, depth: int) -> Entry:
         name = self._peek()

@@ -197,15 +197,15 @@ class _TensorMaker:
             raise InvalidArgument(text)
         return self.encode_input(name, flat_array.reshape(shape).tolist())
 
-    def _from_bytes(self, name: str, shape: tuple[int, ...], raw: bytes) -> InputTensor:
+    def _from_bytes(self, name: str, shape: tuple[int, ...], data: bytes) -> InputTensor:
         datatype = self.tensor(name).datatype
         expected_size = ITEM_SIZE[datatype] * element_count(shape)
-        if expected_size and len(raw) != expected_size:
+        if expected_size and len(data) != expected_size:
             raise InvalidArgument(
-                f"input '{name}': got {len(raw)} bytes, expected {expected_size} for the shape "
+                f"input '{name}': got {len(data)} bytes, expected {expected_size} for the shape "
                 f"{shape}"
             )
-        return InputTensor(name, datatype, list(shape), raw)
+        return InputTensor(name, datatype, list(shape), data)
 
 
 def _parse_shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]]:

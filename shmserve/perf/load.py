@@ -155,7 +155,7 @@ class LoadGenerator:
         self._schedule = schedule
         self._start_ns = 0
         self._next_due_ns = 0
-        self._queued: deque[int] = deque()  # scheduled times of requests without a free slot
+        self._queued_times: deque[int] = deque()  # scheduled times of requests without a free slot
         self._is_running = False
         self._free_slots: list[LoadSlot] = []
         self._concurrency = concurrency
@@ -209,7 +209,7 @@ class LoadGenerator:
             if self._free_slots:
                 self._free_slots.pop().start(self._next_due_ns, now_ns)
             else:
-                self._queued.append(self._next_due_ns)
+                self._queued_times.append(self._next_due_ns)
             self._next_due_ns = self._start_ns + next(self._schedule)
         return self._next_due_ns - now_ns
 
@@ -218,8 +218,8 @@ class LoadGenerator:
         self._last_completion_ns = now_ns
         if self._is_running and self._schedule is None:
             slot.start(now_ns, now_ns)
-        elif self._is_running and self._queued:
-            slot.start(self._queued.popleft(), now_ns)
+        elif self._is_running and self._queued_times:
+            slot.start(self._queued_times.popleft(), now_ns)
         else:
             self._free_slots.append(slot)
 
@@ -243,7 +243,7 @@ class LoadGenerator:
             Unavailable: The server stops responding.
         """
         self._is_running = False
-        self._queued.clear()
+        self._queued_times.clear()
         self._last_completion_ns = _clock()
         while len(self._free_slots) < self._concurrency:
             self._loop.run_turn(_CHECK_INTERVAL_NS)
@@ -252,7 +252,7 @@ class LoadGenerator:
     def close(self) -> None:
         """Close the lanes; after an interrupt, requests may still be in flight."""
         self._is_running = False
-        self._queued.clear()
+        self._queued_times.clear()
         for lane in self._lanes:
             lane.close()
 

@@ -186,7 +186,7 @@ def measure_load(
             statistics_futures.append(executor.submit(_query_statistics, statistics))
             marks.append(load.mark())
 
-        is_settled = interrupted = False
+        is_settled = was_interrupted = False
         load.begin()
         mark()  # the start of the warm-up; deleted when the warm-up ends
         try:
@@ -200,7 +200,7 @@ def measure_load(
                 is_settled = all(agree(values, plan.tolerance) for values in figures)
             load.finish()
         except KeyboardInterrupt:
-            interrupted = True
+            was_interrupted = True
             if len(marks) < 2:
                 mark()
         before, after = (
@@ -209,7 +209,7 @@ def measure_load(
         )
     marks = marks[-1 - AGREEING_WINDOWS :]
     point = _point(load.records, marks, kind, value, is_settled)
-    point.interrupted = interrupted
+    point.interrupted = was_interrupted
     if load.is_decoupled:
         _add_response_figures(point, load.records, marks[0], marks[-1])
     point.server = {m: statistics_change(before.get(m, {}), new) for m, new in after.items()}

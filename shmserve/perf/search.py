@@ -196,10 +196,10 @@ class Search:
     def _confirm_best(self) -> Trial | None:
         """Return the best trial, after the best candidates were measured a second time."""
         measured_twice: set[Candidate] = set()
-        while (best := self.best) is not None and best.candidate not in measured_twice:
-            measured_twice.add(best.candidate)
-            self.trials[best.candidate] = self._measure(best.candidate)
-        return best
+        while (best_trial := self.best) is not None and best_trial.candidate not in measured_twice:
+            measured_twice.add(best_trial.candidate)
+            self.trials[best_trial.candidate] = self._measure(best_trial.candidate)
+        return best_trial
 
 
 def current_candidate(config: Config) -> Candidate:

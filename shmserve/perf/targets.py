@@ -270,9 +270,9 @@ class SystemMemory:
         shared_memory.close_fd()
         self.fields: dict[str, Any] = {"key": self._key, "offset": 0, "byte_size": byte_size}
 
-    def write(self, offset: int, raw: bytes) -> None:
+    def write(self, offset: int, data: bytes) -> None:
         """Write bytes at an offset."""
-        self._bytes[offset : offset + len(raw)] = raw
+        self._bytes[offset : offset + len(data)] = data
 
     def close(self) -> None:
         """Release the memory."""
@@ -289,13 +289,13 @@ class CudaMemory:
         """Allocate the memory. Raises Unavailable without a device or without enough memory."""
         self._memory: DeviceAllocation | None = DeviceAllocation(open_exporter(), 0, byte_size)
         self._pointer, self._cuda = self._memory.pointer, self._memory.cuda
-        raw = self._memory.handle.raw
-        self.fields: dict[str, Any] = {"raw_handle": raw, "device_id": 0, "byte_size": byte_size}
+        handle = self._memory.handle.raw
+        self.fields: dict[str, Any] = {"raw_handle": handle, "device_id": 0, "byte_size": byte_size}
 
-    def write(self, offset: int, raw: bytes) -> None:
+    def write(self, offset: int, data: bytes) -> None:
         """Copy bytes to an offset of the device memory."""
-        if raw:
-            self._cuda.write(self._pointer + offset, memoryview(raw), 0)
+        if data:
+            self._cuda.write(self._pointer + offset, memoryview(data), 0)
 
     def close(self) -> None:
         """Release the memory."""
@@ -333,10 +333,10 @@ class Regions:
             offset += aligned(len(tensor.raw))
         memory = self._register_region(name, offset)
         unused_parts = iter(parts)
-        placed = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
-        for tensor, part in (pair for item in placed for pair in item):
+        pairs = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
+        for tensor, part in (pair for item in pairs for pair in item):
             memory.write(part.offset, tensor.raw)
-        return [[replace(t, raw=b"", region_part=part) for t, part in item] for item in placed]
+        return [[replace(t, raw=b"", region_part=part) for t, part in item] for item in pairs]
 
     def outputs(self, byte_sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
         """Reserve space in a region for the outputs of each slot; return the parts by output.

@@ -21,12 +21,12 @@ def load(path: Path) -> dict[str, Any]:
     Args:
         path: The file with the schema's serialized FileDescriptorProto.
     """
-    serialized = path.read_bytes()
-    described = descriptor_pb2.FileDescriptorProto.FromString(serialized)
-    for imported in described.dependency:
-        importlib.import_module(f"shmserve.proto.{PurePath(imported).stem}_pb2")
-    _POOL.AddSerializedFile(serialized)
-    file = _POOL.FindFileByName(described.name)
+    serialized_file = path.read_bytes()
+    file_description = descriptor_pb2.FileDescriptorProto.FromString(serialized_file)
+    for imported_file in file_description.dependency:
+        importlib.import_module(f"shmserve.proto.{PurePath(imported_file).stem}_pb2")
+    _POOL.AddSerializedFile(serialized_file)
+    file = _POOL.FindFileByName(file_description.name)
     names: dict[str, Any] = {"DESCRIPTOR": file}
     for message in file.message_types_by_name.values():
         names[message.name] = _message_class(message)
@@ -39,9 +39,9 @@ def load(path: Path) -> dict[str, Any]:
 def _message_class(descriptor: Any) -> Any:
     message_class: Any = message_factory.GetMessageClass(descriptor)
     # protobuf's C runtime shows nested types as attributes by itself, its pure Python one does not.
-    for nested in descriptor.nested_types:
-        if not hasattr(message_class, nested.name):
-            setattr(message_class, nested.name, _message_class(nested))
+    for nested_type in descriptor.nested_types:
+        if not hasattr(message_class, nested_type.name):
+            setattr(message_class, nested_type.name, _message_class(nested_type))
     for enum in descriptor.enum_types:
         if not hasattr(message_class, enum.name):
             setattr(message_class, enum.name, EnumTypeWrapper(enum))

@@ -255,14 +255,14 @@ class LaneFactory(Protocol):
         """Close the factory; its lanes must have been closed before."""
 
 
-def output_json(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
+def output_json(name: str, datatype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]:
     """Return {"name", "datatype", "shape", "data"} of an output.
 
     Raises:
         ValueError: The bytes do not match the datatype or the shape.
         KeyError: The datatype is unknown.
     """
-    nested_lists = decode(datatype, list(shape), memoryview(raw))
+    nested_lists = decode(datatype, list(shape), memoryview(data))
     return {"name": name, "datatype": datatype, "shape": list(shape), "data": nested_lists}
 
 

@@ -207,7 +207,7 @@ def set_parameters(message: Any, values: Mapping[str, Parameter]) -> None:
 def _decode_response(reply: Any) -> dict[str, Any]:
     try:
         pairs = zip(reply.outputs, reply.raw_output_contents, strict=True)
-        outputs = [output_json(t.name, t.datatype, t.shape, raw) for t, raw in pairs]
+        outputs = [output_json(t.name, t.datatype, t.shape, data) for t, data in pairs]
     except (KeyError, ValueError) as error:
         raise TransportError("the server's response is malformed") from error
     values = ((n, value) for n, value in reply.parameters.items() if n != _FINAL_PARAMETER)
@@ -250,8 +250,8 @@ class GrpcLaneFactory:
         message = encode_infer_message(request)
         if self.is_decoupled:
             set_parameters(message, {"triton_enable_empty_final_response": True})
-        serialized: bytes = message.SerializeToString()
-        return b"\0" + h2.pack_uint32(len(serialized)) + serialized
+        encoded_message: bytes = message.SerializeToString()
+        return b"\0" + h2.pack_uint32(len(encoded_message)) + encoded_message
 
     def lane(self, observer: LaneObserver) -> GrpcLane:
         """Open a lane on a connection that several lanes share."""

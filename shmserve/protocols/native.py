@@ -118,8 +118,8 @@ def tensor_array(tensor: InputTensor, model: str) -> Array:
 
 
 def _encode_output(name: str, datatype: str, array: Array) -> dict[str, Any]:
-    raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
-    return output_json(name, datatype, array.shape, raw)
+    data = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
+    return output_json(name, datatype, array.shape, data)
 
 
 class NativeLaneFactory:
@@ -202,9 +202,9 @@ class NativeLane:
         session, connection = lane_factory.session, lane_factory.connection
         built_request = session.pack(connection, request, stream=lane_factory.is_decoupled)
         if lane_factory.is_decoupled:
-            pending = ClientStream(lane_factory.channel, built_request)
-            pending.on_item = partial(self._on_responses, pending)
-            lane_factory.channel.start(pending)
+            pending_request = ClientStream(lane_factory.channel, built_request)
+            pending_request.on_item = partial(self._on_responses, pending_request)
+            lane_factory.channel.start(pending_request)
         else:
             lane_factory.channel.submit(built_request, self._on_completed)
         lane_factory.channel.flush_soon(lane_factory.loop.call_soon)
@@ -213,21 +213,21 @@ class NativeLane:
         outcome, request.outcome = request.outcome, None
         self._end(outcome.message if isinstance(outcome, ShmserveError) else "")
 
-    def _on_responses(self, pending: ClientStream) -> None:
-        while pending.items:
+    def _on_responses(self, pending_request: ClientStream) -> None:
+        while pending_request.items:
             try:
-                pending.take()
+                pending_request.take()
                 self._observer.on_response()
             except ShmserveError as failure:
                 self._stream_error = self._stream_error or failure.message
-            credit = pending.record_read()
+            credit = pending_request.record_read()
             if credit:
                 channel = self._lane_factory.channel
-                channel.schedulers.credit(pending, credit)
+                channel.schedulers.credit(pending_request, credit)
                 channel.flush_soon(self._lane_factory.loop.call_soon)
-        if pending.has_finished:
-            pending.on_item = noop
-            pending.abandon()
+        if pending_request.has_finished:
+            pending_request.on_item = noop
+            pending_request.abandon()
             self._end(self._stream_error)
 
     def _end(self, error: str) -> None:

@@ -148,15 +148,15 @@ def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:
     return np.frombuffer(raw, NUMPY_DTYPES[datatype]).reshape(shape).tolist()
 
 
-def _decode_texts(raw: memoryview) -> Iterator[str]:
+def _decode_texts(data: memoryview) -> Iterator[str]:
     r"""Yield the elements of a BYTES tensor, with `\xNN` for bytes that are not UTF-8."""
     position = 0
-    while position < len(raw):
-        length = int.from_bytes(raw[position : position + 4], "little")
+    while position < len(data):
+        length = int.from_bytes(data[position : position + 4], "little")
         position += 4
-        if position + length > len(raw):
+        if position + length > len(data):
             raise ValueError("a string is longer than its tensor")
-        yield bytes(raw[position : position + length]).decode("utf-8", "backslashreplace")
+        yield bytes(data[position : position + length]).decode("utf-8", "backslashreplace")
         position += length
 
 

@@ -93,8 +93,8 @@ class Sequencing:
 
     def without_delay(self) -> Sequencing:
         """Return these rules without delays, for the time when no further request is expected."""
-        oldest = None if self.oldest_rules is None else replace(self.oldest_rules, delay_ns=0)
-        return replace(self, delay_ns=0, oldest_rules=oldest)
+        oldest_rules = None if self.oldest_rules is None else replace(self.oldest_rules, delay_ns=0)
+        return replace(self, delay_ns=0, oldest_rules=oldest_rules)
 
     def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
         """Raise InvalidArgument if the model's control input cannot hold this id."""
@@ -187,9 +187,9 @@ def _batch_rules(config: ModelSpec, dynamic: DynamicBatching, padding: Padding |
 
 def _batching(dynamic: DynamicBatching, max_batch_size: int) -> Batching:
     largest_size = max(1, max_batch_size)
-    preferred = frozenset(size for size in dynamic.preferred_batch_size if size > 0)
+    preferred_sizes = frozenset(size for size in dynamic.preferred_batch_size if size > 0)
     delay_ns = dynamic.max_queue_delay_microseconds * _NS_PER_US
-    return Batching(largest_size, preferred or frozenset({largest_size}), delay_ns)
+    return Batching(largest_size, preferred_sizes or frozenset({largest_size}), delay_ns)
 
 
 def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | None:

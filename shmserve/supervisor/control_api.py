@@ -64,16 +64,16 @@ class ReadinessCheck:
         pending_outcomes = {self._request_readiness(pid) for pid in pids}
         any_ready = False
         while pending_outcomes:
-            completed, pending_outcomes = await asyncio.wait(
+            completed_futures, pending_outcomes = await asyncio.wait(
                 pending_outcomes,
                 timeout=max(0.0, deadline - loop.time()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            outcomes = {future.result() for future in completed}
+            outcomes = {future.result() for future in completed_futures}
             if False in outcomes:
                 return False
             any_ready = any_ready or True in outcomes
-            if not completed:
+            if not completed_futures:
                 break
         return any_ready
 

@@ -44,21 +44,21 @@ class Health:
         self.has_started = False  # whether the models of the start are loaded
         self.has_failed = False  # whether the start has failed
         self.is_exiting = False  # whether the server ends without a successor
-        self._current = HealthChanged(live=True, ready=False, exiting=False, started=False)
+        self._last_health = HealthChanged(live=True, ready=False, exiting=False, started=False)
         self.failures = LoadsFailed([], 0)
 
     def current(self) -> HealthChanged:
         """Return the last published health."""
-        return self._current
+        return self._last_health
 
     def update(self) -> bool:
         """Compute the health, and return whether it has changed."""
         models_ready = not self._requires_models or self._registry.all_ready()
-        ready = self.has_started and not (self.is_exiting or self.has_failed) and models_ready
-        old_health = self._current
+        is_ready = self.has_started and not (self.is_exiting or self.has_failed) and models_ready
+        old_health = self._last_health
         live = not self.has_failed
-        self._current = HealthChanged(live, ready, self.is_exiting, self.has_started)
-        return self._current != old_health
+        self._last_health = HealthChanged(live, is_ready, self.is_exiting, self.has_started)
+        return self._last_health != old_health
 
     def update_failures(self) -> bool:
         """Update the models that failed to load, and return whether they have changed."""

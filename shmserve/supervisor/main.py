@@ -309,10 +309,10 @@ def _compose_context(
 
 def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, number: int) -> None:
     # Schedulers are notified first, so that no worker starts a request whose memory is released.
-    exited = ProcessExited(number, "")
-    control.broadcast(exited, "scheduler", "ensemble")
+    exit_message = ProcessExited(number, "")
+    control.broadcast(exit_message, "scheduler", "ensemble")
     memory.release(number)
-    control.broadcast(exited, "worker")
+    control.broadcast(exit_message, "worker")
 
 
 def _create_worker_zygote(

@@ -261,10 +261,10 @@ class Supervisor:
         if reason == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.unregister_shrunk())
             self.local_memory.release_shrunk()
-        exited = ProcessExited(pid, reason)
-        context.broadcast(exited, *_CLIENT_ROLES, *(() if child.is_stopping else _MODEL_ROLES))
+        message = ProcessExited(pid, reason)
+        context.broadcast(message, *_CLIENT_ROLES, *(() if child.is_stopping else _MODEL_ROLES))
         if child.is_stopping:
-            self._exits_after_stop.append(exited)
+            self._exits_after_stop.append(message)
             if len(self._exits_after_stop) == 1:
                 asyncio.get_running_loop().call_later(_EXIT_REPORT_DELAY_S, self._report_stopped)
         elif not (self._lost_run_dir or self.handover.has_successor):
@@ -287,8 +287,8 @@ class Supervisor:
 
         Waking all processes for each exit would dominate the time of unloading many models.
         """
-        for exited in self._exits_after_stop:
-            self.context.broadcast(exited, *_MODEL_ROLES)
+        for exit_message in self._exits_after_stop:
+            self.context.broadcast(exit_message, *_MODEL_ROLES)
         self._exits_after_stop.clear()
 
     # --- the server's end

@@ -230,10 +230,10 @@ def _find_class(config: ModelSpec) -> type[Backend]:
         try:
             module = importlib.import_module(path)
         except ImportError as error:
-            extra = _EXTRAS.get(name)
-            if extra is None or (error.name or "").startswith("shmserve"):
+            extra_name = _EXTRAS.get(name)
+            if extra_name is None or (error.name or "").startswith("shmserve"):
                 raise
-            raise Unavailable(missing_package(f"backend '{name}'", error, extra)) from None
+            raise Unavailable(missing_package(f"backend '{name}'", error, extra_name)) from None
         return _check_class(name, getattr(module, attribute))
     for entry_point in entry_points(group=BACKEND_GROUP, name=name):
         return _check_class(name, entry_point.load())

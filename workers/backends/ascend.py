@@ -268,11 +268,11 @@ class AscendBackend(Backend):
         """Add the inputs and outputs of the file to the configuration."""
         model = self._open(ModelSpec.of(config))
         is_batched = config.get("max_batch_size", 0) > 0
-        completed = dict(config)
+        completed_config = dict(config)
         for side, tensors in (("input", model.inputs), ("output", model.outputs)):
             if not config.get(side):
-                completed[side] = [tensor_config(tensor, is_batched) for tensor in tensors]
-        return completed
+                completed_config[side] = [tensor_config(tensor, is_batched) for tensor in tensors]
+        return completed_config
 
     def load(self, config: ModelSpec) -> None:
         """Load the file and check it against the configuration."""

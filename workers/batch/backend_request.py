@@ -411,21 +411,21 @@ class Unpacker:
         memory_range: Range | None = None
         on_device = is_shared = False
         if client_range.memory.copied:
-            raw = self._mappings.read(client_range)
-            self._copy_counter.inputs += len(raw)
+            data = self._mappings.read(client_range)
+            self._copy_counter.inputs += len(data)
         else:
             memory_range = client_range
-            raw = self._mappings.view(client_range)
+            data = self._mappings.view(client_range)
             is_shared = datatype != "BYTES"
             on_device = client_range.memory.cuda is not None
             if on_device and not (is_shared and self._device_inputs):
                 from shmserve.workers.memory.tensors import to_host
 
-                self._copy_counter.inputs += len(raw)
-                raw, memory_range = to_host(raw), None
+                self._copy_counter.inputs += len(data)
+                data, memory_range = to_host(data), None
                 on_device = is_shared = False
         model = self._signature.name
-        return Input(name, datatype, shape, raw, memory_range, model, on_device, is_shared)
+        return Input(name, datatype, shape, data, memory_range, model, on_device, is_shared)
 
 
 def _check_elements(inputs: dict[str, Input], names: Sequence[str], request_id: str) -> None:

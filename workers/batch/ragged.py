@@ -163,7 +163,7 @@ class Padder:
 
     def pad(self, requests: Sequence[Request]) -> PaddedInputs:
         """Pad the inputs of a batch, add lengths and masks; return the true and padded shapes."""
-        padded = PaddedInputs()
+        result = PaddedInputs()
         for name, pad in self._padding.pads.items():
             if name not in requests[0].inputs:
                 continue  # the input is optional, and no request of the batch has it
@@ -171,7 +171,7 @@ class Padder:
             shapes = [item.shape[1:] for item in inputs]
             largest_shape = tuple(map(max, zip(*shapes, strict=True)))
             target_shape = pad.padded_shape(largest_shape) or largest_shape
-            padded.true_shapes[name], padded.padded_shapes[name] = shapes, target_shape
+            result.true_shapes[name], result.padded_shapes[name] = shapes, target_shape
             self._copy_counter.inputs += sum(len(item.raw) for item in inputs)
             padded_bytes = _padded_batch(pad, inputs, target_shape)
             _replace_inputs(requests, inputs, name, inputs[0].datatype, padded_bytes, target_shape)
@@ -183,9 +183,9 @@ class Padder:
             if pad.mask_input:
                 mask = _byte_view(_value_mask(inputs, target_shape))
                 _replace_inputs(requests, inputs, pad.mask_input, "BOOL", mask, target_shape)
-        return padded
+        return result
 
-    def cut(self, responses: Sequence[Response], padded: PaddedInputs) -> None:
+    def cut(self, responses: Sequence[Response], padded_inputs: PaddedInputs) -> None:
         """Cut the outputs of a padded batch to the true lengths of each request.
 
         A request fails if its output has neither the padded nor the true lengths.
@@ -193,16 +193,16 @@ class Padder:
         for request_index, response in enumerate(responses):
             for output_index, output in enumerate(response.outputs):
                 rule = self._cut_rules.get(output.name)
-                if rule is None or rule.source not in padded.true_shapes:
+                if rule is None or rule.source not in padded_inputs.true_shapes:
                     continue
                 source = rule.source
-                shape = padded.true_shapes[source][request_index]
-                slices = rule.true_slices(output.shape, shape, padded.padded_shapes[source])
+                shape = padded_inputs.true_shapes[source][request_index]
+                slices = rule.true_slices(output.shape, shape, padded_inputs.padded_shapes[source])
                 if slices is None:
                     response.error = Internal(
                         f"inference output '{output.name}' has the shape "
                         f"{shape_text(output.shape)}, which cannot be cut like input '{source}', "
-                        f"whose padded shape is {shape_text(padded.padded_shapes[source])}"
+                        f"whose padded shape is {shape_text(padded_inputs.padded_shapes[source])}"
                     )
                 else:
                     response.outputs[output_index] = output._replace(data=output.data[slices])

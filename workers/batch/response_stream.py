@@ -317,14 +317,14 @@ class OutputStream:
         writer = self._writer
         counter, memory = writer.context.copy_counter, writer.context.output_memory
         code = message = ""
-        packed: Packed = (b"", [])
+        packed_outputs: Packed = (b"", [])
         copied_bytes_before = counter.outputs
         self._trace_inputs()
         if response is not None and response.error is not None:
             code, message = response.error.code, response.error.message
         elif response is not None:
             try:
-                packed = writer.scatterer.write(self.request, response)
+                packed_outputs = writer.scatterer.write(self.request, response)
                 writer.scatterer.finish_writes()
             except BaseException as error:
                 failure = self.client_error(error)
@@ -343,7 +343,7 @@ class OutputStream:
                     self._open_request.key,
                     code,
                     message,
-                    *packed,
+                    *packed_outputs,
                     final,
                     computed_ns,
                     time.monotonic_ns(),
@@ -361,7 +361,7 @@ class OutputStream:
             memory.mark_sent()
         if response is not None:
             self._has_sent = True
-            self._open_request.window.record_sent(byte_size_of(packed[1]))
+            self._open_request.window.record_sent(byte_size_of(packed_outputs[1]))
         if final:
             self._end()
 

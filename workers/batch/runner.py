@@ -91,9 +91,9 @@ class Gatherer:
         inputs = [request.inputs[name] for request in requests]
         shape = self._batch_shape(name, inputs)
         if not copies_views:
-            raw = inputs[0].raw if len(inputs) == 1 else self._adjacent_bytes(inputs)
-            if raw is not None:
-                return raw, shape, inputs[0].memory_range is not None or inputs[0].is_state
+            data = inputs[0].raw if len(inputs) == 1 else self._adjacent_bytes(inputs)
+            if data is not None:
+                return data, shape, inputs[0].memory_range is not None or inputs[0].is_state
         byte_size = sum(len(item.raw) for item in inputs)
         rows = sum(request.batch_size for request in requests)
         self._copy_counter.inputs += byte_size
@@ -306,11 +306,11 @@ class Runner:
     def _numpy_input(
         self, name: str, datatype: str, requests: Sequence[Request]
     ) -> np.ndarray[Any, Any]:
-        raw, shape, is_view = self._gatherer.gather(name, requests)
-        if not isinstance(raw, memoryview):
-            self._copy_counter.inputs += len(raw)
-            raw, is_view = _to_host(raw), False
-        array: np.ndarray[Any, Any] = np.ndarray(shape, STORAGE_DTYPES[datatype], raw)
+        data, shape, is_view = self._gatherer.gather(name, requests)
+        if not isinstance(data, memoryview):
+            self._copy_counter.inputs += len(data)
+            data, is_view = _to_host(data), False
+        array: np.ndarray[Any, Any] = np.ndarray(shape, STORAGE_DTYPES[datatype], data)
         if not array.flags.aligned:
             return array.copy()
         # The executor passes copies to a model that fails because it writes into its inputs.
@@ -323,13 +323,13 @@ class Runner:
         is_in_place = not self._device.needs_copies or first_input.on_device
         is_aliased = is_in_place and not first_input.is_private
         copies_views = is_aliased and not self._passes_views
-        raw, shape, is_view = self._gatherer.gather(name, requests, copies_views)
+        data, shape, is_view = self._gatherer.gather(name, requests, copies_views)
         from shmserve.workers.memory.tensors import as_torch
 
-        tensor = as_torch(datatype, shape, raw)
-        if isinstance(raw, memoryview):
+        tensor = as_torch(datatype, shape, data)
+        if isinstance(data, memoryview):
             if self._is_learning and is_aliased:
-                self._original_bytes.append((raw, bytes(raw)))
+                self._original_bytes.append((data, bytes(data)))
             if self._device.needs_copies:
                 self._copy_counter.inputs += tensor.nbytes
                 return self._device.put(tensor)
@@ -505,10 +505,10 @@ def _protocol_datatype(tensor: torch.Tensor) -> str:
     return PROTOCOL_DATATYPES.get(tensor.dtype, "")
 
 
-def _to_host(raw: Any) -> memoryview:
+def _to_host(data: Any) -> memoryview:
     from shmserve.workers.memory.tensors import to_host  # imported here, because it imports torch
 
-    return to_host(raw)
+    return to_host(data)
 
 
 def _adjacent_slices(sizes: Iterable[int]) -> list[slice]:

@@ -151,12 +151,12 @@ class Scatterer:
             if destination is None:
                 array = data if type(data) is np.ndarray else _host_array(output)
                 if output.datatype == "BYTES":
-                    raw = encode_bytes(array)
-                    message_bytes += len(raw)
+                    encoded_bytes = encode_bytes(array)
+                    message_bytes += len(encoded_bytes)
                 else:
-                    raw = array.tobytes()
+                    encoded_bytes = array.tobytes()
                     message_bytes += array.nbytes
-                tensors += [raw]
+                tensors += [encoded_bytes]
                 continue
             if not destination:
                 memory_range = memory_ranges[output.name]

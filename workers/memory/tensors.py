@@ -24,23 +24,23 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 PROTOCOL_DATATYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def as_torch(datatype: str, shape: tuple[int, ...], raw: Any) -> torch.Tensor:
+def as_torch(datatype: str, shape: tuple[int, ...], data: Any) -> torch.Tensor:
     """Return a tensor over writable bytes, or over a copy if they are not aligned.
 
     Args:
         datatype: The datatype of the protocol.
         shape: The shape of the tensor.
-        raw: Host memory, or a tensor of uint8 on a device.
+        data: Host memory, or a tensor of uint8 on a device.
     """
     dtype = TORCH_DTYPES[datatype]
     if not element_count(shape):
         return torch.empty(shape, dtype=dtype)
-    if isinstance(raw, torch.Tensor):
-        if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()
-        device_tensor: torch.Tensor = raw.view(dtype).view(shape)
+    if isinstance(data, torch.Tensor):
+        if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+            data = data.clone()
+        device_tensor: torch.Tensor = data.view(dtype).view(shape)
         return device_tensor
-    flat = torch.frombuffer(raw, dtype=torch.uint8, count=element_count(shape) * dtype.itemsize)
+    flat = torch.frombuffer(data, dtype=torch.uint8, count=element_count(shape) * dtype.itemsize)
     if flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()
     return flat.view(dtype).view(shape)
@@ -93,16 +93,16 @@ class DeviceBuffers:
         return buffer[:byte_size]
 
 
-def as_bytes(raw: Bytes) -> torch.Tensor:
+def as_bytes(data: Bytes) -> torch.Tensor:
     """Return a tensor of uint8 over bytes in host or device memory."""
-    if isinstance(raw, torch.Tensor):
-        return raw
-    if not len(raw):
+    if isinstance(data, torch.Tensor):
+        return data
+    if not len(data):
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(raw, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def to_host(raw: Bytes) -> memoryview:
+def to_host(data: Bytes) -> memoryview:
     """Copy the bytes of a device to host memory, after the device's pending work.
 
     Raises:
@@ -110,7 +110,7 @@ def to_host(raw: Bytes) -> memoryview:
             is lost.
     """
     try:
-        return memoryview(raw.to("cpu", copy=True).numpy())
+        return memoryview(data.to("cpu", copy=True).numpy())
     except RuntimeError as error:
         if is_device_lost(error):
             raise

@@ -29,16 +29,16 @@ def _load() -> ctypes.c_long | None:
     library = _FOLDER / "allocations.so"
     if not library.exists():
         return None
-    loaded = ctypes.PyDLL(str(library))
-    loaded.install()
-    return ctypes.c_long.in_dll(loaded, "allocations")
+    library_object = ctypes.PyDLL(str(library))
+    library_object.install()
+    return ctypes.c_long.in_dll(library_object, "allocations")
 
 
 class _Steps:
     def __init__(self) -> None:
         self._step = 0
         self._before = 0
-        self._allocated = 0
+        self._allocated_blocks = 0
         self._profile = cProfile.Profile()
 
     def next(self, *signalled: object) -> None:
@@ -46,7 +46,7 @@ class _Steps:
         if self._step == 1:
             self._before = _allocations()
         elif self._step == 2:
-            self._allocated = _allocations() - self._before
+            self._allocated_blocks = _allocations() - self._before
             self._profile.enable()
         else:
             self._profile.disable()
@@ -65,7 +65,7 @@ class _Steps:
             of_c = [callee for callee in entry.calls or () if isinstance(callee.code, str)]
             name = f"{entry.code.co_filename}:{entry.code.co_firstlineno} {entry.code.co_qualname}"
             calls[name] += entry.callcount + sum(callee.callcount for callee in of_c)
-        return json.dumps({"allocations": self._allocated, "python": python, "calls": calls})
+        return json.dumps({"allocations": self._allocated_blocks, "python": python, "calls": calls})
 
 
 _counter = _load()

@@ -410,10 +410,10 @@ class _Change:
 
     def _remove(self, file: File) -> None:
         path = _path_in(self._root, file.path)
-        current = _read_text(path)
-        if current is None:
+        current_text = _read_text(path)
+        if current_text is None:
             return
-        if not (is_untouched(current) or self._force):
+        if not (is_untouched(current_text) or self._force):
             self._report_kept(file, path)
             return
         self._report("removed", str(path))

@@ -237,8 +237,8 @@ class DeviceView:
             text = f"the values cannot be converted to {self.datatype} {self.shape}: {error}"
             raise InvalidArgument(text) from error
         if array.nbytes:
-            raw = array.reshape(-1).view(np.uint8).data
-            self._allocation.cuda.write(self._pointer, raw, self._allocation.device)
+            data = array.reshape(-1).view(np.uint8).data
+            self._allocation.cuda.write(self._pointer, data, self._allocation.device)
 
     def __dlpack__(self, **options: Any) -> Any:
         self._check()

@@ -65,7 +65,7 @@ class Segment(RegisteredMemory):
             os.ftruncate(self.fd, self.size)
             os.posix_fallocate(self.fd, 0, self.size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, FIXED_SIZE_SEALS)
-            mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            mapping = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except BaseException as error:  # also KeyboardInterrupt: an allocation may take long
             self.close()
             if not isinstance(error, OSError):
@@ -76,7 +76,7 @@ class Segment(RegisteredMemory):
             else:
                 text += f": {error.strerror}"
             raise Unavailable(text) from error
-        self._set_mapping(mapped)
+        self._set_mapping(mapping)
 
     def _set_mapping(self, mapping: mmap.mmap) -> None:
         # Each array refers to `mapping`, so the memory is unmapped with the last array.

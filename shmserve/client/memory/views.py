@@ -179,6 +179,6 @@ def _plain(value: object) -> object:
 
 def _deeply_plain(value: object) -> object:
     if isinstance(value, list | tuple):
-        plain = map(_deeply_plain, value)
-        return list(plain) if isinstance(value, list) else tuple(plain)
+        plain_items = map(_deeply_plain, value)
+        return list(plain_items) if isinstance(value, list) else tuple(plain_items)
     return _plain(value)

@@ -131,11 +131,11 @@ def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
             return to_bf16(np.asarray(array, np.float32)), expected_datatype
         # Lists are converted directly: a floating-point array would round large integers.
         exact_values = array if hasattr(value, "__array__") else value
-        converted = np.asarray(exact_values, STORAGE_DTYPES[expected_datatype])
-    if converted.dtype.kind != "f" and not np.array_equal(converted, array):
-        wrong = array[np.asarray(converted != array)].flat[0]
+        converted_array = np.asarray(exact_values, STORAGE_DTYPES[expected_datatype])
+    if converted_array.dtype.kind != "f" and not np.array_equal(converted_array, array):
+        wrong = array[np.asarray(converted_array != array)].flat[0]
         raise ValueError(f"the element {wrong} cannot be represented in {expected_datatype}")
-    return converted, ""
+    return converted_array, ""
 
 
 def to_torch(array: Array, datatype: str) -> Any:

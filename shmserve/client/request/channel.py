@@ -245,12 +245,12 @@ class RequestChannel:
     # --- sending
 
     def submit(
-        self, packed: PackedRequest, on_done: Callable[[ClientRequest], None] | None = None
+        self, packed_request: PackedRequest, on_done: Callable[[ClientRequest], None] | None = None
     ) -> ClientRequest:
         """Queue a request for the next `flush`.
 
         Args:
-            packed: The packed request.
+            packed_request: The packed request.
             on_done: Called with the request when it has completed.
 
         Returns:
@@ -261,16 +261,16 @@ class RequestChannel:
                 exited or been replaced.
             InvalidArgument: The request is too large.
         """
-        return self.start(ClientRequest(self, packed, on_done))
+        return self.start(ClientRequest(self, packed_request, on_done))
 
-    def start(self, pending: P) -> P:
+    def start(self, pending_request: P) -> P:
         """Queue a new request object for the next `flush`, and return it.
 
         Raises:
             Disconnected: As for `submit`.
             InvalidArgument: As for `submit`.
         """
-        server, packed = self.server, pending.packed_request
+        server, packed = self.server, pending_request.packed_request
         is_other_server = packed.model.source is not server.models
         if self._is_closed or not server.alive or is_other_server:
             packed.release_memory()
@@ -285,7 +285,7 @@ class RequestChannel:
                 f"the request has {message_bytes} bytes besides its tensors in shared memory "
                 f"(maximum: {MAX_REQUEST_BYTES})"
             )
-        pending.submit = make_submit(
+        pending_request.submit = make_submit(
             next(self._request_ids),
             packed.schema,
             packed.data,
@@ -298,20 +298,20 @@ class RequestChannel:
             correlation_id=options.sequence,
             trace=options.trace,
         )
-        self.schedulers.submit(pending, packed.model.endpoint, message_bytes)
-        return pending
+        self.schedulers.submit(pending_request, packed.model.endpoint, message_bytes)
+        return pending_request
 
-    def cancel(self, pending: ClientRequest) -> None:
+    def cancel(self, pending_request: ClientRequest) -> None:
         """Cancel a request. Its memory stays in use until the scheduler responds."""
-        pending.is_abandoned = True
-        self.schedulers.cancel(pending)
+        pending_request.is_abandoned = True
+        self.schedulers.cancel(pending_request)
 
     def expire(self, request_id: int) -> None:
         """Fail and cancel a request whose deadline has passed, unless it has completed."""
-        pending = self.schedulers.pending.get(request_id)
-        if pending is not None and not pending.is_abandoned:
-            pending.complete(TimedOut(NO_RESPONSE))
-            self.cancel(pending)
+        pending_request = self.schedulers.pending.get(request_id)
+        if pending_request is not None and not pending_request.is_abandoned:
+            pending_request.complete(TimedOut(NO_RESPONSE))
+            self.cancel(pending_request)
 
     @property
     def pending_ids(self) -> Collection[int]:
@@ -342,13 +342,13 @@ class RequestChannel:
 
     # --- receiving
 
-    def process_events(self, readable: Collection[int]) -> None:
+    def process_events(self, readable_fds: Collection[int]) -> None:
         """Handle the messages at the readable descriptors and send the queued replies."""
-        if self.waker in readable:
+        if self.waker in readable_fds:
             reset_eventfd(self.waker)  # before the check below, so that a later `wake` is not lost
         if self._handled_loss_count != self.server.loss_count or not self.server.alive:
             self._check_server()
-        for fd in readable:
+        for fd in readable_fds:
             link = self._links.find_by_fd(fd)
             if link is not None:
                 for message in link.receive():
@@ -358,9 +358,9 @@ class RequestChannel:
         if self._links.queued_count:
             self.flush()
 
-    def _find(self, pending: ClientRequest, _: Failed | None) -> str:
+    def _find(self, pending_request: ClientRequest, _: Failed | None) -> str:
         """Return the endpoint that currently serves the model of a request; "" if there is none."""
-        model, models = pending.packed_request.model, self.server.models
+        model, models = pending_request.packed_request.model, self.server.models
         current_model = models.find(model.name, model.version) or models.find(model.name, "")
         return "" if current_model is None else current_model.endpoint
 
@@ -410,9 +410,9 @@ class RequestChannel:
 
     def _fail_all(self) -> None:
         self._links.close_all()
-        for pending in self.schedulers.withdraw_all():
-            pending.free()
-            pending.complete(Disconnected(CLOSED_EARLY))
+        for pending_request in self.schedulers.withdraw_all():
+            pending_request.free()
+            pending_request.complete(Disconnected(CLOSED_EARLY))
 
     def wake(self) -> None:
         """Wake up the thread that waits at this channel. May be called from any thread."""

@@ -286,8 +286,8 @@ def _prepare_region(
 ) -> PackedRequest:
     if region.memories is not memories:
         region = region.attached_to(memories)
-    packed = region.requests.get(model)
-    if packed is None or options.parameters:
+    packed_request = region.requests.get(model)
+    if packed_request is None or options.parameters:
         signature = model.signature
         for name in region:
             if name not in signature.inputs and name not in signature.outputs:
@@ -299,11 +299,11 @@ def _prepare_region(
         names = (name for name in region if name not in signature.inputs)
         outputs = [RequestedOutput(name, region.output_range(name, signature)) for name in names]
         signature.check(options.request_id, refs, outputs)
-        packed = pack(refs, outputs, options.parameters)
+        packed_request = pack(refs, outputs, options.parameters)
         if not options.parameters:
-            region.store_request(model, packed)
+            region.store_request(model, packed_request)
     lease, segment = region.lease, region.segment
-    return PackedRequest(model, *packed, options, segments=(segment,), holders=(lease,))
+    return PackedRequest(model, *packed_request, options, segments=(segment,), holders=(lease,))
 
 
 def _encode(array: Array, name: str) -> bytes:

@@ -151,8 +151,8 @@ def _read(
 
     The arrays in shared memory keep `lease` alive, or without it the lease of their region.
     """
-    packed = reader.packed_request
-    schema = packed.model.response_schemas[message.schema]
+    packed_request = reader.packed_request
+    schema = packed_request.model.response_schemas[message.schema]
     payloads = message.data
     if len(payloads) != len(schema.outputs):
         raise MalformedMessage(f"expected {len(schema.outputs)} outputs, found {len(payloads)}")
@@ -161,16 +161,16 @@ def _read(
         if type(data) is not bytes:
             outputs = _tensors_of(reader, schema.outputs, payloads, lease)
             return Result(outputs, dict(schema.parameters), lease), True
-        outputs[tensor.name] = _decode(packed, tensor, data)
+        outputs[tensor.name] = _decode(packed_request, tensor, data)
     return Result(outputs, dict(schema.parameters), None), False
 
 
-def _decode(packed: PackedRequest, output: TensorSchema, data: bytes | bytearray) -> Any:
+def _decode(packed_request: PackedRequest, output: TensorSchema, data: bytes | bytearray) -> Any:
     if output.datatype == "BYTES":
-        return decode_bytes(data, output.shape, output.name, packed.model.name)
+        return decode_bytes(data, output.shape, output.name, packed_request.model.name)
     writable_data = data if type(data) is bytearray else bytearray(data)
     array = np.ndarray(output.shape, STORAGE_DTYPES[output.datatype], writable_data)
-    return to_torch(array, output.datatype) if packed.as_torch else array
+    return to_torch(array, output.datatype) if packed_request.as_torch else array
 
 
 def _tensors_of(
@@ -189,31 +189,31 @@ def _tensors_of(
         reader.release(release_messages(unpack_ranges(payloads), memory_ids))
 
 
-def own_memories(packed: PackedRequest) -> set[int]:
+def own_memories(packed_request: PackedRequest) -> set[int]:
     """Return the ids of the memory segments that contain tensors of a request."""
-    return {segment.memory.id for segment in packed.segments if segment.memory is not None}
+    return {segment.memory.id for segment in packed_request.segments if segment.memory is not None}
 
 
 def _map_output(
     reader: Reader, lease: MemoryLease | None, output: TensorSchema, memory_range: Range
 ) -> Any:
     """Return an output in shared memory: an array over it, or a copy of a worker's memory."""
-    packed = reader.packed_request
-    segment = _find_segment(packed, memory_range.memory)
+    packed_request = reader.packed_request
+    segment = _find_segment(packed_request, memory_range.memory)
     if segment is None or output.datatype == "BYTES":
         if isinstance(segment, DeviceSegment):
             raise Unsupported(
                 f"output '{output.name}': strings cannot be read from device memory; request the "
                 "output without memory for it"
             )
-        return _decode(packed, output, _copy_output(reader, memory_range, segment))
-    lease = lease or _region_lease(packed, segment)
+        return _decode(packed_request, output, _copy_output(reader, memory_range, segment))
+    lease = lease or _region_lease(packed_request, segment)
     array = segment.view(memory_range.offset, output.shape, output.datatype, lease)
-    return to_torch(array, output.datatype) if packed.as_torch else array
+    return to_torch(array, output.datatype) if packed_request.as_torch else array
 
 
-def _find_segment(packed: PackedRequest, memory: Memory) -> Any:
-    for segment in packed.segments:
+def _find_segment(packed_request: PackedRequest, memory: Memory) -> Any:
+    for segment in packed_request.segments:
         if segment.memory is not None and segment.memory.id == memory.id:
             return segment
     return None

@@ -126,31 +126,31 @@ class ResponseStream:
     by `close`, at the end of a `with` block, and when the object is collected.
     """
 
-    def __init__(self, channel: Channel, pending: ClientStream, owner: object) -> None:
+    def __init__(self, channel: Channel, pending_request: ClientStream, owner: object) -> None:
         self._channel = channel
-        self._pending = pending
+        self._request = pending_request
         self._owner = owner  # the reference keeps the client from being collected and closed
 
     def __iter__(self) -> ResponseStream:
         return self
 
     def __next__(self) -> Result:
-        pending = self._pending
-        credit = pending.record_read()
+        pending_request = self._request
+        credit = pending_request.record_read()
         if credit:
-            self._channel.credit(pending, credit)
-        if not pending.items:
-            self._channel.wait_until_ready(pending)
-            if not pending.items:
+            self._channel.credit(pending_request, credit)
+        if not pending_request.items:
+            self._channel.wait_until_ready(pending_request)
+            if not pending_request.items:
                 raise StopIteration
-        return pending.take()
+        return pending_request.take()
 
     def close(self) -> None:
         """Discard unread responses and cancel the request if it has not ended. Idempotent."""
-        pending = self._pending
-        if not pending.has_finished and not pending.is_abandoned:
-            self._channel.cancel((pending,))
-        pending.abandon()
+        pending_request = self._request
+        if not pending_request.has_finished and not pending_request.is_abandoned:
+            self._channel.cancel((pending_request,))
+        pending_request.abandon()
 
     def __enter__(self) -> ResponseStream:
         return self
@@ -162,11 +162,11 @@ class ResponseStream:
         self.close()
 
 
-def _writes_to_client_memory(packed: PackedRequest) -> bool:
+def _writes_to_client_memory(packed_request: PackedRequest) -> bool:
     """Return whether every response is written to the same ranges of the client's memory."""
-    if not packed.segments:
+    if not packed_request.segments:
         return False
-    return any(output.has_range for output in RequestSchema(packed.schema).outputs)
+    return any(output.has_range for output in RequestSchema(packed_request.schema).outputs)
 
 
 class ThreadChannel:
@@ -182,10 +182,10 @@ class ThreadChannel:
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
 
-    def submit(self, packed: PackedRequest) -> ClientRequest:
+    def submit(self, packed_request: PackedRequest) -> ClientRequest:
         """Submit a request and return the object to pass to `wait`."""
         with self.lock:
-            return self.requests.submit(packed)
+            return self.requests.submit(packed_request)
 
     def send(self, min_messages: int) -> None:
         """Send the queued messages if there are at least `min_messages`."""
@@ -193,31 +193,31 @@ class ThreadChannel:
             with self.lock:
                 self.requests.flush()
 
-    def open(self, packed: PackedRequest) -> ClientStream:
+    def open(self, packed_request: PackedRequest) -> ClientStream:
         """Send a request that may have any number of responses."""
         with self.lock:
-            pending = self.requests.start(ClientStream(self.requests, packed))
+            pending_request = self.requests.start(ClientStream(self.requests, packed_request))
             self.requests.flush()
-            return pending
+            return pending_request
 
-    def credit(self, pending: ClientStream, response_count: int) -> None:
+    def credit(self, pending_request: ClientStream, response_count: int) -> None:
         """Grant credit for `response_count` more responses."""
         with self.lock:
-            self.requests.schedulers.credit(pending, response_count)
+            self.requests.schedulers.credit(pending_request, response_count)
             self.requests.flush()
 
-    def wait(self, pending: Any) -> Result:
+    def wait(self, pending_request: Any) -> Result:
         """Wait for a request and return its result.
 
         Raises:
             TimedOut: The deadline has passed.
             ShmserveError: The request has failed with this error.
         """
-        self.wait_until_ready(pending)
-        result: Result = pending.result()
+        self.wait_until_ready(pending_request)
+        result: Result = pending_request.result()
         return result
 
-    def wait_until_ready(self, pending: ClientRequest) -> None:
+    def wait_until_ready(self, pending_request: ClientRequest) -> None:
         """Wait until a request has completed, or its next response has arrived.
 
         Raises:
@@ -225,9 +225,9 @@ class ThreadChannel:
         """
         with self.lock:
             try:
-                self.poll_until_ready(pending)
+                self.poll_until_ready(pending_request)
             except BaseException:
-                self.requests.cancel(pending)
+                self.requests.cancel(pending_request)
                 self.requests.flush()
                 raise
 
@@ -248,18 +248,18 @@ class ThreadChannel:
             self.requests.cancel(self._to_cancel.popleft())
         self.requests.flush()
 
-    def poll_until_ready(self, pending: ClientRequest) -> None:
+    def poll_until_ready(self, pending_request: ClientRequest) -> None:
         """Wait until a request is ready; the caller must hold the lock.
 
         Raises:
             TimedOut: The deadline has passed first.
         """
         channel = self.requests
-        if pending.is_ready():
+        if pending_request.is_ready():
             return
         channel.flush()
-        deadline_ns = pending.packed_request.options.deadline_ns
-        while not pending.is_ready():
+        deadline_ns = pending_request.packed_request.options.deadline_ns
+        while not pending_request.is_ready():
             timeout_s: float | None = None
             if deadline_ns:
                 timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
@@ -304,7 +304,9 @@ class SharedChannel:
         future: Future[Result] = Future()
         future.add_done_callback(_notify_cancelled)
         connection = self.connection
-        connection.call(partial(_submit_in_thread, connection, packed=packed, future=future))
+        connection.call(
+            partial(_submit_in_thread, connection, packed_request=packed, future=future)
+        )
         return future
 
     def send(self, min_messages: int) -> None:
@@ -332,18 +334,18 @@ class SharedChannel:
         self.connection.call(start)
         return future.result()
 
-    def wait_until_ready(self, pending: ClientStream) -> None:
+    def wait_until_ready(self, pending_request: ClientStream) -> None:
         """Wait until a stream has a response or its end; raise TimedOut at its deadline."""
-        deadline_ns = pending.packed_request.options.deadline_ns
-        while not pending.is_ready():
+        deadline_ns = pending_request.packed_request.options.deadline_ns
+        while not pending_request.is_ready():
             self.check_may_wait()
             timeout_s: float | None = None
             if deadline_ns:
                 timeout_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-            arrived = self._arrived.wait(timeout_s)
+            has_arrived = self._arrived.wait(timeout_s)
             self._arrived.clear()
-            if not arrived and not pending.is_ready():
-                self.cancel((pending,))
+            if not has_arrived and not pending_request.is_ready():
+                self.cancel((pending_request,))
                 raise TimedOut(NO_RESPONSE)
 
     def credit(self, pending: ClientStream, response_count: int) -> None:
@@ -353,12 +355,14 @@ class SharedChannel:
 
     def cancel(self, pending_requests: Iterable[Future[Result] | ClientStream]) -> None:
         """Cancel requests; safe in any thread and at any time."""
-        for pending in pending_requests:
-            if isinstance(pending, Future):
-                pending.cancel()
+        for pending_request in pending_requests:
+            if isinstance(pending_request, Future):
+                pending_request.cancel()
             else:
                 with contextlib.suppress(Disconnected):
-                    self.connection.call(partial(RequestChannel.cancel, pending=pending))
+                    self.connection.call(
+                        partial(RequestChannel.cancel, pending_request=pending_request)
+                    )
 
 
 Channel = ThreadChannel | SharedChannel
@@ -373,34 +377,34 @@ def _notify_cancelled(future: Future[Result]) -> None:
 def _submit_in_thread(
     connection: ServerConnection,
     channel: RequestChannel,
-    packed: PackedRequest,
+    packed_request: PackedRequest,
     future: Future[Result],
 ) -> None:
     if future.cancelled():
-        packed.release_memory()
+        packed_request.release_memory()
         return
     try:
-        pending = channel.submit(packed, partial(_set_outcome, future))
+        pending_request = channel.submit(packed_request, partial(_set_outcome, future))
     except ShmserveError as error:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
         return
 
-    deadline_ns = packed.options.deadline_ns
+    deadline_ns = packed_request.options.deadline_ns
     if deadline_ns:
-        connection.timers.add(deadline_ns, pending.submit.id)
+        connection.timers.add(deadline_ns, pending_request.submit.id)
 
     # The callback uses its parameter instead of `future`: a reference would form a cycle.
-    def on_done(completed: Future[Result]) -> None:
-        if completed.cancelled() and pending.outcome is None:
-            connection.call(partial(RequestChannel.cancel, pending=pending))
+    def on_done(completed_future: Future[Result]) -> None:
+        if completed_future.cancelled() and pending_request.outcome is None:
+            connection.call(partial(RequestChannel.cancel, pending_request=pending_request))
 
     future.add_done_callback(on_done)
 
 
-def _set_outcome(future: Future[Result], pending: ClientRequest) -> None:
+def _set_outcome(future: Future[Result], pending_request: ClientRequest) -> None:
     with contextlib.suppress(InvalidStateError):  # the future may have been cancelled
-        if isinstance(pending.outcome, Result):
-            future.set_result(pending.outcome)
+        if isinstance(pending_request.outcome, Result):
+            future.set_result(pending_request.outcome)
         else:
-            future.set_exception(pending.outcome)
+            future.set_exception(pending_request.outcome)

@@ -236,14 +236,14 @@ def quantile(fraction: float, bounds: Sequence[float], counts: Sequence[int]) ->
         counts: The counts of the buckets.
     """
     rank, count_below = fraction * sum(counts), 0
-    for index, cumulative in enumerate(accumulate(counts)):
-        if cumulative >= rank and counts[index] and index < len(bounds):
+    for index, cumulative_count in enumerate(accumulate(counts)):
+        if cumulative_count >= rank and counts[index] and index < len(bounds):
             lower_bound = bounds[index - 1] if index else 0.0
             return min(
                 lower_bound + (bounds[index] - lower_bound) * (rank - count_below) / counts[index],
                 bounds[index],
             )
-        count_below = cumulative
+        count_below = cumulative_count
     return bounds[-1]
 
 

@@ -237,8 +237,8 @@ def _padding_families(reports: Reports) -> Iterator[ExpositionFamily]:
 
 def generative_families(reports: Reports) -> Iterator[ExpositionFamily]:
     """Yield the families of generative models, if there are any."""
-    generative = (pair for pair in reports if "generated" in pair[1])
-    generative_reports = [(labels, {**r, **_derive_values(r)}) for labels, r in generative]
+    generative_pairs = (pair for pair in reports if "generated" in pair[1])
+    generative_reports = [(labels, {**r, **_derive_values(r)}) for labels, r in generative_pairs]
     yield from _families("generative", generative_reports)
 
 
@@ -302,13 +302,13 @@ class MetricsExporter:
             ({"model": m.name, "version": m.version, **m.tags}, {"load_seconds": m.load_seconds})
             for m in models
         ]
-        failed: Reports = [
+        failed_loads: Reports = [
             ({"model": name, "version": version}, {"failed": 1})
             for name, version in failures.models
         ]
         counts = {"failed": len(failures.models), "ready": sum(model.is_ready for model in models)}
         yield from _families("loads", loads)
-        yield from _families("failed loads", failed)
+        yield from _families("failed loads", failed_loads)
         totals = {"models": counts, "load_failures": failures.count}
         yield from _families("load totals", [({}, totals)])
 

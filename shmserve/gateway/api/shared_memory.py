@@ -129,10 +129,10 @@ _INVALID_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_
 _UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12})")
 
 
-def decode_handle(encoded: str) -> bytes:
+def decode_handle(encoded_handle: str) -> bytes:
     """Decode a handle from base64; raise InvalidArgument unless it has exactly 64 bytes."""
     try:
-        handle = base64.b64decode(encoded, validate=True)
+        handle = base64.b64decode(encoded_handle, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidArgument(_INVALID_HANDLE) from None
     if len(handle) != HANDLE_SIZE:

@@ -271,8 +271,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             is_small = sum(map(len, output)) <= _MAX_JOINED_BYTES
             for piece in (b"".join(output),) if is_small else output:
                 tls.send(piece)
-        if encrypted := tls.take_ciphertext():
-            transport.write(encrypted)
+        if ciphertext := tls.take_ciphertext():
+            transport.write(ciphertext)
 
     def pause_writing(self) -> None:
         """Queue data, since the client reads too slowly."""

@@ -468,7 +468,7 @@ async def compress_in_pieces(data: bytes, encoding: str, level: int) -> tuple[by
     return _frame_shorter(data, b"".join(pieces))
 
 
-def _frame_shorter(data: bytes, compressed: bytes) -> tuple[bytes, bytes]:
-    if len(compressed) >= len(data):
+def _frame_shorter(data: bytes, compressed_data: bytes) -> tuple[bytes, bytes]:
+    if len(compressed_data) >= len(data):
         return frame_message(data)
-    return PREFIX.pack(1, len(compressed)), compressed
+    return PREFIX.pack(1, len(compressed_data)), compressed_data

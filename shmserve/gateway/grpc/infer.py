@@ -306,12 +306,12 @@ class Inferences(ActiveCount):
         inferred = inference.unpack_outputs(result)
         try:
             templates = built_request.response_templates
-            encoded = self.encode(built_request, templates, result.schema, inferred)
+            encoded_response = self.encode(built_request, templates, result.schema, inferred)
         finally:
             # The encoded response is a copy, so the outputs are no longer needed.
             inference.release_outputs(inferred)
-        self.gateway.malloc_trim.schedule(len(encoded))
-        return encoded
+        self.gateway.malloc_trim.schedule(len(encoded_response))
+        return encoded_response
 
     def encode(
         self,

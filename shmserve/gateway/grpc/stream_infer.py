@@ -225,8 +225,8 @@ class _InferStream:
         is_final = is_last_response(message)
         built_request = inference.built_request
         infer_request, model = built_request.infer_request, built_request.model
-        if (encoded := inference.from_template(message)) is not None:
-            return encode_streamed(encoded, is_final=False), None
+        if (encoded_response := inference.from_template(message)) is not None:
+            return encode_streamed(encoded_response, is_final=False), None
         schema = b"" if isinstance(message, m.Failed) else message.schema
         inferred: Inferred | None = None
         try:

@@ -255,9 +255,9 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
         head = None if self._head is None else self._head + data
         # An empty line ends a head or a chunked body; an incomplete head cannot contain it.
         self._head, self._ends_request = None, data.endswith(b"\r\n\r\n")
-        unparsed = b""
+        unparsed_data = b""
         try:
-            messages, upgraded, unparsed = self._parser.feed_data(data)
+            messages, is_upgraded, unparsed_data = self._parser.feed_data(data)
         except HttpProcessingError as error:
             if head is not None and self._parse_without_length(head):
                 return
@@ -269,15 +269,15 @@ class RequestReceiver(LimitedConnection, asyncio.Protocol):
             self._messages += messages
             if head is not None and not self._messages and len(head) <= _MAX_PENDING_HEAD_BYTES:
                 self._head = head
-            if upgraded:
+            if is_upgraded:
                 # An offer of WebSocket is ignored, and the connection continues with HTTP.
                 self._parser.set_upgraded(False)
             elif self._offers_upgrade and 0 < self._missing_bytes < len(data):
                 # After an offer of another protocol, aiohttp's parser drops these bytes.
-                unparsed = data[self._missing_bytes :]
+                unparsed_data = data[self._missing_bytes :]
         self._handle_parsed(data, is_between_requests)
-        if unparsed:
-            self._parse(unparsed, False)
+        if unparsed_data:
+            self._parse(unparsed_data, False)
 
     def _handle_parsed(self, data: bytes, is_between_requests: bool) -> None:
         """Notify the connection's task and the body's stream that bytes were parsed.

@@ -262,8 +262,8 @@ class ChunkedResponse(HttpResponse):
             if request.method == "HEAD":
                 return
             async for chunks in batches:
-                encoded = map(_encode_chunk, filter(None, chunks)) if is_chunked else chunks
-                transport.write(b"".join(encoded))
+                encoded_chunks = map(_encode_chunk, filter(None, chunks)) if is_chunked else chunks
+                transport.write(b"".join(encoded_chunks))
                 if request.connection.is_writing_paused:
                     await drain_or_abort(request.connection, transport, stall_timeout_s)
         if is_chunked:

@@ -118,8 +118,8 @@ class ResponseQueue:
         """
         inferred: Inferred | None = None
         try:
-            if (encoded := self.inference.from_template(self._messages[0])) is not None:
-                return encoded[0], None
+            if (encoded_response := self.inference.from_template(self._messages[0])) is not None:
+                return encoded_response[0], None
             inferred = self.inference.unpack_outputs(self._messages[0])
             return None if inferred is None else await encode(inferred), inferred
         except ShmserveError as error:

@@ -66,9 +66,9 @@ class ConnectionFault(Exception):
         self.reason = reason
 
 
-def length_fault(frame_name: str, size: int, expected: str) -> ConnectionFault:
+def length_fault(frame_name: str, size: int, expected_size: str) -> ConnectionFault:
     """Return the error about a frame whose payload of `size` bytes has a forbidden length."""
-    text = f"{frame_name} with a payload of {size} bytes, expected {expected}"
+    text = f"{frame_name} with a payload of {size} bytes, expected {expected_size}"
     return ConnectionFault(FaultCode.FRAME_SIZE_ERROR, text)
 
 

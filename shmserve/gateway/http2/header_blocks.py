@@ -221,9 +221,9 @@ def _encode_integer(value: int) -> bytes:
     if value < 127:
         return bytes((value,))
     remaining = value - 127
-    encoded = bytearray((127,))
+    encoded_integer = bytearray((127,))
     while remaining >= 128:
-        encoded.append(remaining & 127 | 128)
+        encoded_integer.append(remaining & 127 | 128)
         remaining >>= 7
-    encoded.append(remaining)
-    return bytes(encoded)
+    encoded_integer.append(remaining)
+    return bytes(encoded_integer)

@@ -67,8 +67,8 @@ def classify_outputs(
                 f"response (maximum: {_MAX_CLASSES})"
             )
         texts = [text for row in rows for text in _class_texts(row, class_count, labels)]
-        packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
-        return TensorRef(tensor.name, "BYTES", (*batch_shape, class_count), packed)
+        packed_texts = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+        return TensorRef(tensor.name, "BYTES", (*batch_shape, class_count), packed_texts)
 
     return replace(inferred, outputs=tuple(map(classify, inferred.outputs)))
 

@@ -329,13 +329,13 @@ def _describe_mismatch(first: _Tensor, second: _Tensor) -> str:
     dimension.
     """
     if first.data_type != second.data_type:
-        kind, found = "data type", [DataType.Name(tensor.data_type) for tensor in (first, second)]
+        kind, names = "data type", [DataType.Name(tensor.data_type) for tensor in (first, second)]
     elif shapes_match(first.dims, second.dims) or shapes_match(first.full_dims, second.full_dims):
         return ""
     else:
-        kind, found = "shape", [shape_text(tensor.full_dims) for tensor in (first, second)]
+        kind, names = "shape", [shape_text(tensor.full_dims) for tensor in (first, second)]
     return (
-        f"inconsistent {kind}: {found[0]} is inferred from model {first.model} while {found[1]} is "
+        f"inconsistent {kind}: {names[0]} is inferred from model {first.model} while {names[1]} is "
         f"inferred from model {second.model}"
     )
 

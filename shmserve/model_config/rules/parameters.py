@@ -239,9 +239,9 @@ def _input_errors(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput
 
 
 def _value_errors(value: Any, data_type: int) -> Iterator[str]:
-    lowest, highest = _INTEGER_RANGES.get(data_type, (None, None))
+    minimum, maximum = _INTEGER_RANGES.get(data_type, (None, None))
     kind = DataType.Name(data_type)
-    if lowest is None or highest is None:
+    if minimum is None or maximum is None:
         max_float = _FLOAT_MAXIMA[data_type]
         if isinstance(value, bool) or not isinstance(value, int | float):
             yield f"must have a 'value' that is a number ({kind}), found {value!r}"
@@ -250,8 +250,8 @@ def _value_errors(value: Any, data_type: int) -> Iterator[str]:
                 f"must have a 'value' from {-max_float:.6g} to {max_float:.6g}, or infinity, for "
                 f"{kind}, found {clip(repr(value), _MAX_SHOWN_CHARS)}"
             )
-    elif not isinstance(value, int) or not lowest <= value <= highest:
-        yield f"must have an integer 'value' from {lowest} to {highest} ({kind}), found {value!r}"
+    elif not isinstance(value, int) or not minimum <= value <= maximum:
+        yield f"must have an integer 'value' from {minimum} to {maximum} ({kind}), found {value!r}"
 
 
 def _bucket_errors(buckets: Any, dims: list[int]) -> Iterator[str]:

@@ -229,7 +229,7 @@ def _initial_problems(
 
 
 def cache_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield the problems of `response_cache`, which excludes streams and sequences."""
+    """Yield the problems of `response_cache`: models with streams or sequences cannot have it."""
     if not config.response_cache.enable:
         return
     for reason, is_excluded in (

@@ -78,7 +78,7 @@ class SizeTimes:
 
     def __init__(self, largest_size: int) -> None:
         self._sizes: dict[int, _SizeDuration] = {}  # the observed sizes by index
-        self._observed: list[int] = []  # the indices of the observed sizes
+        self._observed_indices: list[int] = []  # the indices of the observed sizes
         self._last_index = _index(largest_size)
         self._level = 1.0  # factor between the current durations and the means
         # The fitted line of duration by size; the durations are divided by `_level`.
@@ -160,7 +160,7 @@ class SizeTimes:
         size = self._sizes.get(index)
         if size is None:
             self._sizes[index] = _SizeDuration(normalized_ns, self._observation_count)
-            insort(self._observed, index)
+            insort(self._observed_indices, index)
             self._is_stale = True
             return
         size.record_execution(self._observation_count)
@@ -238,7 +238,7 @@ class SizeTimes:
         rate = _size(best_index) / times[best_index]
         target_rate, candidate, worst_duration, lower = _MIN_TRIAL_RATIO * rate, 0, 0.0, 0
         speedup = _ASSUMED_SPEEDUP + math.log(1 + self._late_executions)
-        for upper in self._observed:
+        for upper in self._observed_indices:
             # A size between two sizes takes at least the shorter and at most the longer duration.
             highest = upper - 1 if upper <= last_index else last_index
             if highest > lower:
@@ -258,7 +258,7 @@ class SizeTimes:
                 target_rate = _size(upper) / min_times[upper]
                 candidate, worst_duration = _size(upper), times[upper]
         min_size = max(target_rate / _MIN_TRIAL_RATIO, rate) * min_times.get(lower, 0.0)
-        if last_index > lower == self._observed[-1] and _size(last_index) > min_size:
+        if last_index > lower == self._observed_indices[-1] and _size(last_index) > min_size:
             # Larger sizes were never observed, and a batch may take long. The size therefore grows
             # in small steps.
             candidate = _middle_size(lower, last_index)
@@ -276,7 +276,7 @@ class SizeTimes:
         optimistic_index, optimistic_rate = 1, 0.0
         self._min_times = self._find_min_times(spread)
         disturbed_index, disturbed_rate = self._find_disturbed(self._min_times)
-        highest = self._observed[-1]
+        highest = self._observed_indices[-1]
         for index in range(1, self._last_index + 1):
             rate, size = _size(index) / times[index], sizes.get(index)
             error, margin = spread**2, 0.0  # An interpolated rate gets no margin.
@@ -309,7 +309,7 @@ class SizeTimes:
         min_times: dict[int, float] = {}
         pooled_indices: list[int] = []
         mean = weight = 0.0
-        for index in self._observed:
+        for index in self._observed_indices:
             size = self._sizes[index]
             pooled_mean = (mean * weight + size.mean * size.weight) / (weight + size.weight)
             if pooled_indices:
@@ -338,7 +338,7 @@ class SizeTimes:
         min_time = min(min_times.values())
         min_executions = math.log(1 + self._late_executions) / math.log(_DISTURBANCE_INTERVAL)
         for index, next_index in zip(
-            self._observed, [*self._observed[1:], self._last_index + 1], strict=True
+            self._observed_indices, [*self._observed_indices[1:], self._last_index + 1], strict=True
         ):
             if self._sizes[index].weight >= min_executions:
                 min_time = min_times[index]
@@ -353,7 +353,7 @@ class SizeTimes:
         is optimistic and leads to larger batches, which reveal the slope.
         """
         total_weight = mean_x = mean_y = sum_xx = sum_xy = 0.0
-        for index in self._observed:
+        for index in self._observed_indices:
             size = self._sizes[index]
             weight = size.decayed_count(self._observation_count)
             total_weight += weight
@@ -371,7 +371,7 @@ class SizeTimes:
     def _interpolate(self) -> None:
         times, lower = self._times, 0
         end_slope = self._slope_ns
-        for index in self._observed:
+        for index in self._observed_indices:
             mean, high_size = self._sizes[index].mean, _size(index)
             if lower:
                 slope = (mean - times[lower]) / (high_size - _size(lower))
@@ -485,8 +485,8 @@ class Arrivals:
         Each item is the expected number of requests so far and the expected wait.
         """
         arrival_probability, expected_requests, wait_ns = 1.0, 0.0, 0.0
-        for extra in range(max_requests):
-            statistics = self._likely_statistics(self._in_flight + extra)
+        for extra_count in range(max_requests):
+            statistics = self._likely_statistics(self._in_flight + extra_count)
             if statistics is None:
                 return
             miss_chance = 1 - statistics.chance

@@ -140,8 +140,8 @@ class EnsembleCore(Core[EnsembleRequest]):
             )
         inputs: list[tuple[str, Value]] = []
         for index, (name, kind, is_condition) in enumerate(schema_properties.inputs):
-            packed = data[index]
-            content = packed if type(packed) is bytes else unpack_range(packed)
+            packed_tensor = data[index]
+            content = packed_tensor if type(packed_tensor) is bytes else unpack_range(packed_tensor)
             is_true = not is_condition or self._memory.any_true(name, content)
             inputs.append((name, Value(kind, content, None, is_true)))
         memory_ranges: dict[str, Range] = {}

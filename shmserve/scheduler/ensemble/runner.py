@@ -297,8 +297,8 @@ class InProcessLinks:
 
     def deliver(self) -> None:
         """Pass the queued responses to the handlers of their clients."""
-        queued, self.queued_messages = self.queued_messages, []
-        for handler, sender, message in queued:
+        queued_messages, self.queued_messages = self.queued_messages, []
+        for handler, sender, message in queued_messages:
             handler(sender, message)
 
 

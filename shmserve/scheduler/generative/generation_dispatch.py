@@ -91,8 +91,8 @@ class AssignedRequest:
         for sample, (tokens, finish_reason) in samples.items():
             all_tokens = max(tokens, self.replayed_tokens.get(sample, tokens), key=len).tobytes()
             report = self.last_reports.get(sample, ResponseSent(0, sample, 0))
-            sent = (report.sent_characters, finish_reason, report.is_end_sent, report.sent_tokens)
-            resumed_samples.append(Resumed(sample, all_tokens, *sent))
+            fields = (report.sent_characters, finish_reason, report.is_end_sent, report.sent_tokens)
+            resumed_samples.append(Resumed(sample, all_tokens, *fields))
         return resumed_samples
 
 
@@ -164,15 +164,15 @@ class GenerativeDispatcher(Dispatcher):
 
     def _remove_ended(self, now_ns: int) -> None:
         """Remove requests that have ended, were cancelled, or cannot run on any instance."""
-        for key, assigned in list(self._assigned_requests.items()):
-            if assigned.request.state in AT_WORK and not (
-                assigned.slot is None and self._pool.failure
+        for key, assigned_request in list(self._assigned_requests.items()):
+            if assigned_request.request.state in AT_WORK and not (
+                assigned_request.slot is None and self._pool.failure
             ):
                 continue
-            generation, slot = assigned.generation, assigned.slot
+            generation, slot = assigned_request.generation, assigned_request.slot
             if slot is None:
-                self._unassigned_requests.remove(assigned)
-                self._close(assigned.request, now_ns)
+                self._unassigned_requests.remove(assigned_request)
+                self._close(assigned_request.request, now_ns)
             elif generation is not None:
                 engine = self._engine(slot)
                 if engine.is_running(generation):
@@ -193,17 +193,17 @@ class GenerativeDispatcher(Dispatcher):
         if not slots:
             return
         unassigned_requests, self._unassigned_requests = self._unassigned_requests, []
-        for assigned in unassigned_requests:
-            self._prepare(assigned, min(slots, key=_request_count), now_ns)
+        for assigned_request in unassigned_requests:
+            self._prepare(assigned_request, min(slots, key=_request_count), now_ns)
         while len(self._queue):
             (request,) = self._queue.take(1)
-            assigned = self._assigned_requests[request.key] = AssignedRequest(request)
-            self._prepare(assigned, min(slots, key=_request_count), now_ns)
+            assigned_request = self._assigned_requests[request.key] = AssignedRequest(request)
+            self._prepare(assigned_request, min(slots, key=_request_count), now_ns)
 
-    def _prepare(self, assigned: AssignedRequest, slot: Slot, now_ns: int) -> None:
-        assigned.slot = slot
-        self._pool.join(slot, assigned.request, now_ns)
-        prepare = Prepare(to_works([assigned.request]), assigned.resume_state())
+    def _prepare(self, assigned_request: AssignedRequest, slot: Slot, now_ns: int) -> None:
+        assigned_request.slot = slot
+        self._pool.join(slot, assigned_request.request, now_ns)
+        prepare = Prepare(to_works([assigned_request.request]), assigned_request.resume_state())
         self._executions.post(slot.peer, prepare)
 
     # --- workers
@@ -217,9 +217,9 @@ class GenerativeDispatcher(Dispatcher):
             case Stepped():
                 return self._handle_stepped(engine, slot, report, now_ns)
             case ResponseSent():
-                assigned = self._assigned_requests.get(report.key)
-                if assigned is not None and assigned.slot is slot:
-                    assigned.last_reports[report.sample] = report
+                assigned_request = self._assigned_requests.get(report.key)
+                if assigned_request is not None and assigned_request.slot is slot:
+                    assigned_request.last_reports[report.sample] = report
             case StopStringFound():
                 engine.stop_sequence(report.sequence)
             case _:
@@ -340,14 +340,14 @@ class GenerativeDispatcher(Dispatcher):
     def exclude_continuing(self, lost_work: LostWork) -> LostWork:
         failed_requests: list[ScheduledRequest] = []
         for request in lost_work.open_requests:
-            assigned = self._assigned_requests.get(request.key)
+            assigned_request = self._assigned_requests.get(request.key)
             request.worker_exits += 1
             has_failed = request.worker_exits >= _MAX_EXITS
-            if assigned is None or request.state not in AT_WORK or has_failed:
+            if assigned_request is None or request.state not in AT_WORK or has_failed:
                 failed_requests.append(request)
             else:
-                assigned.slot = request.worker = None
-                self._unassigned_requests.append(assigned)
+                assigned_request.slot = request.worker = None
+                self._unassigned_requests.append(assigned_request)
         return LostWork(lost_work.executions, failed_requests)
 
 

@@ -47,8 +47,8 @@ class StepWork(NamedTuple):
     @property
     def terms(self) -> tuple[float, float, float, float]:
         """Return the work as the four terms of the linear model of durations."""
-        decoded, prefilled, pairs = self
-        return 1.0, float(decoded), float(prefilled), pairs / _PAIRS_UNIT
+        decoded_tokens, prefilled_tokens, pairs = self
+        return 1.0, float(decoded_tokens), float(prefilled_tokens), pairs / _PAIRS_UNIT
 
 
 def _fit_weights(products: list[list[float]], right_sides: list[float]) -> list[float]:

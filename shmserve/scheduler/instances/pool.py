@@ -461,12 +461,12 @@ class Pool:
             any_suffices: Whether one occupied instance is enough to block the request.
         """
         usable_slots = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
-        occupied = [
+        occupied_slots = [
             bool(slot.executions)
             and any((slot.pid, r.key) in caller_ids for r in slot.executions[0].requests)
             for slot in usable_slots
         ]
-        return any(occupied) if any_suffices else bool(occupied) and all(occupied)
+        return any(occupied_slots) if any_suffices else bool(occupied_slots) and all(occupied_slots)
 
     def executions_by_peer(self) -> dict[bytes, list[int]]:
         """Return the pid of each instance's process and the keys of the requests that it runs.

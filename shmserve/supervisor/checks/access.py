@@ -103,17 +103,17 @@ class PortFacts(NamedTuple):
 
 def gather_ports(config: ServerConfig) -> PortFacts:
     """Collect the facts about the listeners' addresses, by opening each for a moment."""
-    free, refused = [], []
+    ports, failures = [], []
     for _, address, port, flag in tcp_listeners(config):
         endpoint = f"{address}:{port}"
         try:
             for sock in listen(address, port, flag, config.allows_remote):
                 sock.close()
-            free.append(endpoint)
+            ports.append(endpoint)
         except InvalidArgument as error:
             pids = tuple(pid for pid, _ in port_users(port))
-            refused.append((endpoint, error.message, pids))
-    return PortFacts(tuple(free), tuple(refused), server_pid(configured_run_directory(config)))
+            failures.append((endpoint, error.message, pids))
+    return PortFacts(tuple(ports), tuple(failures), server_pid(configured_run_directory(config)))
 
 
 def judge_ports(ports: PortFacts) -> Verdict:

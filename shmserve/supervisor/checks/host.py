@@ -59,8 +59,8 @@ def judge_packages(versions: Versions) -> Verdict:
         return warning("shmserve is not installed", "pip install shmserve")
     old_packages = [
         name
-        for name, (installed, minimum) in versions.items()
-        if _version_numbers(installed) < _version_numbers(minimum)
+        for name, (installed_version, minimum) in versions.items()
+        if _version_numbers(installed_version) < _version_numbers(minimum)
     ]
     if old_packages:
         finding = ", ".join(f"{name} {versions[name][0] or 'is missing'}" for name in old_packages)

@@ -62,12 +62,12 @@ def gather_shm(config: ServerConfig) -> ShmFolder:
         return ShmFolder(is_used)
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     _, filesystem, options = max(mount[1:4] for mount in mounts if _SHM.is_relative_to(mount[1]))
-    size, free = filesystem_space(_SHM)
+    size, free_bytes = filesystem_space(_SHM)
     is_writable = False
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=_SHM):
         is_writable = True
     mode = _SHM.stat().st_mode & 0o7777
-    return ShmFolder(is_used, filesystem, options, mode, size, free, is_writable)
+    return ShmFolder(is_used, filesystem, options, mode, size, free_bytes, is_writable)
 
 
 def filesystem_space(folder: Path) -> tuple[int, int]:
@@ -135,15 +135,14 @@ def _used_files() -> set[str]:
 
 def judge_objects(objects: list[ShmObject]) -> Verdict:
     """Warn about files in /dev/shm that no process uses, since they occupy memory."""
-    unused_objects = [shm_object for shm_object in objects if not shm_object.in_use]
-    total = megabytes(sum(shm_object.byte_size for shm_object in unused_objects or objects))
-    if unused_objects:
-        shown_objects = unused_objects[:3]
-        names = (f"{o.name} ({megabytes(o.byte_size)}, uid {o.uid})" for o in shown_objects)
+    leftovers = [shm_object for shm_object in objects if not shm_object.in_use]
+    total = megabytes(sum(shm_object.byte_size for shm_object in leftovers or objects))
+    if leftovers:
+        names = (f"{shm.name} ({megabytes(shm.byte_size)}, uid {shm.uid})" for shm in leftovers[:3])
         examples = ", ".join(names)
-        ellipsis = ", ..." if unused_objects[3:] else ""
-        fix = f"if no container uses it: rm /dev/shm/{unused_objects[0].name}{ellipsis}"
-        count = len(unused_objects)
+        ellipsis = ", ..." if leftovers[3:] else ""
+        fix = f"if no container uses it: rm /dev/shm/{leftovers[0].name}{ellipsis}"
+        count = len(leftovers)
         return warning(
             f"{count} objects ({total}) that no visible process uses: {examples}{ellipsis}", fix
         )
@@ -338,10 +337,10 @@ def probe() -> str | None:
         assert exporter.stdout is not None
         line = exporter.stdout.readline().strip()
         try:
-            shared = bool(line) and read_memory(bytes.fromhex(line)) == _TEST_DATA
+            is_shared = bool(line) and read_memory(bytes.fromhex(line)) == _TEST_DATA
         except (ShmserveError, CudaError) as error:
             return str(error)
-    return None if shared else "the data read differ from the data written" if line else ""
+    return None if is_shared else "the data read differ from the data written" if line else ""
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ class StartupReport:
             if old_states.get(model) != state:
                 self._report(model, state)
         loading_models = [model for model, state in self._states.items() if state == "loading"]
-        completed, total = len(self._states) - len(loading_models), len(self._states)
-        line = f"[{completed}/{total} models] loading {', '.join(loading_models)}"
+        completed_count, model_count = len(self._states) - len(loading_models), len(self._states)
+        line = f"[{completed_count}/{model_count} models] loading {', '.join(loading_models)}"
         self._write(line[:110] if loading_models else "")
 
     def _report(self, model: str, state: str) -> None:

@@ -71,14 +71,14 @@ class Offer:
             link.close()
             raise InvalidArgument(f"--take-over: {_describe_failure(run_dir, error)}") from None
         sockets: dict[str, list[socket.socket]] = {}
-        shared = []
+        shared_sockets = []
         for (name, is_shared), fd in zip(response["sockets"], fds, strict=True):
             sock = socket.socket(fileno=fd)
             sock.setblocking(False)
             sockets.setdefault(name, []).append(sock)
             if is_shared:
-                shared.append(sock)
-        return cls(link, sockets, shared, *sockets.pop(_CLIENT_LISTENER))
+                shared_sockets.append(sock)
+        return cls(link, sockets, shared_sockets, *sockets.pop(_CLIENT_LISTENER))
 
     def select(self, protocols: set[str]) -> dict[str, list[socket.socket]]:
         """Return the sockets of these protocols and of local clients, and close the rest."""

@@ -115,12 +115,12 @@ class LocalMemory:
             raise InvalidArgument(f"expected 1 descriptor of shared memory, got {len(fds)}")
         (fd,) = fds
         number, uid = client.number, client.uid
-        shared = check_memory(fd, byte_size, is_trusted=uid in (0, os.geteuid()))
+        memfd = check_memory(fd, byte_size, is_trusted=uid in (0, os.geteuid()))
         sealed = is_sealed(fd)
         region = self._opener.adopt_memory(
-            *(self._name(client), shared, byte_size, Peer(uid), number), pin=pin, is_sealed=sealed
+            *(self._name(client), memfd, byte_size, Peer(uid), number), pin=pin, is_sealed=sealed
         )
-        fields = (os.getpid(), fd, shared.inode, byte_size, sealed, region.owner.copied, pin)
+        fields = (os.getpid(), fd, memfd.inode, byte_size, sealed, region.owner.copied, pin)
         region.memory_id = self._capabilities.memory_id(number, *fields)
         self._add_region(region)
         fds.clear()
@@ -202,7 +202,7 @@ def check_memory(fd: int, byte_size: int, is_trusted: bool = True) -> SharedObje
         raise InvalidArgument("shared memory must be a memfd or an object in /dev/shm")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL):
         raise InvalidArgument("a memfd that can be sealed must have the seal F_SEAL_SHRINK")
-    shared = describe_object(fd)
+    memfd = describe_object(fd)
     status = os.fstat(fd)
     page_bytes = os.fstatvfs(fd).f_bsize
     if page_bytes != mmap.PAGESIZE and (not is_trusted or byte_size % page_bytes):
@@ -212,14 +212,14 @@ def check_memory(fd: int, byte_size: int, is_trusted: bool = True) -> SharedObje
         )
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise InvalidArgument("shared memory must be open for reading and writing")
-    if not byte_size > 0 or not is_within(0, byte_size, shared.size):
-        limit_text = f"{shared.size} (the size of the shared memory)"
+    if not byte_size > 0 or not is_within(0, byte_size, memfd.size):
+        limit_text = f"{memfd.size} (the size of the shared memory)"
         raise InvalidArgument(f"'byte_size' must be from 1 to {limit_text}, got {byte_size}")
     if status.st_blocks * 512 < byte_size:
         raise InvalidArgument("memory must be reserved (posix_fallocate) before it is shared")
     if not os.access(f"/proc/self/fd/{fd}", os.R_OK | os.W_OK, effective_ids=True):
-        raise InvalidArgument(f"the server may not read and write memory of uid {shared.uid}")
-    return shared
+        raise InvalidArgument(f"the server may not read and write memory of uid {memfd.uid}")
+    return memfd
 
 
 _ACK_TIMEOUT_S = 1.0  # the longest time for which a local client that hangs delays a reload
@@ -326,8 +326,8 @@ class LocalClientServer:
             case Hello(version=frames.VERSION) if not client.has_sent_hello:
                 client.has_sent_hello = True
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
-                for greeting in (welcome, *self._read_snapshot()):
-                    self.connections.send(client, self._encode_packet(greeting))
+                for first_message in (welcome, *self._read_snapshot()):
+                    self.connections.send(client, self._encode_packet(first_message))
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.VersionMismatch(version)
             case Acknowledged(number=number) if client.has_sent_hello:

@@ -225,7 +225,7 @@ class LoadSample(NamedTuple):
         An instance of a decoupled model is busy as long as it has an open request.
         """
         instances, compute = statistics["instances"], statistics["compute_seconds"]
-        ready = instances["idle"] + instances["busy"]
+        slots = instances["idle"] + instances["busy"]
         success_count = statistics["success"] - statistics["cache_hit"]
         return cls(
             at_s=at_s,
@@ -235,8 +235,8 @@ class LoadSample(NamedTuple):
             executions=compute["count"],
             execution_s=compute["sum"],
             queued_count=statistics["pending"],
-            ready_count=ready,
-            busy_count=min(ready, statistics["executing"]) if decoupled else instances["busy"],
+            ready_count=slots,
+            busy_count=min(slots, statistics["executing"]) if decoupled else instances["busy"],
         )
 
 

@@ -238,22 +238,22 @@ def find_changes(
         config: The new configuration.
         running_count: The number of instances to keep, see `expand_instances`.
     """
-    removed = [i for i in current if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
-    usable_instances = [i for i in removed if i.state is not InstanceState.FAILED]
-    added = expand_instances(config, running_count)
+    surplus = [i for i in current if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
+    usable_instances = [i for i in surplus if i.state is not InstanceState.FAILED]
+    added_instances = expand_instances(config, running_count)
     for same_name in (True, False):  # instances with equal names first
-        for instance in added[:]:
+        for instance in added_instances[:]:
             equivalent = (i for i in usable_instances if i.placement == instance.placement)
             match = next((i for i in equivalent if i.name == instance.name or not same_name), None)
             if match is not None:
                 usable_instances.remove(match)
-                removed.remove(match)
-                added.remove(instance)
+                surplus.remove(match)
+                added_instances.remove(instance)
     used_indexes = {instance.index for instance in current}
     free_indexes = (index for index in itertools.count() if index not in used_indexes)
-    for instance in added:
+    for instance in added_instances:
         instance.index = next(free_indexes)
-    return added, removed
+    return added_instances, surplus
 
 
 # --- loads that hang

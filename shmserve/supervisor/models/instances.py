@@ -109,10 +109,10 @@ class Instances:
         self.config, self.labels = self._spec.config, self._spec.labels
         self._instances = expand_instances(self.config)
 
-    def adopt_count(self, replaced: Instances) -> None:
+    def adopt_count(self, replaced_instances: Instances) -> None:
         """Use the replaced version's number of instances if the autoscaler has chosen it."""
-        if bounds_of(replaced.config) is not None:
-            self._replaced_count = replaced.count
+        if bounds_of(replaced_instances.config) is not None:
+            self._replaced_count = replaced_instances.count
             self._instances = expand_instances(self.config, self._replaced_count)
 
     @property

@@ -180,9 +180,9 @@ class LoadPlanner:
         hint = repository.layout_hint(folder)
         if hint:
             logger.warning("folder of model %s: %s", name, hint)
-        for folder_name, reason in repository.ignored_folders(folder).items():
+        for ignored_name, reason in repository.ignored_folders(folder).items():
             logger.warning(
-                "model %s: ignore version directory '%s' which %s", name, folder_name, reason
+                "model %s: ignore version directory '%s' which %s", name, ignored_name, reason
             )
         versions = repository.versions_to_load(config, folder.versions)
         for text in repository.incomplete_files(folder.path, versions):

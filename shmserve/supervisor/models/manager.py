@@ -127,13 +127,13 @@ class ModelPublisher:
         """
         sent_messages = self._sent_messages.setdefault(name, {})
         for version, message in publications.items():
-            previous = sent_messages.get(version)
-            if previous is None or previous.message != message:
-                sent_messages[version] = _publish(audience, previous, message)
+            previous_message = sent_messages.get(version)
+            if previous_message is None or previous_message.message != message:
+                sent_messages[version] = _publish(audience, previous_message, message)
         # Withdrawals follow, so that a request for the latest version always finds a version.
         for version in sorted((sent_messages.keys() | unpublished_versions) - publications.keys()):
-            previous = sent_messages.get(version)
-            if previous is None or not isinstance(previous.message, ModelWithdrawn):
+            previous_message = sent_messages.get(version)
+            if previous_message is None or not isinstance(previous_message.message, ModelWithdrawn):
                 withdrawn = ModelWithdrawn(name, version, 0)
                 sent_messages[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
         if not sent_messages:
@@ -156,16 +156,16 @@ class ModelPublisher:
 
 
 def _publish(
-    audience: Audience, previous: _SentMessage | None, message: ModelPublication
+    audience: Audience, previous_message: _SentMessage | None, message: ModelPublication
 ) -> _SentMessage:
     if (
-        previous is not None
+        previous_message is not None
         and isinstance(message, ModelPublished)
-        and isinstance(previous.message, ModelPublished)
-        and (message == replace(previous.message, ready=message.ready))
+        and isinstance(previous_message.message, ModelPublished)
+        and (message == replace(previous_message.message, ready=message.ready))
     ):
         audience.publish_readiness(ReadinessChanged(message.name, message.version, message.ready))
-        return previous._replace(message=message)
+        return previous_message._replace(message=message)
     return _SentMessage(message, audience.announce(message))
 
 
@@ -283,12 +283,12 @@ class LifecycleExecutor(LifecycleActions):
             count = planner.count_repositories(name)
             return LoadPlan(fingerprint, [], {}, _plan_error(name, error), count > 0, count > 1)
         steps: dict[str, list[str]] = {}
-        unvisited = [step.name for spec in specs for step in spec.steps]
-        while unvisited:
-            step = unvisited.pop()
+        unvisited_names = [step.name for spec in specs for step in spec.steps]
+        while unvisited_names:
+            step = unvisited_names.pop()
             if step not in steps:
                 steps[step] = [model.name for model in planner.steps(step)]
-                unvisited += steps[step]
+                unvisited_names += steps[step]
         return LoadPlan(fingerprint, specs, steps)
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
@@ -517,10 +517,10 @@ class ModelManager:
     async def list_generative_aliases(self) -> dict[str, list[str]]:
         """Return the aliases of each unloaded on-demand model that generates text, by name."""
         models = self._registry.models.values()
-        unloaded_names = [model.name for model in models if model.on_demand and not model.serving]
+        unloaded_models = [model.name for model in models if model.on_demand and not model.serving]
         find = self._planner.aliases
         async with self._alias_lock:  # requests, which look up aliases, do not wait for a scan
-            aliases_by_name = await asyncio.to_thread(lambda: {n: find(n) for n in unloaded_names})
+            aliases_by_name = await asyncio.to_thread(lambda: {n: find(n) for n in unloaded_models})
         return {name: aliases for name, aliases in aliases_by_name.items() if aliases is not None}
 
     # --- load and unload

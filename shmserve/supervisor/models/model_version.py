@@ -45,10 +45,10 @@ _MAX_INCOMPLETE = 3  # incomplete files that the error of a load names
 _KILL_PATIENCE_S = 1.0  # seconds until a stopping scheduler that shares its process is killed
 
 
-def differ_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
+def differ_in_instances_only(old_spec: VersionSpec, new: VersionSpec) -> bool:
     """Check whether files and configuration are equal except for the instances."""
-    same_files = (old.model_dir, old.fingerprint) == (new.model_dir, new.fingerprint)
-    same_config = old.config.immutable_config == new.config.immutable_config
+    same_files = (old_spec.model_dir, old_spec.fingerprint) == (new.model_dir, new.fingerprint)
+    same_config = old_spec.config.immutable_config == new.config.immutable_config
     return same_files and same_config and not new.steps
 
 

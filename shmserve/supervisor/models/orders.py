@@ -209,15 +209,15 @@ class Order:
         """
         if self.phase not in (OrderPhase.WAITING, OrderPhase.STARTING):
             return False
-        awaited_orders, unvisited = {self}, [self]
-        while unvisited:
-            order = unvisited.pop()
+        awaited_orders, unvisited_orders = {self}, [self]
+        while unvisited_orders:
+            order = unvisited_orders.pop()
             if order.kind is OrderKind.UNLOAD or order._starts_slowly:
                 return True
             model_orders = list(order.model.orders)
             index = model_orders.index(order) if order in model_orders else 0
-            unvisited += {*order.prerequisites, *model_orders[:index]} - awaited_orders
-            awaited_orders.update(unvisited)
+            unvisited_orders += {*order.prerequisites, *model_orders[:index]} - awaited_orders
+            awaited_orders.update(unvisited_orders)
         return False
 
     @property
@@ -230,9 +230,9 @@ class Order:
         """Return whether the order has been executed or has failed."""
         return self.phase is OrderPhase.FINISHED
 
-    def is_repeated_by(self, later: Order) -> bool:
-        """Check whether this order has not begun, and `later` would only repeat it."""
-        has_same_effect = (self.kind, self.source) == (later.kind, later.source)
+    def is_repeated_by(self, later_order: Order) -> bool:
+        """Check whether this order has not begun, and `later_order` would only repeat it."""
+        has_same_effect = (self.kind, self.source) == (later_order.kind, later_order.source)
         return has_same_effect and self.phase is OrderPhase.QUEUED
 
     @property
@@ -318,9 +318,9 @@ class Order:
     def drop(self, actions: LifecycleActions, is_cancelled: bool) -> None:
         """End the versions that were started; the serving versions continue."""
         model, was_offered = self.model, self.model.is_offered
-        incoming, model.incoming, self.phase = model.incoming, {}, OrderPhase.DROPPING
+        incoming_versions, model.incoming, self.phase = model.incoming, {}, OrderPhase.DROPPING
         reasons = _reasons(self.failures)
-        for number, version in incoming.items():
+        for number, version in incoming_versions.items():
             old_version = model.serving.get(number)
             if old_version is version:
                 continue

@@ -161,11 +161,11 @@ class ModelRegistry:
     def _users_of(self, version: ModelVersion) -> set[ModelVersion]:
         """Return the ensembles that need a version, directly or through other ensembles."""
         ensembles_found: set[ModelVersion] = set()
-        unvisited = [version]
-        while unvisited:
-            ensembles = set(self.ensembles_of(unvisited.pop().spec.name)) - ensembles_found
+        unvisited_versions = [version]
+        while unvisited_versions:
+            ensembles = set(self.ensembles_of(unvisited_versions.pop().spec.name)) - ensembles_found
             ensembles_found |= ensembles
-            unvisited += ensembles
+            unvisited_versions += ensembles
         return ensembles_found
 
     def find_cycle(
@@ -281,9 +281,9 @@ class ModelSummary(NamedTuple):
 
 
 def _failure_text(model: ModelEntry, problems: Mapping[str, str]) -> str:
-    logged_versions = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
-    rows = ((n, reason) for n, reason in problems.items() if n not in logged_versions)
-    reasons = [f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in rows]
+    numbers = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
+    unlogged = ((number, reason) for number, reason in problems.items() if number not in numbers)
+    reasons = [f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in unlogged]
     return f"failed: {'; '.join(reasons)}" if reasons else "failed"
 
 
@@ -339,9 +339,9 @@ def index_rows(
         return [_row(name, "", Status(ModelState.UNAVAILABLE, fault)) if fault else {"name": name}]
     if folder is None and all(status == _UNLOADED_STATUS for status in by_version.values()):
         return []
-    ready = (ModelState.READY, ModelState.ON_DEMAND)
+    states = (ModelState.READY, ModelState.ON_DEMAND)
     rows = sorted(by_version.items(), key=lambda row: int(row[0] or 0))
-    return [_row(name, v, status) for v, status in rows if not ready_only or status.state in ready]
+    return [_row(name, v, status) for v, status in rows if not ready_only or status.state in states]
 
 
 def _row(name: str, version: str, status: Status) -> dict[str, Any]:

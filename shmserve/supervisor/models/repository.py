@@ -217,9 +217,9 @@ def no_model_file_hint(folder: ModelFolder) -> str:
         or detect_backend(ModelConfig(), "", files).backend
     ):
         return ""
-    expected = "model.py, model.onnx, model.pt, or config.json with *.safetensors"
-    found = clip(", ".join(files)) or "no file"
-    return f"expected {expected} in '{folder.name}/{folder.versions[-1]}', found {found}"
+    expected_text = "model.py, model.onnx, model.pt, or config.json with *.safetensors"
+    found_text = clip(", ".join(files)) or "no file"
+    return f"expected {expected_text} in '{folder.name}/{folder.versions[-1]}', found {found_text}"
 
 
 def incomplete_files(model_dir: Path, versions: Iterable[int | str]) -> list[str]:
@@ -331,9 +331,9 @@ def missing_version_text(folder: ModelFolder) -> str:
 
 
 def _no_version_hint(folder: ModelFolder) -> str:
-    ignored = ", ".join(ignored_folders(folder))
+    ignored_names = ", ".join(ignored_folders(folder))
     hint = "a version is a folder whose name is an integer, such as 1"
-    return hint + (f", but found {clip(ignored)}" if ignored else "")
+    return hint + (f", but found {clip(ignored_names)}" if ignored_names else "")
 
 
 def lacks_version(reason: str) -> bool:
@@ -348,10 +348,10 @@ def fingerprint(folder: ModelFolder) -> str:
 
 def version_fingerprint(folder: ModelFolder, version: int) -> str:
     """Return a digest of the files that a version may use, without the configuration."""
-    other_versions = {str(other) for other in folder.versions if other != version}
-    excluded_names = {os.fsencode(n) for n in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
-    lines = _model_file_lines(folder)
-    return _digest(b"", [x for x in lines if re.split(rb"[/\0]", x)[0] not in excluded_names])
+    other_versions = {str(number) for number in folder.versions if number != version}
+    excluded = {os.fsencode(name) for name in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
+    lines = [ln for ln in _model_file_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded]
+    return _digest(b"", lines)
 
 
 def _model_file_lines(folder: ModelFolder) -> list[bytes]:
@@ -501,22 +501,22 @@ def _inline_config(folder: ModelFolder) -> ModelConfig:
 
 def _file_lines(root: Path) -> Iterator[bytes]:
     """Yield the `_file_line` of each file below `root`; follow links, but visit a folder once."""
-    visited: set[tuple[int, int]] = set()
-    unvisited = [("", root)]
-    while unvisited:
-        prefix, folder = unvisited.pop()
+    visited_folders: set[tuple[int, int]] = set()
+    unvisited_folders = [("", root)]
+    while unvisited_folders:
+        prefix, folder = unvisited_folders.pop()
         try:
             status = folder.stat()
-            if (status.st_dev, status.st_ino) in visited:
+            if (status.st_dev, status.st_ino) in visited_folders:
                 continue
-            visited.add((status.st_dev, status.st_ino))
+            visited_folders.add((status.st_dev, status.st_ino))
             children = os.listdir(folder)
         except OSError:  # the next poll detects that the folder was removed in the meantime
             continue
         for name in sorted({*children} - {*_IGNORED_NAMES}):
             path = folder / name
             if os.path.isdir(path):
-                unvisited.append((f"{prefix}{name}/", path))
+                unvisited_folders.append((f"{prefix}{name}/", path))
             yield _file_line(prefix + name, path)
 
 

@@ -62,12 +62,12 @@ class Group(NamedTuple):
 
 def _connected_models(step_models: Mapping[str, list[str]], name: str) -> set[str]:
     """Return the models that are connected to a model by ensembles."""
-    names, unvisited = {name}, [name]
-    while unvisited:
-        current_name = unvisited.pop()
+    names, unvisited_names = {name}, [name]
+    while unvisited_names:
+        current_name = unvisited_names.pop()
         ensembles = (ensemble for ensemble, steps in step_models.items() if current_name in steps)
         neighbours = {*step_models.get(current_name, ()), *ensembles}
-        unvisited += neighbours - names
+        unvisited_names += neighbours - names
         names |= neighbours
     return names
 
@@ -220,8 +220,8 @@ class CarriedCounters:
 
     def update(self, statistics: dict[str, Any], metrics: list[list[Any]]) -> None:
         """Store the scheduler's counters; a missing key means that its value has not changed."""
-        previous = self.snapshot[0] if self.snapshot else {}
-        self.snapshot = [{**previous, **statistics}, metrics]
+        previous_counters = self.snapshot[0] if self.snapshot else {}
+        self.snapshot = [{**previous_counters, **statistics}, metrics]
         self._update_successor()
 
     def pass_to(self, successor: CarriedCounters | None) -> None:
@@ -282,7 +282,7 @@ class VersionScheduler:
         # The number of the scheduler at `endpoint`; before the start, the first scheduler's number.
         self.number = next(self._context.scheduler_ids)
         self._latest: SchedulerHandle | None = None  # the scheduler that was started last
-        self._current: SchedulerHandle | None = None  # the scheduler at `endpoint`
+        self._handle: SchedulerHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
         self._ready_future: asyncio.Future[None] = loop.create_future()
         self._drain_future: asyncio.Future[None] = loop.create_future()
@@ -304,7 +304,7 @@ class VersionScheduler:
     @property
     def serves(self) -> bool:
         """Return whether a scheduler accepts requests."""
-        return self._current is not None and self._current.alive
+        return self._handle is not None and self._handle.alive
 
     @property
     def current(self) -> SchedulerHandle:
@@ -312,8 +312,8 @@ class VersionScheduler:
 
         A scheduler must have started.
         """
-        assert self._current is not None
-        return self._current
+        assert self._handle is not None
+        return self._handle
 
     async def start(
         self, config: ModelSpec, worker_pids: list[int], is_first: bool = False
@@ -347,7 +347,7 @@ class VersionScheduler:
             reason = handle.close_future.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self.number = number  # the endpoints of the new scheduler exist from now on
-        self._current = handle
+        self._handle = handle
         self.counters.send_base()
         if self._snapshot is not None:  # the previous scheduler may not have answered
             self.send(m.SnapshotStatistics())
@@ -442,7 +442,7 @@ class VersionScheduler:
 
     def must_move(self, group: Group) -> bool:
         """Check whether the scheduler at `endpoint` must move to the process of `group`."""
-        return self._current is not None and self.hosts.must_move(self._current, group)
+        return self._handle is not None and self.hosts.must_move(self._handle, group)
 
     async def start_successor(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process; `endpoint` is the successor's from now on.
@@ -458,7 +458,7 @@ class VersionScheduler:
         try:
             await self.start(config, [])
         except Unavailable:
-            self._latest = self._current
+            self._latest = self._handle
             self._group, self.counters = old_group, old_counters
             raise
         old_counters.pass_to(new_counters)

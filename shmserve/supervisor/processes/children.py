@@ -65,8 +65,8 @@ class Child:
     @property
     def was_killed(self) -> bool:
         """Return whether an operator, or the kernel for lack of memory, has killed the process."""
-        killed = self.exit_future.result() == f"signal {signal.SIGKILL.value}"
-        return killed and self.kill_reason in ("", _OUT_OF_MEMORY)
+        was_sigkilled = self.exit_future.result() == f"signal {signal.SIGKILL.value}"
+        return was_sigkilled and self.kill_reason in ("", _OUT_OF_MEMORY)
 
     async def until_exit(self) -> str:
         """Wait until the process exits, and return its exit status or signal as a text."""

@@ -387,8 +387,8 @@ class TraceControl:
         """
         if changes:
             previous_changes = self._changes
-            merged = (previous_changes.get(model, {}) | changes).items()
-            kept_changes = {name: value for name, value in merged if value is not None}
+            merged_changes = (previous_changes.get(model, {}) | changes).items()
+            kept_changes = {name: value for name, value in merged_changes if value is not None}
             self._changes = {**previous_changes, model: kept_changes}
             if problem := self._settings_of(model).problem:
                 self._changes = previous_changes

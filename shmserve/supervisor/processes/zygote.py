@@ -138,7 +138,7 @@ class Zygote:
         self._backoff = RestartBackoff()  # determines the pauses before spares are restarted
         self._forking_spare: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._ready_future: asyncio.Future[None] = self._loop.create_future()
         self._is_stopping = False
         self._failed_starts = 0
 
@@ -204,8 +204,8 @@ class Zygote:
                 return
             number, pid = msgpack.unpackb(data)
             if number == 0:
-                if not self._ready.done():
-                    self._ready.set_result(None)
+                if not self._ready_future.done():
+                    self._ready_future.set_result(None)
                     self._fork_spare()
                 continue
             waiter = self._pending_forks.pop(number, None)
@@ -217,19 +217,19 @@ class Zygote:
             else:
                 waiter.set_exception(_start_failure(-pid))
 
-    def _on_exit(self, exited: asyncio.Future[str]) -> None:
+    def _on_exit(self, exit_reason: asyncio.Future[str]) -> None:
         assert self._serving_zygote is not None
         self._read_responses()
         self._loop.remove_reader(self._serving_zygote.link.fileno())
         self._serving_zygote.link.close()
         if self._is_stopping:
             return
-        logger.error("process %s ended (%s)", self._title, exited.result())
+        logger.error("process %s ended (%s)", self._title, exit_reason.result())
         spare, self._spare = self._spare, None
         if spare is not None:
             self._take_over(spare)
-        elif self._ready.done():
-            self._ready = self._loop.create_future()
+        elif self._ready_future.done():
+            self._ready_future = self._loop.create_future()
             self._failed_starts = 0
         else:
             self._failed_starts += 1
@@ -238,8 +238,8 @@ class Zygote:
                 pending_fork.set_result(0)
         self._pending_forks.clear()
         if self._failed_starts == _MAX_FAILED_STARTS:  # the installation is probably broken
-            self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
-            self._ready.exception()  # asyncio would warn of an exception that nothing reads
+            self._ready_future.set_exception(Unavailable(f"the {self._title} process cannot start"))
+            self._ready_future.exception()  # asyncio would warn of an exception that nothing reads
         elif spare is None:
             self._loop.call_later(_RESTART_PAUSE_S, self._restart)
 
@@ -254,7 +254,7 @@ class Zygote:
 
     def _fork_spare(self) -> None:
         is_forking = self._forking_spare is not None and not self._forking_spare.done()
-        is_broken = self._ready.done() and self._ready.exception() is not None
+        is_broken = self._ready_future.done() and self._ready_future.exception() is not None
         if not (self._is_stopping or self._spare or is_forking or is_broken):
             self._forking_spare = self._loop.create_task(self._start_spare())
 
@@ -273,12 +273,12 @@ class Zygote:
         spare = self._spare = _ZygoteProcess(child, own_end)
         child.exit_future.add_done_callback(partial(self._on_spare_exit, spare))
 
-    def _on_spare_exit(self, spare: _ZygoteProcess, exited: asyncio.Future[str]) -> None:
+    def _on_spare_exit(self, spare: _ZygoteProcess, exit_reason: asyncio.Future[str]) -> None:
         if self._spare is spare:
             self._spare = None
             spare.link.close()
             if not self._is_stopping:
-                logger.error("process %s ended (%s)", spare.child.title, exited.result())
+                logger.error("process %s ended (%s)", spare.child.title, exit_reason.result())
                 pause_s = self._backoff.pause_s(time.monotonic() - spare.started_at)
                 self._loop.call_later(pause_s, self._fork_spare)
 
@@ -310,7 +310,7 @@ class Zygote:
             Unavailable: There is no zygote, or the host has no resources for another process.
         """
         while not self._is_stopping:
-            await asyncio.shield(self._ready)
+            await asyncio.shield(self._ready_future)
             assert self._serving_zygote is not None
             zygote_child = self._serving_zygote.child
             with self._process_table.spawning():

@@ -113,8 +113,8 @@ class RegionQuota:
                 "write to it, before it is registered"
             )
         if byte_size:
-            _, charged = self._allocated_objects.get(file, (key, 0))
-            self._allocated_objects[file] = (key, charged + byte_size)
+            _, charged_bytes = self._allocated_objects.get(file, (key, 0))
+            self._allocated_objects[file] = (key, charged_bytes + byte_size)
 
     def refund(self, file: tuple[int, int], byte_size: int) -> None:
         """Refund bytes that were charged but not allocated."""
@@ -256,16 +256,16 @@ class RegionOpener:
             cleanup.pop_all()
         return region
 
-    def readmit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
+    def readmit(self, region: OpenRegion, shared_object: posix_shm.SharedObject) -> None:
         """Count a region that a previous server registered, whose object is open."""
         self._refuse_if_disabled()
-        self._admit(region, shared)
+        self._admit(region, shared_object)
 
     def _owner(self, peer: Peer, key: str, shared: posix_shm.SharedObject) -> Ownership:
         return ownership(peer, key, shared.uid, shared.gid, shared.mode, self._quota.policy.group)
 
-    def _admit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
-        posix_shm.check_range(region.name, shared, region.offset, region.byte_size)
+    def _admit(self, region: OpenRegion, shared_object: posix_shm.SharedObject) -> None:
+        posix_shm.check_range(region.name, shared_object, region.offset, region.byte_size)
         self._reserve_quota(region, copied=region.owner.copied)
 
     def _reserve_quota(self, region: OpenRegion, *, copied: bool = False) -> None:

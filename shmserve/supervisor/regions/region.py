@@ -217,8 +217,8 @@ def _description_memfd(region: OpenRegion) -> Iterator[int]:
 def _reopen(fds: list[int], admit: Admission) -> OpenRegion:
     are_sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
     if sorted(are_sealed) != [False, True]:
-        found = f"got {len(fds)}, {sum(are_sealed)} of them sealed"
-        raise ValueError(f"a region needs 2 descriptors, one of them sealed; {found}")
+        found_text = f"got {len(fds)}, {sum(are_sealed)} of them sealed"
+        raise ValueError(f"a region needs 2 descriptors, one of them sealed; {found_text}")
     description_fd = fds[are_sealed.index(True)]
     shared = posix_shm.describe_object(fds[are_sealed.index(False)])
     fields = json.loads(os.pread(description_fd, _MAX_DESCRIPTION_BYTES, 0))

@@ -57,7 +57,7 @@ class _Report:
 
 class _Suspicion(NamedTuple):
     key: int  # the key of the call that seems deadlocked
-    silent_schedulers: set[Address]  # those that have not reported since the suspicion arose
+    unconfirmed_schedulers: set[Address]  # those that have not reported since the suspicion arose
 
 
 class CallWaits:
@@ -90,17 +90,17 @@ class CallWaits:
                 del self._reports[address]
                 self._suspicions.pop(address, None)
         for suspicion in self._suspicions.values():
-            suspicion.silent_schedulers.discard(sender)
+            suspicion.unconfirmed_schedulers.discard(sender)
         stuck_waits = self._find_stuck()
         deadlock = self._find_deadlock(sender, stuck_waits)
         suspicion_before = self._suspicions.pop(sender, None)
         if deadlock is None:
             return None
-        silent_schedulers = {stuck_wait.scheduler for stuck_wait in stuck_waits} - {sender}
+        unconfirmed_schedulers = {stuck_wait.scheduler for stuck_wait in stuck_waits} - {sender}
         if suspicion_before is not None and suspicion_before.key == deadlock.key:
-            silent_schedulers &= suspicion_before.silent_schedulers
-        if silent_schedulers:
-            self._suspicions[sender] = _Suspicion(deadlock.key, silent_schedulers)
+            unconfirmed_schedulers &= suspicion_before.unconfirmed_schedulers
+        if unconfirmed_schedulers:
+            self._suspicions[sender] = _Suspicion(deadlock.key, unconfirmed_schedulers)
         else:
             for wait in waits:
                 wait.calls.pop(deadlock.key, None)
@@ -127,7 +127,7 @@ class CallWaits:
     def _find_deadlock(self, scheduler: Address, stuck_waits: list[_Wait]) -> CallDeadlocked | None:
         """Return the oldest call of a scheduler in a cycle of stuck waits, with the cycle."""
         for first_wait in (wait for wait in stuck_waits if wait.scheduler == scheduler):
-            paths, visited = [(first_wait, [first_wait.model])], {id(first_wait)}
+            paths, visited_waits = [(first_wait, [first_wait.model])], {id(first_wait)}
             for wait, models in paths:  # the loop adds paths: a breadth-first search
                 awaited_executions = self._awaited_executions(wait, stuck_waits)
                 own_call = _oldest_awaited_call(awaited_executions, first_wait)
@@ -136,9 +136,9 @@ class CallWaits:
                     return CallDeadlocked(own_call.key, " -> ".join(chain))
                 for successor in stuck_waits:
                     call = _oldest_awaited_call(awaited_executions, successor)
-                    if call is None or id(successor) in visited:
+                    if call is None or id(successor) in visited_waits:
                         continue
-                    visited.add(id(successor))
+                    visited_waits.add(id(successor))
                     # A caller in another model occupies no instance of this model, but holds
                     # resources that the instances need.
                     holder_models = [] if call.caller == wait.model else [call.caller]

@@ -290,9 +290,9 @@ class RateLimiter:
         self._used_resources.update(needs)
         request.instance.executions += 1
         self._members[request.member].instance_by_ticket[request.ticket] = request.instance
-        for other in self._pending:
-            if other.number < request.number or other.rank < request.rank:
-                other.overtaken_count += not needs.keys().isdisjoint(other.instance.needs.resources)
+        for rival in self._pending:
+            if rival.number < request.number or rival.rank < request.rank:
+                rival.overtaken_count += not needs.keys().isdisjoint(rival.instance.needs.resources)
 
 
 class Tickets:

@@ -181,11 +181,11 @@ class Workspaces:
                             f"there is no workspace for device '{message.device}': the server was "
                             f"started without --workspace-byte-size={message.device}=BYTES"
                         )
-                    granted = pool.ask(pid, number, size)
+                    granted_range = pool.ask(pid, number, size)
                 except ShmserveError as error:
                     self._send(pid, Refused.of(number, error))
                 else:
-                    self._send_granted(pool, granted)
+                    self._send_granted(pool, granted_range)
 
     def process_exited(self, pid: int) -> None:
         """End the leases and requests of a process that has exited."""

@@ -153,7 +153,7 @@ def test_the_servers_timeout_may_precede_the_clients(
     stream = open_stream(channel, tmp_path, [], PLAIN._replace(deadline_ns=1))
     number = scheduler.next(m.Submit).id
     text = "Request timeout expired"
-    stream._pending.handle(m.Responded(number, "UNAVAILABLE", text, b"", [], True))
+    stream._request.handle(m.Responded(number, "UNAVAILABLE", text, b"", [], True))
     with pytest.raises(TimedOut, match=text):
         next(stream)
 

@@ -86,7 +86,7 @@ def complete(
     Parameters whose text is empty are not added.
     """
     added_parameters = {name: {"string_value": text} for name, text in parameters.items() if text}
-    completed = {
+    completed_config = {
         **config,
         "model_transaction_policy": {"decoupled": True},
         "parameters": {**config.get("parameters", {}), **added_parameters},
@@ -94,8 +94,8 @@ def complete(
     for field, tensors in (("input", inputs), ("output", outputs)):
         written_tensors = {entry["name"]: entry for entry in config.get(field) or ()}
         default_tensors = {entry["name"]: entry for entry in tensors}
-        completed[field] = list((default_tensors | written_tensors).values())
-    return completed
+        completed_config[field] = list((default_tensors | written_tensors).values())
+    return completed_config
 
 
 def refuse_batches(config: ModelSpec, reason: str) -> None:

@@ -544,8 +544,8 @@ def decode(name: str, data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        beginning = clip(repr(data[: 1 << 12]))
-        raise InvalidArgument(f"{name}: {beginning} is not UTF-8") from None
+        data_text = clip(repr(data[: 1 << 12]))
+        raise InvalidArgument(f"{name}: {data_text} is not UTF-8") from None
 
 
 def render_in_process(

@@ -354,7 +354,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
         return [with_patterns(subschema, root) for subschema in with_pauses(schema)]
     if not isinstance(schema, dict):
         return schema
-    extended: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     patterns: list[str] = []
     for key, value in schema.items():
         if value is None and key not in ("const", "default"):
@@ -367,41 +367,41 @@ def with_patterns(schema: Any, root: Any) -> Any:
             continue
         if key in SCHEMA_MAPS and isinstance(value, dict):
             members = with_pauses(value.items())
-            extended[key] = {name: with_patterns(schema, root) for name, schema in members}
+            result[key] = {name: with_patterns(schema, root) for name, schema in members}
         elif key in _VALUE_KEYWORDS:
             if key in ("enum", "const"):
                 _check_integers(key, value)
-            extended[key] = value
+            result[key] = value
         elif key in _MINIMA or key in _MAXIMA:
-            extended[key] = _representable_limit(key, value)
+            result[key] = _representable_limit(key, value)
         elif key == "format" and str(value) in _UUID_FORMATS and "pattern" not in schema:
-            extended["pattern"] = _UUID_FORMATS[value]
+            result["pattern"] = _UUID_FORMATS[value]
         elif key == "format" and value in ("date", "time", "date-time") and "pattern" not in schema:
-            extended |= {key: value, "pattern": _FORMAT_PATTERNS[value]}
+            result |= {key: value, "pattern": _FORMAT_PATTERNS[value]}
         elif key == "x-guidance" and not isinstance(value, dict):
             raise ValueError(f"{key}: {clip(repr(value))} is not an object")
         elif key in ("$ref", "$id") and isinstance(value, str):
             reference_parts = value.split("#", 1)
-            extended[key] = "#".join(quote(part, _POINTER_CHARACTERS) for part in reference_parts)
+            result[key] = "#".join(quote(part, _POINTER_CHARACTERS) for part in reference_parts)
         elif key == "$schema" and isinstance(value, str):
             if draft_url := _DRAFT_URL.fullmatch(value):
                 scheme = "https" if "/20" in value else "http"
-                extended[key] = f"{scheme}{draft_url[1]}"
+                result[key] = f"{scheme}{draft_url[1]}"
         elif key == "pattern" and isinstance(value, str):
-            *patterns, extended[key] = _split_lookaheads(value)
+            *patterns, result[key] = _split_lookaheads(value)
         else:
-            extended[key] = with_patterns(value, root)
+            result[key] = with_patterns(value, root)
     if patterns:
-        extended["allOf"] = [*extended.get("allOf", ()), *({"pattern": text} for text in patterns)]
-    _exclude_limits(extended)
+        result["allOf"] = [*result.get("allOf", ()), *({"pattern": text} for text in patterns)]
+    _exclude_limits(result)
     pattern = _names_pattern(schema.get("propertyNames"), root)
     if pattern == "":
-        del extended["propertyNames"]
-    elif pattern and not extended.keys() & {"properties", "patternProperties"}:
-        del extended["propertyNames"]
-        extended["patternProperties"] = {pattern: extended.get("additionalProperties", {})}
-        extended["additionalProperties"] = False
-    return extended
+        del result["propertyNames"]
+    elif pattern and not result.keys() & {"properties", "patternProperties"}:
+        del result["propertyNames"]
+        result["patternProperties"] = {pattern: result.get("additionalProperties", {})}
+        result["additionalProperties"] = False
+    return result
 
 
 # A lookahead at the beginning of a pattern: (?=...); (?!^[...]*$) as in pydantic's pattern of
@@ -427,15 +427,15 @@ def _split_lookaheads(pattern: str) -> list[str]:
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
         return [pattern]  # a lookahead may belong to one of several alternatives
     while match := _LOOKAHEAD.match(pattern):
-        expected, excluded, first_character, doubled_character = match.groups()
+        expected_pattern, excluded, first_character, doubled_character = match.groups()
         if first_character or doubled_character:
             undoubled = f"^(?:{doubled_character}?[^{doubled_character}])*{doubled_character}?$"
             patterns.append(f"^(?:[^{first_character}]|$)" if first_character else undoubled)
-        elif expected is None and excluded[0] == "[":
+        elif expected_pattern is None and excluded[0] == "[":
             is_negated = excluded[1] == "^"
             patterns.append(f"[{excluded[2:]}" if is_negated else f"[^{excluded[1:]}")
         else:
-            patterns.append(f"^(?:{expected})" if expected else excluded.swapcase())
+            patterns.append(f"^(?:{expected_pattern})" if expected_pattern else excluded.swapcase())
         pattern = f"^{pattern[match.end() :]}"
     return [*patterns, pattern]
 
@@ -479,8 +479,8 @@ def _exclude_limits(schema: dict[str, Any]) -> None:
     ):
         # In draft 4 of JSON Schema, the exclusive keyword is a bool.
         limit = limits.get(inclusive_key if schema.get(key) is True else key, math.nan)
-        other_limits = (limits[other] for other in other_keys if other in limits)
-        if limit % 1 == 0 and any(sign * (other - limit) < 1 for other in other_limits):
+        other_limits = (limits[other_key] for other_key in other_keys if other_key in limits)
+        if limit % 1 == 0 and any(sign * (other_key - limit) < 1 for other_key in other_limits):
             excluding = limit + sign * max(1e-9, math.ulp(limit))
             inclusive_limit = limits.get(inclusive_key, excluding)
             schema[inclusive_key] = max(excluding, inclusive_limit, key=lambda x: sign * x)

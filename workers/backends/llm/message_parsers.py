@@ -172,20 +172,20 @@ class MessageParser:
     def _add_text(self, member: str, text: str) -> None:
         self._last_part(member, "")[member] += text
 
-    def _last_part(self, member: str, empty: Any) -> dict[str, Any]:
+    def _last_part(self, member: str, empty_value: Any) -> dict[str, Any]:
         """Return the last part if it has this member, or else add and return a new part."""
         if not self._parts or member not in self._parts[-1]:
-            self._parts.append({member: empty})
+            self._parts.append({member: empty_value})
         return self._parts[-1]
 
     def _add_reasoning(self, text: str) -> None:
         """Pass on reasoning without the line breaks at its beginning and its end."""
         text = self._line_breaks + text if self._has_reasoning else text.lstrip("\n")
-        stripped = text.rstrip("\n")
-        self._line_breaks = text[len(stripped) :]
-        if stripped and not self.format.hides_reasoning:
+        stripped_text = text.rstrip("\n")
+        self._line_breaks = text[len(stripped_text) :]
+        if stripped_text and not self.format.hides_reasoning:
             self._has_reasoning = True
-            self._add_text("reasoning", stripped)
+            self._add_text("reasoning", stripped_text)
 
     def add_content(self, text: str) -> None:
         """Pass on content. Content of white space only is discarded if there are tool calls, too.
@@ -198,11 +198,11 @@ class MessageParser:
         if self.format.has_only_calls:
             return
         text, self._leading_space = self._leading_space + text, ""
-        stripped = text.strip(self.format.family.separators)
-        if self._is_blank and not stripped:
+        content = text.strip(self.format.family.separators)
+        if self._is_blank and not content:
             self._leading_space = text
         elif text:
-            self._is_blank, self._last_characters = False, (self._last_characters + stripped)[-2:]
+            self._is_blank, self._last_characters = False, (self._last_characters + content)[-2:]
             self._add_text("content", text)
 
     def discard_read(self) -> None:
@@ -472,8 +472,8 @@ def ignore(_: str) -> None:
 
 def overlap(text: str, tag: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
-    longest = min(len(text), len(tag) - 1)
-    return next((size for size in range(longest, 0, -1) if tag.startswith(text[-size:])), 0)
+    max_length = min(len(text), len(tag) - 1)
+    return next((size for size in range(max_length, 0, -1) if tag.startswith(text[-size:])), 0)
 
 
 def _parse_json(text: str) -> Any:

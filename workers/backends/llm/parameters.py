@@ -406,9 +406,9 @@ def _parse_tokens(name: str, value: Any) -> dict[str, Any]:
 
 def _parse_bias(name: str, value: Any) -> dict[str, Any]:
     allowed_text = "an object of tokens with numbers from -100 to 100"
-    decoded = _decode_json(value, allowed_text)
+    json_value = _decode_json(value, allowed_text)
     with suppress(AttributeError, TypeError, ValueError):
-        biases = {int(token): float(bias) for token, bias in with_pauses(decoded.items())}
+        biases = {int(token): float(bias) for token, bias in with_pauses(json_value.items())}
         if all(-100 <= bias <= 100 for bias in with_pauses(biases.values())):
             return {name: biases}
     raise ValueError(allowed_text)

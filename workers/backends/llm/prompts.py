@@ -78,14 +78,14 @@ def read_inputs(
     parameters = request.schema.parameters
     truncates = "truncate_prompt_tokens" in parameters or b"truncate_prompt_tok" in settings_json
     for name, tensor in request.inputs.items():
-        raw = memoryview(tensor.raw)
-        size = raw.nbytes
+        data = memoryview(tensor.raw)
+        size = data.nbytes
         is_long = name in _INPUTS and size > max_bytes
         is_view = is_long and truncates and name != "input_ids"
         if name == "messages" and not is_long and size > max_objects:
-            is_view = bytes(raw).count(_OBJECT_START) > max_objects
+            is_view = bytes(data).count(_OBJECT_START) > max_objects
         if is_view and tensor.is_text():
-            inputs[name] = raw[4:]
+            inputs[name] = data[4:]
             continue
         if is_long and not truncates:
             text = prompt_too_long_text(max_tokens, f"{size} bytes exceed the limit of {max_bytes}")
@@ -152,8 +152,8 @@ def read_ending(name: str, text: str | memoryview, max_characters: int) -> tuple
             del pieces[: -(4 * max_characters // _SLICE_BYTES + 2)]
             time.sleep(0)  # releases the GIL
     except UnicodeDecodeError:
-        beginning = clip(repr(bytes(text[:LONG])))
-        raise InvalidArgument(f"{name}: {beginning} is not UTF-8") from None
+        first_text = clip(repr(bytes(text[:LONG])))
+        raise InvalidArgument(f"{name}: {first_text} is not UTF-8") from None
     return "".join(pieces)[-max_characters:], length
 
 
@@ -311,7 +311,7 @@ class PromptReader:
             return None
         name = task_input(task, inputs)
         outputs: dict[str, tuple[str, Any]] = {}  # (datatype, elements) by name
-        requested = {out.name for out in request.schema.outputs} or {"text_output", "token_ids"}
+        names = {item.name for item in request.schema.outputs} or {"text_output", "token_ids"}
         if name == "input_ids":
             tokens = inputs["input_ids"]
             invalid_ids = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
@@ -331,12 +331,12 @@ class PromptReader:
             self._check_length("prompt", text, max(self.max_length, _MAX_TOKENIZED))
             ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids
             outputs["token_ids"] = "INT32", ids
-            if "text_output" in requested:
+            if "text_output" in names:
                 pieces = [self._tokenizer.id_to_token(i) or "" for i in with_pauses(ids)]
                 parts = (pieces[begin : begin + LONG] for begin in range(0, len(pieces), LONG))
                 encoded_pieces = b",".join(orjson.dumps(part)[1:-1] for part in parts)
                 outputs["text_output"] = "BYTES", [b"[%b]" % encoded_pieces]
-        return Response(Output.select(outputs, requested))
+        return Response(Output.select(outputs, names))
 
     def compile(self, prompt: Prompt) -> None:
         """Set the grammar and the forbidden tokens of a prompt, which may take seconds.

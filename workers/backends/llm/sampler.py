@@ -205,47 +205,47 @@ def distribution(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
         # Differences from the largest logit do not overflow.
         logits = logits - logits.amax(-1, keepdim=True)
     divisors = torch.tensor([max(temperature, _MIN_TEMPERATURE) for temperature in temperatures])
-    scaled = logits / divisors.to(logits.device).unsqueeze(1)
-    min_logits = _min_logits(scaled, parameters)
+    scaled_logits = logits / divisors.to(logits.device).unsqueeze(1)
+    min_logits = _min_logits(scaled_logits, parameters)
     if min_logits is not None:
-        scaled.masked_fill_(scaled < min_logits.unsqueeze(1), -math.inf)
-    probs = scaled.softmax(-1)
+        scaled_logits.masked_fill_(scaled_logits < min_logits.unsqueeze(1), -math.inf)
+    probs = scaled_logits.softmax(-1)
     if greedy_rows:
         likeliest = logits[greedy_rows].argmax(-1)
         probs[greedy_rows] = torch.nn.functional.one_hot(likeliest, logits.shape[1]).to(probs.dtype)
     return probs
 
 
-def _min_logits(scaled: Tensor, parameters: Sequence[GenerationParameters]) -> Tensor | None:
+def _min_logits(logits: Tensor, parameters: Sequence[GenerationParameters]) -> Tensor | None:
     """Return the smallest logit of each row that top-k, top-p and min-p keep; None: no limit."""
     min_logits = None
     if any(row.top_k or row.top_p < 1 for row in parameters):
         max_top_k = max(row.top_k for row in parameters)
-        min_logits = _nucleus_min_logits(scaled, parameters, max(_TOP_P_CANDIDATES, max_top_k))
+        min_logits = _nucleus_min_logits(logits, parameters, max(_TOP_P_CANDIDATES, max_top_k))
     if any(row.min_p for row in parameters):
-        min_p = torch.tensor([row.min_p for row in parameters], device=scaled.device)
-        min_p_logits = scaled.amax(-1) + min_p.log()
+        min_p = torch.tensor([row.min_p for row in parameters], device=logits.device)
+        min_p_logits = logits.amax(-1) + min_p.log()
         min_logits = min_p_logits if min_logits is None else torch.maximum(min_logits, min_p_logits)
     return min_logits
 
 
 def _nucleus_min_logits(
-    scaled: Tensor, parameters: Sequence[GenerationParameters], width: int
+    logits: Tensor, parameters: Sequence[GenerationParameters], width: int
 ) -> Tensor:
     """Return the smallest logit of each row that top-k and top-p keep.
 
     The nucleus of top-p (Holtzman et al., 2020) is looked for in the `width` likeliest tokens, then
     in all tokens.
     """
-    vocab_size, device = scaled.shape[1], scaled.device
+    vocab_size, device = logits.shape[1], logits.device
     width = min(width, vocab_size)
-    top_values = scaled.topk(width).values
+    top_values = logits.topk(width).values
     top_ks = torch.tensor([row.top_k or vocab_size for row in parameters], device=device)
     # If top_p is 1, rounding errors of the sums must not remove tokens.
     top_p = [row.top_p if row.top_p < 1 else math.inf for row in parameters]
     beyond_top_k = torch.arange(width, device=device) >= top_ks.unsqueeze(1)
     top_k_values = top_values.masked_fill(beyond_top_k, -math.inf)
-    log_totals = torch.where(top_ks <= width, top_k_values.logsumexp(-1), scaled.logsumexp(-1))
+    log_totals = torch.where(top_ks <= width, top_k_values.logsumexp(-1), logits.logsumexp(-1))
     probabilities = (top_k_values - log_totals.unsqueeze(1)).exp()
     mass_before = probabilities.cumsum(-1) - probabilities
     is_kept = (mass_before < torch.tensor(top_p, device=device).unsqueeze(1)) & ~beyond_top_k
@@ -254,7 +254,7 @@ def _nucleus_min_logits(
         count == width and row.top_p < 1 and not row.top_k
         for count, row in zip(kept_counts.tolist(), parameters, strict=True)
     ):
-        return _nucleus_min_logits(scaled, parameters, vocab_size)
+        return _nucleus_min_logits(logits, parameters, vocab_size)
     min_logits = top_values.gather(1, kept_counts.unsqueeze(1) - 1).squeeze(1)
     is_unlimited = [not row.top_k and row.top_p >= 1 for row in parameters]
     return min_logits.masked_fill(torch.tensor(is_unlimited, device=device), -math.inf)
@@ -295,13 +295,13 @@ def verify(logits: Tensor, rows: Sequence[SampledRow], checks: list[DraftCheck])
     continuations: list[list[int]] = []
     for first_row, proposal in checks:
         row_slice = slice(first_row, first_row + len(proposal.tokens) + 1)
-        sampled = sampled_tokens[row_slice]
+        row_tokens = sampled_tokens[row_slice]
         if target is not None and proposal.probabilities:
-            tokens = _rejection_sample(target[row_slice], rows[row_slice], proposal, sampled[-1])
+            tokens = _rejection_sample(target[row_slice], rows[row_slice], proposal, row_tokens[-1])
         else:
-            pairs = enumerate(zip(proposal.tokens, sampled, strict=False))
+            pairs = enumerate(zip(proposal.tokens, row_tokens, strict=False))
             mismatches = (index for index, (draft, token) in pairs if draft != token)
-            tokens = sampled[: next(mismatches, len(proposal.tokens)) + 1]
+            tokens = row_tokens[: next(mismatches, len(proposal.tokens)) + 1]
         continuations.append(tokens)
     return continuations
 
@@ -351,9 +351,9 @@ def logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogpr
         scores = logits[begin : begin + chunk_size].log_softmax(-1)
         indices = torch.tensor(part, device=scores.device).unsqueeze(1)
         token_scores = scores.gather(1, indices).squeeze(1)
-        likeliest = scores.topk(min(top, scores.shape[1]))
+        top_scores = scores.topk(min(top, scores.shape[1]))
         ranks = (scores > token_scores.unsqueeze(1)).sum(1) + 1
-        columns = (token_scores, likeliest.indices, likeliest.values, ranks)
+        columns = (token_scores, top_scores.indices, top_scores.values, ranks)
         rows = zip(part, *(column.tolist() for column in columns), strict=True)
         results += (
             TokenLogprobs(token, value, list(zip(ids, values, strict=True)), rank)

@@ -406,9 +406,9 @@ class RequestSamples:
     def _score_entry(
         self, score: TokenLogprobs, text_offset: int = 0, top: int | None = None
     ) -> dict[str, Any]:
-        likeliest = [self._token_entry(token, value) for token, value in score.top[:top]]
+        likeliest_entries = [self._token_entry(token, value) for token, value in score.top[:top]]
         entry = {**self._token_entry(score.token, score.logprob), "rank": score.rank}
-        return {**entry, "top_logprobs": likeliest, "text_offset": text_offset}
+        return {**entry, "top_logprobs": likeliest_entries, "text_offset": text_offset}
 
     def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
         shows_id = self.prompt.parameters.return_tokens_as_token_ids
@@ -500,7 +500,7 @@ class TextThread:
             self._read_request(stream, inputs, resumed)
 
     def _read_request(
-        self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
+        self, stream: OutputStream, inputs: Mapping[str, Any], resumed_samples: list[Resumed]
     ) -> None:
         """Convert a request to tokens and prepare it, or respond with its result or error.
 
@@ -514,8 +514,8 @@ class TextThread:
             if response is not None:
                 stream.send(response, final=True)
                 return
-            prompt, echo = self.reader.read(stream.request, inputs, resumed)
-            start = partial(self._start, stream, prompt, echo, resumed)
+            prompt, echo = self.reader.read(stream.request, inputs, resumed_samples)
+            start = partial(self._start, stream, prompt, echo, resumed_samples)
             if prompt.needs_compilation:
                 self._slow_job_executor.submit(self._compile, prompt, stream, start)
             elif threading.current_thread() is self._thread:
@@ -530,13 +530,13 @@ class TextThread:
             self.put(start)
 
     def _start(
-        self, stream: OutputStream, prompt: Prompt, echo: str, resumed: list[Resumed]
+        self, stream: OutputStream, prompt: Prompt, echo: str, resumed_samples: list[Resumed]
     ) -> None:
         key = prompt.key
         with _fail_on_error(stream):
             request = RequestSamples(prompt, self._token_texts, stream, self._link, echo)
             if not prompt.parameters.beams:
-                for resumed_sample in resumed:
+                for resumed_sample in resumed_samples:
                     tokens = prompt.resumed_tokens.get(resumed_sample.sample, [])
                     request.samples[resumed_sample.sample].resume(resumed_sample, tokens)
             with self._link.lock:

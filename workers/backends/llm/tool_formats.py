@@ -278,7 +278,7 @@ def _read_xml_call(parser: MessageParser, is_wrapped: bool) -> Reading[None]:
     name = name.strip("\"' ")
     schema = parser.format.tools.get(name, {})
     parser.set_name(name)
-    opening = "{"
+    separator = "{"
     while True:
         yield from parser.expect("<")
         if (yield from parser.peek()) == "/":
@@ -287,12 +287,12 @@ def _read_xml_call(parser: MessageParser, is_wrapped: bool) -> Reading[None]:
             yield from parser.expect(tag, may_be_cut=True)
             if tag == "tool_call>":  # models may omit the tag </function>
                 parser.unread(f"</{tag}")
-            parser.add_arguments("{}" if opening == "{" else "}")
+            parser.add_arguments("{}" if separator == "{" else "}")
             return
         yield from parser.expect("parameter=")
         key, _ = yield from parser.read_text_until(">")
-        parser.add_arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-        opening = ", "
+        parser.add_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        separator = ", "
         yield from _read_xml_value(parser, schema, key)
 
 
@@ -458,10 +458,10 @@ def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[
     root = tool.parameters
     required_names = dict.fromkeys(root.get("required") or ())
     unwritable_names = [name for name in required_names if not re.fullmatch(name_pattern, name)]
-    unsupported = [*sorted(_UNENFORCEABLE & root.keys()), *map(repr, unwritable_names)]
-    if unsupported:
+    names = [*sorted(_UNENFORCEABLE & root.keys()), *map(repr, unwritable_names)]
+    if names:
         raise InvalidArgument(
-            f"tools: the parameters of '{tool.name}': {clip(', '.join(unsupported))} cannot be "
+            f"tools: the parameters of '{tool.name}': {clip(', '.join(names))} cannot be "
             "enforced in the model's format of tool calls; use tool_choice: auto without strict"
         )
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
@@ -493,11 +493,11 @@ def _rebase(schema: Any) -> Any:
         return [_rebase(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    rebased = {key: _rebase(value) for key, value in schema.items()}
+    rebased_schema = {key: _rebase(value) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and re.match("#(/|$)", reference):
-        rebased["$ref"] = f"#/$defs/{_ROOT_DEFINITION}{reference[1:]}"
-    return rebased
+        rebased_schema["$ref"] = f"#/$defs/{_ROOT_DEFINITION}{reference[1:]}"
+    return rebased_schema
 
 
 def _read_pythonic(parser: MessageParser) -> Reading[None]:
@@ -515,18 +515,18 @@ def _read_python_call(parser: MessageParser) -> Reading[None]:
     if name not in parser.format.tools:
         raise MalformedCall
     parser.set_name(name)
-    opening = "{"
+    separator = "{"
     while (yield from parser.skip()) != ")":
         key = yield from _read_identifier(parser, "=")
-        parser.add_arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-        opening = ", "
+        parser.add_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        separator = ", "
         yield from _read_python_value(parser)
         if (yield from parser.skip()) == ",":
             parser.pull(1)
         elif (yield from parser.peek()) != ")":
             raise MalformedCall
     parser.pull(1)
-    parser.add_arguments("{}" if opening == "{" else "}")
+    parser.add_arguments("{}" if separator == "{" else "}")
 
 
 def _read_identifier(parser: MessageParser, end: str) -> Reading[str]:

@@ -236,7 +236,7 @@ class MessageFormats:
 
     def __init__(self, tool_parser: str, reasoning_parser: str, tokenizer: Tokenizer) -> None:
         self._tool_syntax = FAMILIES.get(ALIASES.get(tool_parser, tool_parser))
-        self._reasoning = REASONING.get(reasoning_parser, ())  # opening and closing tags
+        self._reasoning_tags = REASONING.get(reasoning_parser, ())  # opening and closing tags
         self._always_reasons = reasoning_parser == "deepseek_r1"
         self._decode = tokenizer.decode
         added_tokens = tokenizer.get_added_tokens_decoder().items()
@@ -264,12 +264,12 @@ class MessageFormats:
             InvalidArgument: The format of the model's calls is not known.
         """
         ending = prompt.rstrip()
-        opening_tag, end = self._reasoning or ("", "")
+        opening_tag, end = self._reasoning_tags or ("", "")
         # The message that is continued may have opened or closed the reasoning.
         reasoning_depth = ending.rfind(opening_tag) - ending.rfind(end) if continues_message else 0
         # A template may have closed the reasoning, for example if thinking is disabled.
-        reasoning = () if end and (ending.endswith(end) or reasoning_depth < 0) else self._reasoning
-        if request is None and not reasoning:
+        tags = () if end and (ending.endswith(end) or reasoning_depth < 0) else self._reasoning_tags
+        if request is None and not tags:
             return None
         tool_syntax = self._tool_syntax
         if tool_syntax is None and request is not None and not request.required:
@@ -278,14 +278,14 @@ class MessageFormats:
                 f"may set tool_parser, one of {', '.join(TOOL_PARSERS)}"
             )
         tool_syntax = tool_syntax or FAMILIES["hermes"]
-        is_reasoning_open = bool(reasoning) and (
+        is_reasoning_open = bool(tags) and (
             ending.endswith(opening_tag) or reasoning_depth > 0 or self._always_reasons
         )
         markers = {*tool_syntax.markers, opening_tag, end} & self._special_tokens
         return MessageFormat(
             tool_syntax,
             {tool.name: tool.parameters for tool in request.tools} if request else {},
-            reasoning,
+            tags,
             is_reasoning_open,
             request.allows_parallel_calls if request else True,
             hides_reasoning,
@@ -314,9 +314,9 @@ class MessageFormats:
         may_omit_end = False
         if request is not None and has_calls:
             calls = output_format.family.call_grammar(lark, request.tools)
-            required = request.required or has_grammar
+            must_call = request.required or has_grammar
             openings = (
-                f"{lark.text(begin) if required else lark.any_text(begin)} {call_rule}"
+                f"{lark.text(begin) if must_call else lark.any_text(begin)} {call_rule}"
                 for begin, call_rule in calls.first_calls
             )
             tags = {begin for begin, _ in calls.first_calls}
@@ -342,7 +342,7 @@ class MessageFormats:
         Raises:
             InvalidArgument: The tags of reasoning are not known, or not tokens.
         """
-        begin, end = (self._added_tokens.get(tag, -1) for tag in self._reasoning or ("", ""))
+        begin, end = (self._added_tokens.get(tag, -1) for tag in self._reasoning_tags or ("", ""))
         if min(begin, end) < 0:
             raise InvalidArgument(
                 "thinking_token_budget: only supported if the model's messages have tags of "

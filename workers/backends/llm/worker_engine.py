@@ -87,11 +87,11 @@ class Prompt:
 
     def begin_sequence(self, number: int, sample: int) -> TokenSequence:
         """Return a sequence of the prompt and the resumed tokens of a sample."""
-        resumed = self.resumed_tokens.get(sample, [])
+        resumed_tokens = self.resumed_tokens.get(sample, [])
         matcher = self.grammar.deep_copy() if self.grammar is not None else None
         if matcher is not None:
-            matcher.consume_tokens(resumed)
-        tokens, replayed = [*self.tokens, *resumed], self.replayed_tokens.get(sample, [])
+            matcher.consume_tokens(resumed_tokens)
+        tokens, replayed = [*self.tokens, *resumed_tokens], self.replayed_tokens.get(sample, [])
         return TokenSequence(number, self, sample, tokens, [], matcher, replayed_tokens=replayed)
 
     def describe(self, priority: int) -> Prepared:
@@ -144,8 +144,8 @@ class TokenSequence:
         """Return a copy of the sequence, followed by `token` unless `token` is -1."""
         tokens = [*self.tokens, token] if token >= 0 else self.tokens[:]
         matcher = self.matcher.deep_copy() if self.matcher is not None else None
-        replayed = self.prompt.replayed_tokens.get(sample, [])
-        copied_fields = tokens, self.block_table[:], matcher, self.draft_computed, replayed
+        replayed_tokens = self.prompt.replayed_tokens.get(sample, [])
+        copied_fields = tokens, self.block_table[:], matcher, self.draft_computed, replayed_tokens
         return TokenSequence(number, self.prompt, sample, *copied_fields)
 
     def add_blocks(self, row: Row, block_size: int) -> None:

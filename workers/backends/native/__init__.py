@@ -78,45 +78,45 @@ class NativeBackend(Backend):
         model = self._find_class(spec)
         declaration.warn_of_misspelt_attributes(model, self._position_prefix)
         predict = declaration.check_class(model, self._position_prefix)
-        completed = dict(config)
+        result = dict(config)
         class_parameters, configured = declaration.parameters(model), config.get("parameters") or {}
         if ENVIRONMENT in class_parameters and ENVIRONMENT not in configured:
             raise InvalidArgument(
                 f"'{model.__name__}.{ENVIRONMENT}' was not found in '{self._file}', which is "
                 "parsed before it is executed; write it into the body of the class as a string"
             )
-        completed["parameters"] = {**class_parameters, **configured}
+        result["parameters"] = {**class_parameters, **configured}
         inputs, outputs = declaration.as_config(predict)
         if not spec.has_scheduler and hasattr(model, "sequence_batching"):
-            completed["sequence_batching"] = model.sequence_batching
+            result["sequence_batching"] = model.sequence_batching
         for field_name in ("batch_input", "batch_output"):
             if not config.get(field_name) and hasattr(model, field_name):
-                completed[field_name] = declaration.batch_mappings(model, field_name)
+                result[field_name] = declaration.batch_mappings(model, field_name)
         instance_groups = declaration.instance_groups(model)
         if instance_groups:
-            completed["instance_group"] = instance_groups
-        completed_spec = ModelSpec.of(completed)
+            result["instance_group"] = instance_groups
+        completed_spec = ModelSpec.of(result)
         generated_tensors = generated_names(completed_spec)
-        completed["input"] = config.get("input") or declaration.client_inputs(
+        result["input"] = config.get("input") or declaration.client_inputs(
             model, inputs, generated_tensors, self._position_prefix
         )
         client_outputs = [output for output in outputs if output["name"] not in generated_tensors]
-        completed["output"] = config.get("output") or client_outputs
+        result["output"] = config.get("output") or client_outputs
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
-            default = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.yields else 0
-            completed["max_batch_size"] = declaration.whole_number(model, "max_batch_size", default)
+            default = _DEFAULT_MAX_BATCH_SIZE if result["input"] and not predict.yields else 0
+            result["max_batch_size"] = declaration.whole_number(model, "max_batch_size", default)
         if predict.yields:
-            completed["model_transaction_policy"] = {"decoupled": True}
+            result["model_transaction_policy"] = {"decoupled": True}
             # The scheduler queues requests beyond this number.
             limit = max(1, declaration.whole_number(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
-            completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(limit)})
-        elif completed["max_batch_size"] > 1 and not completed_spec.has_scheduler:
-            completed["dynamic_batching"] = {}
+            result["parameters"].setdefault(MAX_STREAMS, {"string_value": str(limit)})
+        elif result["max_batch_size"] > 1 and not completed_spec.has_scheduler:
+            result["dynamic_batching"] = {}
             if hasattr(model, "max_queue_delay_us"):  # otherwise the server's default applies
                 delay_us = declaration.whole_number(model, "max_queue_delay_us", 0)
-                completed["dynamic_batching"]["max_queue_delay_microseconds"] = delay_us
-        return completed
+                result["dynamic_batching"]["max_queue_delay_microseconds"] = delay_us
+        return result
 
     def load(self, config: ModelSpec) -> None:
         """Create the object.
@@ -184,8 +184,8 @@ class NativeBackend(Backend):
         for stream in streams:
             self._streams.start(stream, self._runner.copied_inputs(stream.request))
 
-    def _respond(self, request: Request, yielded: Any) -> Response:
-        return self._runner.response(request, self._to_outputs(yielded))
+    def _respond(self, request: Request, result: Any) -> Response:
+        return self._runner.response(request, self._to_outputs(result))
 
     def is_ready(self) -> bool:
         """Return the result of the model's `is_ready`, which may be a coroutine function.
@@ -262,11 +262,11 @@ class NativeBackend(Backend):
         return f"{self._displayed_path}:" + (f"{position}: " if position else " ")
 
 
-def _as_tensor(raw: Any) -> Any:
+def _as_tensor(data: Any) -> Any:
     import_torch("a workspace")
     from shmserve.workers.memory.tensors import as_bytes
 
-    return as_bytes(raw)
+    return as_bytes(data)
 
 
 def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
@@ -276,7 +276,7 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
         ("input", signature.inputs, input_types, required_inputs),
         ("output", signature.outputs, predict.outputs, set()),
     )
-    for side, specs, types, required in sides:
+    for side, specs, types, required_names in sides:
         for name, spec in specs.items():
             tensor_type = types.get(name)
             dims = spec.model_dims
@@ -293,7 +293,7 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
                     f"{shape_text(dims)} in the configuration, but 'predict' has {actual} "
                     f"'{name}'"
                 )
-        missing_names = sorted(required - set(specs))
+        missing_names = sorted(required_names - set(specs))
         if missing_names:
             raise InvalidArgument(
                 f"'predict' of model '{signature.name}' has '{missing_names[0]}', which is not an "
@@ -394,8 +394,8 @@ class GeneratorStreams:
 
     def _relay(self, iterator: Iterator[Any], stream: OutputStream) -> None:
         try:
-            for yielded in iterator:
-                stream.send(self._respond(stream.request, yielded))
+            for result in iterator:
+                stream.send(self._respond(stream.request, result))
                 if stream.is_cancelled():
                     return
         finally:
@@ -409,8 +409,8 @@ class GeneratorStreams:
         # Each stream has its own task, so the context variable is set for this stream only.
         with _cancellable(stream):
             try:
-                async for yielded in iterator:
-                    response = self._respond(stream.request, yielded)
+                async for result in iterator:
+                    response = self._respond(stream.request, result)
                     if stream.may_send:
                         stream.send(response)
                     else:

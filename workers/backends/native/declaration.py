@@ -260,17 +260,17 @@ def _convert_result_hint(
             name: _tensor_type(f"'{name}' of {subject}", field_hint)[1]
             for name, field_hint in hints_by_name.items()
         }
-        required = frozenset(outputs)
+        required_fields = frozenset(outputs)
         if is_typed_dict:
             # `__required_keys__` ignores the markers of annotations that are strings.
             markers = {name: typing.get_origin(hint) for name, hint in hints_by_name.items()}
-            required = frozenset(
+            required_fields = frozenset(
                 name
                 for name, marker in markers.items()
                 if marker is typing.Required
                 or (marker is not typing.NotRequired and name in record_type.__required_keys__)
             )
-        return outputs, lambda result: _outputs_by_field(owner, outputs, required, result)
+        return outputs, lambda result: _outputs_by_field(owner, outputs, required_fields, result)
     return {"output": _tensor_type(subject, hint)[1]}, lambda result: {"output": result}
 
 
@@ -290,8 +290,8 @@ def _outputs_by_field(
     else:
         values = {name: getattr(result, name) for name in outputs if hasattr(result, name)}
     for name in sorted(required_names - values.keys()):
-        found = list(result) if isinstance(result, Mapping) else type(result).__name__
-        raise Internal(f"'{owner}.predict' did not return output '{name}' (found: {found})")
+        found_text = list(result) if isinstance(result, Mapping) else type(result).__name__
+        raise Internal(f"'{owner}.predict' did not return output '{name}' (found: {found_text})")
     return values
 
 

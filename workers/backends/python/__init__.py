@@ -86,16 +86,16 @@ class PythonBackend(Backend):
             Internal: The method did not return a `ModelConfig`.
         """
         class_ = self._find_class(ModelSpec.of(config))
-        completed = ModelConfig(json.dumps(config))
+        completed_config = ModelConfig(json.dumps(config))
         if hasattr(class_, "auto_complete_config"):
-            completed = class_.auto_complete_config(completed)
-        if not isinstance(completed, ModelConfig):
+            completed_config = class_.auto_complete_config(completed_config)
+        if not isinstance(completed_config, ModelConfig):
             raise Internal(
                 f"auto_complete_config function in model '{self.context.model_name}' must return "
                 "a valid pb.ModelConfig object."
             )
         # Converted through JSON like in Triton, which rejects values such as numpy's numbers.
-        json_config: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
+        json_config: dict[str, Any] = json.loads(json.dumps(completed_config.as_dict()))
         return json_config
 
     def load(self, config: ModelSpec) -> None:
@@ -379,18 +379,18 @@ class PythonExecution(_Execution):
             for request, response in pairs
         ]
 
-    def _as_list(self, returned: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
+    def _as_list(self, result: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
         """Return the list that `execute`, or its coroutine, has returned."""
-        if isinstance(returned, Coroutine):
-            returned = self._run_in_batch(returned)
-        if returned is None and all(
+        if isinstance(result, Coroutine):
+            result = self._run_in_batch(result)
+        if result is None and all(
             request.outbox is not None or request.is_rescheduled for request in received_requests
         ):
             return [None] * len(received_requests)
-        if not isinstance(returned, list):
-            problem = f"Expected a list in the execute return, found type '{type(returned)}'."
+        if not isinstance(result, list):
+            problem = f"Expected a list in the execute return, found type '{type(result)}'."
             raise _misuse_error(self._instance_name, problem)
-        return returned
+        return result
 
     def _convert_response(self, request: ReceivedRequest, response: Any) -> Response:
         if request.is_rescheduled:
@@ -457,10 +457,10 @@ class DecoupledExecution(_Execution):
             for tensor in stream.request.inputs.values():
                 self._context.copy_counter.inputs += tensor.detach()
         received_requests = [DecoupledRequest(stream) for stream in streams]
-        returned = self._model.execute(list(received_requests))
-        if isinstance(returned, Coroutine):
-            self._loop.run(returned, partial(_fail_all, streams))
-        elif returned is not None:
+        result = self._model.execute(list(received_requests))
+        if isinstance(result, Coroutine):
+            self._loop.run(result, partial(_fail_all, streams))
+        elif result is not None:
             instance = self._context.instance_name
             raise _misuse_error(
                 instance,

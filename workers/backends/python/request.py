@@ -102,9 +102,9 @@ def to_response(response: InferenceResponse) -> Response:
 
 def from_call(response: CallResponse) -> InferenceResponse:
     """Convert the response of another model."""
-    converted = InferenceResponse([ReceivedTensor(output, None) for output in response.outputs])
-    converted._parameters = response.parameters
-    return converted
+    result = InferenceResponse([ReceivedTensor(output, None) for output in response.outputs])
+    result._parameters = response.parameters
+    return result
 
 
 def from_error(error: ShmserveError) -> InferenceResponse:

@@ -189,8 +189,8 @@ class PytorchBackend(Backend):
                 program = load_class(path, self._device, self.context.model_name, config.parameters)
                 self._opened_program = program, None
             elif path.suffix == ".pt2":
-                program, exported = load_exported(path, self._device)
-                self._opened_program = program, describe(exported)
+                program, exported_program = load_exported(path, self._device)
+                self._opened_program = program, describe(exported_program)
             else:
                 self._opened_program = load_script(path, self._device), None
         return self._opened_program

@@ -95,10 +95,10 @@ class ArgumentBinding:
                     )
                 positions = _positions(model, "input", inputs, len(arguments))
                 _warn_of_order(model, "input", inputs)
-            missing = [a.name for i, a in enumerate(arguments) if a.required and i not in positions]
-            if missing:
+            names = [a.name for i, a in enumerate(arguments) if a.required and i not in positions]
+            if names:
                 raise InvalidArgument(
-                    f"model '{model}' takes the argument(s) {_quoted_list(missing)}, but "
+                    f"model '{model}' takes the argument(s) {_quoted_list(names)}, but "
                     "its configuration has no input of this name; the inputs are "
                     f"{_quoted_list(inputs)}"
                 )
@@ -356,18 +356,18 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
     """
     _check_writer(path, ".pt2")
     with _loading_tensors_only(), _converting_errors(path):
-        exported = torch.export.load(path)
+        program = torch.export.load(path)
     if device.needs_copies:
         from torch.export.passes import move_to_device_pass
 
-        exported = move_to_device_pass(exported, device.torch)
-    signature = exported.graph_signature
+        program = move_to_device_pass(program, device.torch)
+    signature = program.graph_signature
     # Non-tensor arguments were fixed at export and must be passed unchanged.
     leaves = list(signature.user_inputs)
     tensor_positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, str)]
-    module = exported.module()
+    module = program.module()
     unflatten = torch.utils._pytree.tree_unflatten
-    input_spec = exported.call_spec.in_spec
+    input_spec = program.call_spec.in_spec
     assert input_spec is not None
 
     def call(*values: torch.Tensor) -> Any:
@@ -382,7 +382,7 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
         is_flat and len(tensor_positions) == len(leaves) and not input_spec.children()[1].children()
     )
     arguments = [Argument(str(leaves[position])) for position in tensor_positions]
-    return Program(module if has_only_tensors else call, arguments, None, module=module), exported
+    return Program(module if has_only_tensors else call, arguments, None, module=module), program
 
 
 @contextlib.contextmanager
@@ -500,22 +500,22 @@ def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:
 _UNBOUNDED = 2**31  # the batch size of a program without a limit
 
 
-def describe(exported: torch.export.ExportedProgram) -> FileDescription:
+def describe(exported_program: torch.export.ExportedProgram) -> FileDescription:
     """Describe the inputs and outputs in the graph of a program.
 
     Raises:
         InvalidArgument: The protocol does not have the datatype of a tensor.
     """
-    signature = exported.graph_signature
-    values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
+    signature = exported_program.graph_signature
+    values = {node.name: node.meta.get("val") for node in exported_program.graph.nodes}
     names = [name for name in signature.user_inputs if isinstance(name, str)]
     inputs = tuple(_describe_tensor(name, values[name]) for name in names)
     specs = (spec for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT")
     node_names = [spec.arg.name if isinstance(spec.arg, TensorArgument) else None for spec in specs]
-    names_of_results = _result_names(exported, len(node_names))
+    names_of_results = _result_names(exported_program, len(node_names))
     pairs = zip(names_of_results, node_names, strict=True)
     outputs = tuple(_describe_tensor(name, values[r]) for name, r in pairs if r is not None)
-    return FileDescription(inputs, outputs, _largest_batch(exported, (*inputs, *outputs)))
+    return FileDescription(inputs, outputs, _largest_batch(exported_program, (*inputs, *outputs)))
 
 
 def _describe_tensor(name: str, value: Any) -> FileTensor:
@@ -529,8 +529,8 @@ def _describe_tensor(name: str, value: Any) -> FileTensor:
     return FileTensor(name, datatype, dims, symbols)
 
 
-def _result_names(exported: torch.export.ExportedProgram, count: int) -> Sequence[str]:
-    out_spec = exported.call_spec.out_spec
+def _result_names(exported_program: torch.export.ExportedProgram, count: int) -> Sequence[str]:
+    out_spec = exported_program.call_spec.out_spec
     if out_spec is not None and out_spec.type is not None and len(out_spec.children()) == count:
         if issubclass(out_spec.type, Mapping):
             return [str(key) for key in out_spec.context]
@@ -540,12 +540,12 @@ def _result_names(exported: torch.export.ExportedProgram, count: int) -> Sequenc
     return [f"OUTPUT__{index}" for index in range(count)]
 
 
-def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[FileTensor]) -> int:
+def _largest_batch(program: torch.export.ExportedProgram, tensors: Sequence[FileTensor]) -> int:
     batch_symbols = {tensor.leading_symbol for tensor in tensors}
     if len(batch_symbols) != 1 or "" in batch_symbols:
         return 0
     symbol = batch_symbols.pop()
-    for constrained_symbol, bounds in exported.range_constraints.items():
+    for constrained_symbol, bounds in program.range_constraints.items():
         if str(constrained_symbol) == symbol:
             upper_bound = bounds.upper
             return int(upper_bound) if upper_bound < _UNBOUNDED else _UNBOUNDED

@@ -133,15 +133,15 @@ class VllmBackend(Backend):
             )
         inputs = read_inputs(request, sys.maxsize, sys.maxsize)
         parameters, echoes = merged_parameters(request, inputs)
-        requested = {output.name for output in request.schema.outputs}
+        requested_names = {output.name for output in request.schema.outputs}
         if (task := parameters.pop("task", None)) is not None:
             values = await self._engine.convert(task, inputs, parameters)
-            stream.send(Response(Output.select(values, requested or values)), final=True)
+            stream.send(Response(Output.select(values, requested_names or values)), final=True)
             return
-        call = await self._engine.make_call(inputs, parameters, echoes, "usage" in requested)
+        call = await self._engine.make_call(inputs, parameters, echoes, "usage" in requested_names)
         call.options["priority"] = call.request.priority or request.work.priority
         requested_flags = {name for name in FLAGS if inputs.get(f"return_{name}")}
-        answer = VllmAnswer(call, requested, requested_flags)
+        answer = VllmAnswer(call, requested_names, requested_flags)
         credit = asyncio.Event()
         stream.on_credit(partial(asyncio.get_running_loop().call_soon_threadsafe, credit.set))
         request_id = f"shmserve-{next(self._request_numbers)}"

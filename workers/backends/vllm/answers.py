@@ -121,13 +121,13 @@ class VllmAnswer:
             sample: vLLM's output.
         """
         request, top = self._call.request, self._call.parameters.logprobs or 0
-        generated = zip(sample.token_ids, sample.logprobs or (), strict=False)
-        tokens = [*(prompt if request.echo else ()), *generated]
-        encoded = {"content": [self._score(token, scores, top) for token, scores in tokens]}
+        generated_tokens = zip(sample.token_ids, sample.logprobs or (), strict=False)
+        tokens = [*(prompt if request.echo else ()), *generated_tokens]
+        members = {"content": [self._score(token, scores, top) for token, scores in tokens]}
         if prompt and request.prompt_logprobs is not None:
             top = request.prompt_logprobs
-            encoded["prompt"] = [scores and self._score(t, scores, top) for t, scores in prompt]
-        return encode_logprobs(encoded)
+            members["prompt"] = [scores and self._score(t, scores, top) for t, scores in prompt]
+        return encode_logprobs(members)
 
     def _score(self, token: int, scores: Mapping[int, Any] | None, top: int) -> dict[str, Any]:
         """Return a token's entry of log probabilities, with the `top` likeliest tokens.
@@ -137,9 +137,9 @@ class VllmAnswer:
         """
         if scores is None:
             return {**self._token_entry(token, None), "logprob": None, "top_logprobs": None}
-        ranked = sorted(scores.items(), key=lambda pair: pair[1].rank)[: top if top >= 0 else None]
-        likeliest = [self._token_entry(*pair) for pair in ranked]
-        members = {"rank": scores[token].rank, "top_logprobs": likeliest}
+        entries = sorted(scores.items(), key=lambda pair: pair[1].rank)[: top if top >= 0 else None]
+        likeliest_entries = [self._token_entry(*pair) for pair in entries]
+        members = {"rank": scores[token].rank, "top_logprobs": likeliest_entries}
         return {**self._token_entry(token, scores[token]), **members}
 
     def _token_entry(self, token: int, score: Any) -> dict[str, Any]:

@@ -377,8 +377,8 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
             body[name] = orjson.loads(body[name]) if isinstance(body[name], str) else body[name]
         if not isinstance(body[name], dict):
             raise InvalidArgument(f"{name}: {clip(repr(body[name]))} is not an object")
-    guided = {key: body.pop(f"guided_{key}") for key in _CONSTRAINTS if f"guided_{key}" in body}
-    constraints = {**body.pop("guided_decoding", {}), **guided}
+    fields = {key: body.pop(f"guided_{key}") for key in _CONSTRAINTS if f"guided_{key}" in body}
+    constraints = {**body.pop("guided_decoding", {}), **fields}
     constraints = {key: value for key, value in constraints.items() if value is not None}
     if constraints and body.get("structured_outputs", constraints) != constraints:
         found, guided_text = clip(repr(body["structured_outputs"])), clip(repr(constraints))

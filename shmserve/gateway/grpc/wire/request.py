@@ -207,9 +207,9 @@ def _packed_values(contents: InferTensorContents) -> bytes:
     A loop over the values takes a hundred times as long, and changes signalling NaNs.
     """
     contents.DiscardUnknownFields()
-    serialized: bytes = contents.SerializeToString()
-    size, start = _decode_length(serialized, 1)  # from 1, because the tag is one byte
-    return serialized[start : start + size]
+    serialized_contents: bytes = contents.SerializeToString()
+    size, start = _decode_length(serialized_contents, 1)  # from 1, because the tag is one byte
+    return serialized_contents[start : start + size]
 
 
 def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:

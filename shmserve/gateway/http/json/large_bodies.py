@@ -82,11 +82,11 @@ class Packed:
 
     def __repr__(self) -> str:
         """Return the beginning of the field, as error messages show it."""
-        beginning = b"".join(self.pieces[:1])
+        first_bytes = b"".join(self.pieces[:1])
         if self.kind == "tokens":
-            return repr(np.frombuffer(beginning, np.int32).tolist())
-        prefix = {"text": 4, "json": int(beginning.startswith(b'"'))}.get(self.kind, 0)
-        text = beginning[prefix:].decode(errors="replace")
+            return repr(np.frombuffer(first_bytes, np.int32).tolist())
+        prefix = {"text": 4, "json": int(first_bytes.startswith(b'"'))}.get(self.kind, 0)
+        text = first_bytes[prefix:].decode(errors="replace")
         return repr(text) if prefix else text
 
     @property
@@ -170,15 +170,15 @@ async def _receive_result(output: asyncio.StreamReader) -> Any:
     return body
 
 
-def _insert_packed(fields: dict[str, Any], packed: Mapping[str, Packed]) -> None:
+def _insert_packed(fields: dict[str, Any], packed_values: Mapping[str, Packed]) -> None:
     """Replace the placeholders of prompts and other large fields by their values."""
     for name, value in fields.items():
         if isinstance(value, str):
-            fields[name] = packed.get(value, value)
+            fields[name] = packed_values.get(value, value)
         elif isinstance(value, list):
-            fields[name] = [packed.get(i, i) if isinstance(i, str) else i for i in value]
+            fields[name] = [packed_values.get(i, i) if isinstance(i, str) else i for i in value]
         elif isinstance(value, dict) and name in _NESTED_OBJECTS:
-            _insert_packed(value, packed)
+            _insert_packed(value, packed_values)
 
 
 def prompt_size_error(body: Any, token_limits: Mapping[str, int], model: str) -> str:

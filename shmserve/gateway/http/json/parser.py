@@ -198,8 +198,8 @@ _MAX_COMPARED_NAMES = 16  # the number of unknown members of an object that are 
 
 def find_misspelt(json_object: Any) -> Iterator[tuple[str, str]]:
     """Yield each unknown member of an object of a request, with the known name it resembles."""
-    unknown = [] if type(json_object) is not dict else [n for n in json_object if n not in _MEMBERS]
-    for name in unknown[:_MAX_COMPARED_NAMES]:
+    names = [] if type(json_object) is not dict else [n for n in json_object if n not in _MEMBERS]
+    for name in names[:_MAX_COMPARED_NAMES]:
         likely_name = nearest(name, _MEMBERS)
         if likely_name and likely_name not in json_object:
             yield name, likely_name
@@ -214,16 +214,16 @@ def missing_error(field: str, json_object: Any) -> JsonFault:
     )
 
 
-def mistyped_error(field: str, expected: str, tensor: str = "") -> JsonFault:
-    """Return the error for a member that is not `expected`, such as "unsigned-integer"."""
+def mistyped_error(field: str, expected_type: str, tensor: str = "") -> JsonFault:
+    """Return the error for a member that is not `expected_type`, such as "unsigned-integer"."""
     suffix = f" (input '{tensor}')" if tensor else ""
-    text = f"attempt to access JSON non-{expected} as {expected}{suffix}"
+    text = f"attempt to access JSON non-{expected_type} as {expected_type}{suffix}"
     return JsonFault(f"Unable to parse '{field}': {text}")
 
 
-def mistyped_value_error(expected: str) -> JsonFault:
-    """Return the error for a value that is not `expected`, without the member name."""
-    return JsonFault(f"attempt to access JSON non-{expected} as {expected}")
+def mistyped_value_error(expected_type: str) -> JsonFault:
+    """Return the error for a value that is not `expected_type`, without the member name."""
+    return JsonFault(f"attempt to access JSON non-{expected_type} as {expected_type}")
 
 
 def member_string(members: dict[str, Any], field: str) -> str:

@@ -168,8 +168,8 @@ def _pack_strings(values: list[str], name: str) -> bytes:
         if type(value) is not str:
             text = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
             raise JsonFault(f"{text} (input '{name}' has {_describe_value(value)})")
-        encoded = value.encode()
-        parts += (len(encoded).to_bytes(4, "little"), encoded)
+        encoded_value = value.encode()
+        parts += (len(encoded_value).to_bytes(4, "little"), encoded_value)
     return b"".join(parts)
 
 

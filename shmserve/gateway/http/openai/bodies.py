@@ -220,9 +220,9 @@ def wants_logprobs(parameters: dict[str, Any]) -> bool:
     return count is not None and count is not False
 
 
-def as_fragment(packed: Packed) -> orjson.Fragment:
+def as_fragment(packed_text: Packed) -> orjson.Fragment:
     """Return a field of a large body as JSON for `orjson.dumps`."""
-    return orjson.Fragment(b"".join(packed.pieces))
+    return orjson.Fragment(b"".join(packed_text.pieces))
 
 
 # Arguments of `orjson.dumps` that encode a `Packed` field, which is a dataclass.
@@ -453,8 +453,8 @@ def _text_request(
     fields = {name: value for name, value in parameters.items() if name not in excluded_fields}
     adapter = find_adapter(gateway, model, parameters["model"]) if model.adapters else ""
     if adapter and fields.setdefault("lora_name", adapter) != adapter:
-        found = clip(repr(fields["lora_name"]))
-        raise InvalidArgument(f"lora_name: {found} contradicts the model '{adapter}'; omit it")
+        found_text = clip(repr(fields["lora_name"]))
+        raise InvalidArgument(f"lora_name: {found_text} contradicts the model '{adapter}'; omit it")
     name = adapter or response_name(gateway, model.name)
     shows_usage = shows_running_usage = False
     if options := check_member(parameters, "stream_options", dict, {}):

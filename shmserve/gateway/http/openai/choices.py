@@ -239,7 +239,7 @@ class Choices:
 
     def __post_init__(self) -> None:
         self._id = f"{self.format.prefix}-{os.urandom(16).hex()}"
-        self._created = int(time.time())
+        self._creation_s = int(time.time())
 
     @cached_property
     def _custom_names(self) -> list[str]:
@@ -375,4 +375,4 @@ class Choices:
         }
 
     def _head(self, name: str) -> dict[str, Any]:
-        return {"id": self._id, "object": name, "created": self._created, "model": self.model}
+        return {"id": self._id, "object": name, "created": self._creation_s, "model": self.model}

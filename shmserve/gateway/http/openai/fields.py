@@ -30,9 +30,9 @@ def _split_names(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-def _permit(allowed: AllowedValues, *names: str) -> dict[str, AllowedValues]:
+def _permit(allowed_values: AllowedValues, *names: str) -> dict[str, AllowedValues]:
     """Return the entries of fields with the same permitted values; `names` are space-separated."""
-    return dict.fromkeys(" ".join(names).split(), allowed)
+    return dict.fromkeys(" ".join(names).split(), allowed_values)
 
 
 # --- supported fields
@@ -226,6 +226,6 @@ def select_supported_fields(
     return fields
 
 
-def _check_refused(name: str, value: Any, allowed: AllowedValues) -> list[str]:
-    is_neutral = any(type(value) is type(item) and value == item for item in allowed.values)
-    return [] if is_neutral else [f"{name}: {clip(repr(value))} is refused: {allowed.explanation}"]
+def _check_refused(name: str, value: Any, values: AllowedValues) -> list[str]:
+    is_neutral = any(type(value) is type(item) and value == item for item in values.values)
+    return [] if is_neutral else [f"{name}: {clip(repr(value))} is refused: {values.explanation}"]

@@ -294,14 +294,14 @@ def _format_prompt_logprobs(logprobs: list[dict[str, Any] | None]) -> list[dict[
         if token is None:
             formatted_logprobs.append(None)
             continue
-        ranked = [{**entry, "rank": rank} for rank, entry in enumerate(token["top_logprobs"], 1)]
+        entries = [{**entry, "rank": rank} for rank, entry in enumerate(token["top_logprobs"], 1)]
         ranked_logprobs = {
             str(candidate["token_id"]): {
                 "logprob": candidate["logprob"],
                 "rank": candidate["rank"],
                 "decoded_token": candidate["token"],
             }
-            for candidate in (token, *ranked)
+            for candidate in (token, *entries)
         }
         formatted_logprobs.append(ranked_logprobs)
     return formatted_logprobs

@@ -113,7 +113,7 @@ class ResponseObject:
 
     def __post_init__(self) -> None:
         self._id = f"resp_{secrets.token_hex(24)}"
-        self._created = int(time.time())
+        self._creation_s = int(time.time())
 
     def add(self, prompt_index: int, delta: Delta) -> list[dict[str, Any]]:
         """Add a part of the generated text, and return the events of the stream for it."""
@@ -344,7 +344,7 @@ class ResponseObject:
         return {
             "id": self._id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._creation_s,
             "status": status,
             "background": False,
             "error": None,

@@ -153,8 +153,8 @@ def _chat_tools(body: dict[str, Any]) -> dict[str, dict[str, Any]]:
             for inner_index, (name, function) in enumerate(namespace_functions(tool, position)):
                 tools[f"{position}.tools[{inner_index}]"] = _chat_tool(function, name)
         else:
-            allowed = "'function', 'custom' or 'namespace'"
-            problems.append(f"{position}: {clip(repr(kind))} is not {allowed}")
+            allowed_text = "'function', 'custom' or 'namespace'"
+            problems.append(f"{position}: {clip(repr(kind))} is not {allowed_text}")
             if not is_object or kind not in _HOSTED_TOOLS:
                 raise InvalidArgument(problems[-1])
     if problems and not tools:
@@ -276,9 +276,9 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
             call = {"type": "custom", "custom": {"name": name, "input": item.get("input")}}
         message.setdefault("tool_calls", []).append({"id": item.get("call_id"), **call})
     elif kind == "reasoning":
-        encrypted = item.get("encrypted_content")
-        if not item.get("content") and str(encrypted).startswith(PLAIN_PREFIX):
-            text = str(encrypted).removeprefix(PLAIN_PREFIX)
+        encrypted_content = item.get("encrypted_content")
+        if not item.get("content") and str(encrypted_content).startswith(PLAIN_PREFIX):
+            text = str(encrypted_content).removeprefix(PLAIN_PREFIX)
         else:
             text = _chat_content(item.get("content") or item.get("summary") or [], position)
         if text:  # else another server has encrypted the reasoning, which is then ignored

@@ -127,9 +127,9 @@ class Rope:
         wavelength = 2 * math.pi / frequencies
         divided = frequencies / self.parameters["factor"]
         ramp = (original / wavelength - low) / (high - low)
-        interpolated = (1 - ramp) * divided + ramp * frequencies
+        mixed_frequencies = (1 - ramp) * divided + ramp * frequencies
         is_low, is_high = wavelength > original / low, wavelength < original / high
-        return torch.where(is_low, divided, torch.where(is_high, frequencies, interpolated))
+        return torch.where(is_low, divided, torch.where(is_high, frequencies, mixed_frequencies))
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +294,9 @@ def _find_family(config: Mapping[str, Any], problems: list[str]) -> str:
 def _get_window(family: str, config: Mapping[str, Any], positions: int, problems: list[str]) -> int:
     """Return the size of the sliding window if it is smaller than `positions`, otherwise 0."""
     layer_types = config.get("layer_types") or []
-    unsupported = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-    if unsupported:
-        names = ", ".join(unsupported)
+    unsupported_types = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if unsupported_types:
+        names = ", ".join(unsupported_types)
         text = f"config.json: layer_types: {clip(names)} is not supported, only full_attention"
         problems.append(text)
     window = config.get("sliding_window")

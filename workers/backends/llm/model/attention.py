@@ -386,8 +386,8 @@ class Attention:
         keys, values = self._gather(cache.keys[layer], run), self._gather(cache.values[layer], run)
         if run.size == 1 and run.mask is None:
             # Query heads that share a key-value head are rows of one product.
-            grouped = queries.view(1, keys.shape[1], -1, queries.shape[2])
-            return functional.scaled_dot_product_attention(grouped, keys, values).reshape(1, -1)
+            groups = queries.view(1, keys.shape[1], -1, queries.shape[2])
+            return functional.scaled_dot_product_attention(groups, keys, values).reshape(1, -1)
         padded_rows = padded_count(run.size) if run.mask is None else len(run.mask)
         queries = torch.cat((queries, queries[-1:].expand(padded_rows - run.size, -1, -1)))
         output = functional.scaled_dot_product_attention(

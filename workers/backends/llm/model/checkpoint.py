@@ -460,9 +460,9 @@ def moved_to_huge_pages() -> Iterator[None]:
         _move_range(begin, end)
 
 
-def subtract_ranges(ranges: Iterable[Range], excluded: Iterable[Range]) -> Iterator[Range]:
-    """Yield the parts of `ranges` that are not in `excluded`, whose ranges are sorted."""
-    exclusions = list(excluded)
+def subtract_ranges(ranges: Iterable[Range], excluded_ranges: Iterable[Range]) -> Iterator[Range]:
+    """Yield the parts of `ranges` that are not in `excluded_ranges`, whose ranges are sorted."""
+    exclusions = list(excluded_ranges)
     for begin, end in ranges:
         for excluded_begin, excluded_end in exclusions:
             if begin < excluded_end and excluded_begin < end:

@@ -102,13 +102,13 @@ class Quantisation:
         """Return the quantisation that a quantization_config in config.json describes."""
         is_bitsandbytes = config.get("load_in_8bit") or config.get("load_in_4bit")
         name = config.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "")
-        unsupported: list[tuple[str, Any, tuple[Any, ...]]] = []  # (field, value, allowed)
+        unsupported_fields: list[tuple[str, Any, tuple[Any, ...]]] = []  # (field, value, allowed)
         if config and name not in _METHODS:
-            unsupported.append(("quant_method", name, tuple(_METHODS)))
+            unsupported_fields.append(("quant_method", name, tuple(_METHODS)))
         else:
             for section in _sections(config):
                 permitted_settings = _METHODS[name].settings if config else {}
-                unsupported += [
+                unsupported_fields += [
                     (field, section[field], allowed_values)
                     for field, allowed_values in permitted_settings.items()
                     if section.get(field) is not None
@@ -116,14 +116,14 @@ class Quantisation:
                 ]
         sparsity = config.get("sparsity_config") or {}
         if sparsity.get("format", "dense") != "dense":
-            unsupported.append(("sparsity_config.format", sparsity["format"], ("dense",)))
+            unsupported_fields.append(("sparsity_config.format", sparsity["format"], ("dense",)))
         if (config.get("transform_config") or {}).get("config_groups"):
-            unsupported.append(("transform_config", config["transform_config"], (None,)))
-        for field, value, allowed_values in unsupported:
-            supported = ", ".join(map(str, allowed_values))
+            unsupported_fields.append(("transform_config", config["transform_config"], (None,)))
+        for field, value, allowed_values in unsupported_fields:
+            supported_text = ", ".join(map(str, allowed_values))
             problems.append(
                 f"config.json: quantization_config: {field}: {value!r} is not supported, "
-                f"supported: {supported}"
+                f"supported: {supported_text}"
             )
         gptq_format = config.get("checkpoint_format") or config.get("format")
         zero_offset = 1 if name == "gptq" and gptq_format != "gptq_v2" else 0
@@ -161,8 +161,8 @@ class Quantisation:
         method = _METHODS[self.method]
         allowed_types = method.values.get(values.name.rpartition(".")[2], ())
         if values.dtype not in allowed_types:
-            supported = ", ".join(allowed_types)
-            return f"{values.name} is {values.dtype}, but {self.method} supports {supported}"
+            supported_text = ", ".join(allowed_types)
+            return f"{values.name} is {values.dtype}, but {self.method} supports {supported_text}"
         missing_parts = [
             " or ".join(endings)
             for role, endings in method.roles.items()

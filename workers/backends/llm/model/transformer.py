@@ -142,8 +142,8 @@ def _pack_int8(weight: Tensor) -> object:
     zeros = torch.zeros(len(weight), dtype=torch.long)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates its quantised tensors
-        quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-        return torch.ops.quantized.linear_prepack(quantised, None)
+        quantised_weight = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        return torch.ops.quantized.linear_prepack(quantised_weight, None)
 
 
 @functools.cache
@@ -153,10 +153,10 @@ def _products_saturate() -> bool:
     weight = torch.randn(64, 256, generator=generator)
     rows = torch.randn(16, 256, generator=generator)
     expected_output = functional.linear(rows, weight)
-    packed = _pack_int8(weight)
+    packed_weight = _pack_int8(weight)
     multiply = torch.ops.quantized.linear_dynamic
     full_error, reduced_error = (
-        (multiply(rows, packed, reduce_range) - expected_output).square().sum()
+        (multiply(rows, packed_weight, reduce_range) - expected_output).square().sum()
         for reduce_range in (False, True)
     )
     return bool(reduced_error < full_error)
@@ -292,8 +292,8 @@ class Transformer:
                 self._feed_forward(layer, row_part)
             return
         states = extended_states[:, : self.architecture.hidden]
-        normalised = _normalise(states, extended_states, layer.post_attention_norm)
-        gate, up = layer.gate_up(normalised).chunk(2, -1)
+        normalised_states = _normalise(states, extended_states, layer.post_attention_norm)
+        gate, up = layer.gate_up(normalised_states).chunk(2, -1)
         states += layer.down(functional.silu(gate).mul_(up))
 
     def logits(self, extended_states: Tensor) -> Tensor:
@@ -315,11 +315,11 @@ class Transformer:
         """
         model = self.architecture
         heads = qkv.view(qkv.shape[0], -1, model.head_dim)
-        rotated = heads[:, : self._rotary_heads]
+        rotated_heads = heads[:, : self._rotary_heads]
         if layer.head_norms is not None:
-            normed = functional.rms_norm(rotated, (model.head_dim,), None, model.epsilon)
-            torch.mul(layer.head_norms, normed, out=rotated)
-        rotated.view(torch.complex64).mul_(rotations)
+            result = functional.rms_norm(rotated_heads, (model.head_dim,), None, model.epsilon)
+            torch.mul(layer.head_norms, result, out=rotated_heads)
+        rotated_heads.view(torch.complex64).mul_(rotations)
         return heads
 
     # --- weights
@@ -377,8 +377,8 @@ def _normalise(states: Tensor, extended_states: Tensor, gain: Tensor | None) -> 
         extended_states: The hidden states with their extra columns.
         gain: The gain, [hidden]; None: it is folded into the following linear layer.
     """
-    normed: Tensor = states / torch.linalg.vector_norm(extended_states, 2.0, -1, True)
-    return normed if gain is None else normed.mul_(gain)
+    normalised_states: Tensor = states / torch.linalg.vector_norm(extended_states, 2.0, -1, True)
+    return normalised_states if gain is None else normalised_states.mul_(gain)
 
 
 def _pair_rotary_rows(weight: Tensor, head_dim: int) -> Tensor:

@@ -164,13 +164,13 @@ def serialize_byte_tensor(input_tensor: np.ndarray[Any, Any]) -> bytes | None:
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> np.ndarray[Any, Any]:
     """Return the elements of a BYTES tensor's wire form, as a flat object array of bytes."""
     elements: list[bytes] = []
-    encoded = bytes(encoded_tensor)
+    encoded_bytes = bytes(encoded_tensor)
     position = 0
-    while position < len(encoded):
-        end = position + 4 + int.from_bytes(encoded[position : position + 4], "little")
-        if end > len(encoded):
+    while position < len(encoded_bytes):
+        end = position + 4 + int.from_bytes(encoded_bytes[position : position + 4], "little")
+        if end > len(encoded_bytes):
             raise ValueError("the lengths in an encoded BYTES tensor go beyond its end")
-        elements.append(encoded[position + 4 : end])
+        elements.append(encoded_bytes[position + 4 : end])
         position = end
     strings = np.empty(len(elements), dtype=np.object_)
     strings[:] = elements
@@ -225,13 +225,13 @@ class ModelConfig:
         policy = self._model_config.setdefault("model_transaction_policy", {})
         if "decoupled" not in transaction_policy_dict:
             return
-        decoupled = transaction_policy_dict["decoupled"]
-        if policy.get("decoupled", decoupled) != decoupled:
+        is_decoupled = transaction_policy_dict["decoupled"]
+        if policy.get("decoupled", is_decoupled) != is_decoupled:
             raise ValueError(
                 f"trying to change decoupled property in auto-complete-config for model "
                 f"'{self._name}', which is already set to '{policy['decoupled']}'."
             )
-        policy["decoupled"] = decoupled
+        policy["decoupled"] = is_decoupled
 
     def add_input(self, input: dict[str, Any]) -> None:  # noqa: A002 - models may name it
         """Add {"name", "data_type", "dims", optionally "optional"}.
@@ -266,10 +266,10 @@ class ModelConfig:
     def _add_tensor(self, kind: str, tensor: dict[str, Any], *allowed_keys: str) -> None:
         self._check_properties(kind, tensor, allowed_keys)
         tensors: list[dict[str, Any]] = self._model_config[kind]
-        for configured in tensors:
-            if configured["name"] == tensor["name"]:
-                self._check_agreement(kind, configured, tensor)
-                configured.update(tensor)
+        for configured_tensor in tensors:
+            if configured_tensor["name"] == tensor["name"]:
+                self._check_agreement(kind, configured_tensor, tensor)
+                configured_tensor.update(tensor)
                 return
         tensors.append(tensor)
 
