@@ -180,9 +180,8 @@ def _sample_lines(name: str, kind: str, labels: Labels, value: Series) -> Iterab
         cumulative_count = 0.0
         for bound, count in zip((*value.buckets, float("inf")), counts, strict=True):
             cumulative_count += count
-            yield sample_line(
-                f"{name}_bucket", (*labels, ("le", _as_text(bound))), cumulative_count
-            )
+            bucket_labels = (*labels, ("le", _as_text(bound)))
+            yield sample_line(f"{name}_bucket", bucket_labels, cumulative_count)
     else:
         number = state[0] + state[2] if kind == "GAUGE" else state[0]
         yield sample_line(name, labels, number)

@@ -83,9 +83,8 @@ class Source:
         text does not contain has the position in the Python class if the class sets it, or else no
         origin. A problem that may result from an unread value is omitted.
         """
-        origin = self.origin
-        prefixes = (f"{position_text(origin, p.position)} {key_text(p.key)}" for p in self.problems)
-        rows = [f"{x}: {p.text}" for x, p in zip(prefixes, self.problems, strict=True)]
+        texts = [(p.position, f"{key_text(p.key)}: {p.text}") for p in self.problems]
+        rows = [f"{position_text(self.origin, position)} {text}" for position, text in texts]
         unread_keys = _UnreadKeys(self)
         for problem in problems:
             if not any(map(unread_keys.concerns, (problem.key, *problem.related_keys))):

@@ -384,8 +384,7 @@ class LifecycleExecutor(LifecycleActions):
     @_in_background
     async def await_ends(self, order: Order) -> None:
         if order.updates:
-            updates = order.updates.values()
-            removed_instances = [i for update in updates for i in update.removed_instances]
+            removed_instances = [i for u in order.updates.values() for i in u.removed_instances]
             await Instances.await_exits(removed_instances)
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
