@@ -125,7 +125,7 @@ class Serving:
 
 
 def _scale_to_cpu_time(step_result: Stepped, share: float) -> Stepped:
-    """Return a step's result with its CPU time, which excludes other programs."""
+    """Return a step's result with durations in CPU time, `share` of the measured durations."""
     return replace(
         step_result,
         gather_ns=int(step_result.gather_ns * share),

@@ -194,8 +194,8 @@ class UnregisterRegion(ControlRequest, Message):
 class RegionInUse(Message):
     """Sent by a gateway to the supervisor when its use of an unregistered region begins or ends.
 
-    `RegionRetired` has named the region. `is_used` is true when the use begins. The supervisor
-    withdraws the region once no gateway uses it.
+    The region is one that `RegionRetired` announced. The supervisor withdraws it once no gateway
+    uses it.
     """
 
     memory_id: int

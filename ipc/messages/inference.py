@@ -271,7 +271,7 @@ class EndSequences(Message):
 class CancelExecution(Message):
     """Sent by a scheduler to a worker when the request `key` was cancelled.
 
-    The worker does not write the outputs of the request. `Cancel` describes `keeps_reading`.
+    The worker does not write the outputs of the request. `keeps_reading` is as in `Cancel`.
     """
 
     key: int  # of the request

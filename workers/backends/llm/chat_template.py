@@ -110,7 +110,8 @@ class ChatTemplate:
         try:
             template = self._compile(name)
             messages = [_prepare_message(message, template) for message in chat["messages"]]
-            if not template.has_developer_role and _has_role(chat["messages"], "developer"):
+            roles = {message["role"] for message in chat["messages"]}
+            if not template.has_developer_role and "developer" in roles:
                 messages = _merge_system_messages(messages, template)
             if template.requires_tool_name:
                 _name_tool_messages(messages)
@@ -412,10 +413,6 @@ def _text_part(part: Any) -> dict[str, Any]:
     if not isinstance(text, str):
         raise InvalidArgument(f"messages: the text {clip(repr(text))} of a part is not a string")
     return part if kind == "text" else {"type": "text", "text": text}
-
-
-def _has_role(messages: list[dict[str, Any]], role: str) -> bool:
-    return any(message["role"] == role for message in messages)
 
 
 def _merge_system_messages(

@@ -94,7 +94,7 @@ class SampleText:
         self.pending_logprobs: list[ScoredToken] = []
         self.is_open = True
         self.has_sent_any = False
-        self._skip_characters = self._skip_tokens = 0  # counts that an earlier instance has sent
+        self._earlier_characters = self._earlier_tokens = 0  # sent by an earlier instance
         self._prompt, self._token_texts = prompt, texts
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
@@ -110,7 +110,8 @@ class SampleText:
         """
         self.is_open = not resumed.is_end_sent
         self.has_sent_any = resumed.sent_tokens > 0 or resumed.sent_characters > 0
-        self._skip_characters, self._skip_tokens = resumed.sent_characters, resumed.sent_tokens
+        self._earlier_characters = resumed.sent_characters
+        self._earlier_tokens = resumed.sent_tokens
         self._skip_sent()
         for position, token in enumerate(tokens, 1):
             if not self.finish_reason:
@@ -118,14 +119,14 @@ class SampleText:
 
     def _skip_sent(self) -> None:
         """Discard pending text and tokens that an earlier instance has sent to the client."""
-        count = min(len(self.pending_text), self._skip_characters - self.sent_characters)
+        count = min(len(self.pending_text), self._earlier_characters - self.sent_characters)
         if count > 0:
             if self.parser is not None:
                 # All parsed parts were sent, because earlier responses ended at token boundaries.
                 self.parser.take()
             self.pending_text = self.pending_text[count:]
             self.sent_characters += count
-        if self.pending_tokens and self.sent_tokens < self._skip_tokens:
+        if self.pending_tokens and self.sent_tokens < self._earlier_tokens:
             self.sent_tokens += len(self.pending_tokens)
             self.pending_tokens, self.pending_logprobs = [], []
 
@@ -152,7 +153,7 @@ class SampleText:
             if self.parser is not None:
                 self.reasoning_tokens += self.parser.is_reasoning
                 self.parser.feed(self.pending_text[start:], is_end=bool(stop_string or end_reason))
-            if self._skip_characters or self._skip_tokens:
+            if self._earlier_characters or self._earlier_tokens:
                 self._skip_sent()
             if stop_string:
                 self.finish_reason, self.stop_reason = "stop", stop_string
