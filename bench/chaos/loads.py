@@ -28,13 +28,7 @@ from bench.chaos.ledger import Ledger
 from shmserve.client import ShmserveError
 from tests.support.regions import SharedObject
 from tests.support.servers import Server
-from tests.support.wire.raw_http import (
-    Reply,
-    in_region,
-    json_input,
-    raw_connection,
-    shm_input,
-)
+from tests.support.wire.raw_http import Reply, in_region, json_input, raw_connection, shm_input
 
 # Maximum seconds of a request; a later response counts as lost.
 REQUEST_TIMEOUT_S = 60.0

@@ -22,13 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.load.generation import (
-    BLOCK_TOKENS,
-    PROMPT_TOKENS,
-    SIZES,
-    SequenceBatch,
-    count_blocks,
-)
+from bench.load.generation import BLOCK_TOKENS, PROMPT_TOKENS, SIZES, SequenceBatch, count_blocks
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Passes, Transformer

@@ -14,13 +14,7 @@ from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import Channel, ResponseStream, SharedChannel, ThreadChannel
-from shmserve.client.session import (
-    Session,
-    Tensors,
-    call_of,
-    check_in_flight,
-    signature_of,
-)
+from shmserve.client.session import Session, Tensors, call_of, check_in_flight, signature_of
 from shmserve.errors import ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.endpoints import MAX_LINKS
 

@@ -10,12 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shmserve.common.auth_tokens import (
-    GRPC_HEADER_PREFIX,
-    Tokens,
-    parse_restrictions,
-    read_tokens,
-)
+from shmserve.common.auth_tokens import GRPC_HEADER_PREFIX, Tokens, parse_restrictions, read_tokens
 from shmserve.common.names import CLASS_IN_FILE, names_one_model
 from shmserve.common.peers import NO_GROUP, ShmPolicy
 from shmserve.common.trace_settings import TraceSettings, parse_trace_config

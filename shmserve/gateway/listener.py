@@ -438,9 +438,7 @@ class Acceptor:
 
 
 def _oldest(
-    connections: list[LimitedConnection],
-    start_time: Callable[[LimitedConnection], Any],
-    count: int,
+    connections: list[LimitedConnection], start_time: Callable[[LimitedConnection], Any], count: int
 ) -> list[LimitedConnection]:
     """Return at most `count` connections, those with the earliest `start_time` that is not None."""
     return sorted(filter(start_time, connections), key=start_time)[:count]

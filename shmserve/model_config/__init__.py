@@ -25,12 +25,7 @@ from shmserve.model_config.completion import (
     plugin_backends,
     unknown_backend_error,
 )
-from shmserve.model_config.message_builder import (
-    from_json,
-    read_json,
-    read_pbtxt,
-    to_dict,
-)
+from shmserve.model_config.message_builder import from_json, read_json, read_pbtxt, to_dict
 from shmserve.model_config.rules import (
     LoadProblem,
     ignored_fields,

@@ -16,11 +16,7 @@ from shmserve.ipc.endpoints import Capabilities
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.control_socket import (
-    ControlSocket,
-    LogControl,
-    TraceControl,
-)
+from shmserve.supervisor.processes.control_socket import ControlSocket, LogControl, TraceControl
 from shmserve.supervisor.processes.zygote import Zygote
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces

@@ -24,12 +24,7 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
-from shmserve.gateway.context import (
-    Gateway,
-    GatewayModel,
-    canonical_version,
-    resolve_model,
-)
+from shmserve.gateway.context import Gateway, GatewayModel, canonical_version, resolve_model
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.ipc.messages.control_requests import (
     AskReady,

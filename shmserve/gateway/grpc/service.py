@@ -18,13 +18,7 @@ from shmserve.common.auth_tokens import MODEL_METADATA
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
-from shmserve.gateway.grpc.call import (
-    Carrier,
-    GrpcCall,
-    StreamHandler,
-    StreamingCall,
-    UnaryCall,
-)
+from shmserve.gateway.grpc.call import Carrier, GrpcCall, StreamHandler, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.framing import (
     INTERNAL_FAILURE,
     MISSING_REQUEST,

@@ -85,10 +85,7 @@ class Http2Connection(FrameReader[HeadT]):
         self._headers = HeaderDecoder(read_head, limits.header_list_bytes)
         self._reset_budget = Budget(limits.resets, limits.resets_per_s, clock, "stream resets")
         self._control_budget = Budget(
-            limits.control_frames,
-            limits.control_frames_per_s,
-            clock,
-            "frames without effect",
+            limits.control_frames, limits.control_frames_per_s, clock, "frames without effect"
         )
         self.sender = FrameSender(self._on_output_sent)
         self.streams: dict[int, Stream] = {}

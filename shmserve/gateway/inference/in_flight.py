@@ -21,13 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from shmserve.errors import (
-    Internal,
-    QueueFull,
-    ShmserveError,
-    Unavailable,
-    from_code,
-)
+from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, from_code
 from shmserve.gateway.context import UNLIMITED, Gateway, TimeLimit, resolve_model
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.links import GatewayRequest

@@ -45,10 +45,7 @@ _INSTANCE_BOUND = (parse_instance_bound, f"an integer from 1 to {LARGEST_INSTANC
 # The parser of each parameter, which returns None for an invalid text, and the allowed texts.
 _PARAMETERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     STRATEGY_PARAMETER: (parse_strategy, "one of " + ", ".join(f"'{name}'" for name in Strategy)),
-    TARGET_PARAMETER: (
-        parse_target_ms,
-        "a number of milliseconds from 0.001 to 86400000 (a day)",
-    ),
+    TARGET_PARAMETER: (parse_target_ms, "a number of milliseconds from 0.001 to 86400000 (a day)"),
     MAX_STREAMS: (parse_max_streams, f"an integer from 1 to {LARGEST_MAX_STREAMS}"),
     IDLE_UNLOAD: (parse_idle_unload_s, f"a number of seconds from 0 to {LONGEST_IDLE_S:.0f}"),
     MIN_INSTANCES: _INSTANCE_BOUND,

@@ -44,13 +44,7 @@ from shmserve.scheduler.ensemble.flow import Flow
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, combined_override
 from shmserve.scheduler.requests.queue import expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.responses import spans_of
-from shmserve.scheduler.requests.scheduled import (
-    CACHED,
-    EMPTY_RESPONSE,
-    Client,
-    Lookup,
-    Timing,
-)
+from shmserve.scheduler.requests.scheduled import CACHED, EMPTY_RESPONSE, Client, Lookup, Timing
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics import Reason, Statistics
 

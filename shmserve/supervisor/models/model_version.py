@@ -80,10 +80,7 @@ class ModelVersion:
     loaded_ns: int = field(init=False, default=0)
 
     def __post_init__(
-        self,
-        group: Group,
-        hosts: SchedulerHosts,
-        find: Callable[[str, str], ModelVersion | None],
+        self, group: Group, hosts: SchedulerHosts, find: Callable[[str, str], ModelVersion | None]
     ) -> None:
         context, spec, finalise_config = self._context, self.spec, self._finalise_config
         self._state_changed = asyncio.Event()

@@ -31,12 +31,7 @@ from shmserve.workers.backends.llm.chat_template import (
 from shmserve.workers.backends.llm.grammars import Grammars
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import GenerationParameters, as_flag, parse
-from shmserve.workers.backends.llm.token_texts import (
-    BadWords,
-    TokenTexts,
-    parse_json,
-    with_pauses,
-)
+from shmserve.workers.backends.llm.token_texts import BadWords, TokenTexts, parse_json, with_pauses
 from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take_tools
 from shmserve.workers.backends.llm.worker_engine import Prompt
 

@@ -23,14 +23,7 @@ from prometheus_client import REGISTRY
 
 from shmserve.errors import Cancelled, Internal, InvalidArgument, Unsupported
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.workers.backends import (
-    Backend,
-    ModelContext,
-    Output,
-    OutputStream,
-    Request,
-    Response,
-)
+from shmserve.workers.backends import Backend, ModelContext, Output, OutputStream, Request, Response
 from shmserve.workers.backends.llm import INPUTS, OUTPUTS, complete, refuse_batches, tensor_config
 from shmserve.workers.backends.llm.prompts import merged_parameters, read_inputs
 from shmserve.workers.backends.vllm.answers import FLAGS, VllmAnswer

@@ -124,9 +124,7 @@ def _warn_of_misspelt(json_object: dict[str, Any]) -> None:
         if likely_name not in _warned_names:
             _warned_names.add(likely_name)
             logger.warning(
-                "a request has the unknown field '%s' (did you mean '%s'?)",
-                clip(name),
-                likely_name,
+                "a request has the unknown field '%s' (did you mean '%s'?)", clip(name), likely_name
             )
 
 

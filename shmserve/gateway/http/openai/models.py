@@ -25,12 +25,7 @@ import orjson
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, clip
 from shmserve.gateway.context import Gateway, GatewayModel, needs_load, resolve_model
 from shmserve.gateway.http.json.large_bodies import Packed, are_tokens, check_count
-from shmserve.gateway.http.messages import (
-    JSON_HEADER,
-    HttpRequest,
-    HttpResponse,
-    json_response,
-)
+from shmserve.gateway.http.messages import JSON_HEADER, HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import (
     TEXT_OUTPUT,
