@@ -28,8 +28,8 @@ _GPT2_TOKENS = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endofte
 _SENTENCEPIECE_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 # The supported classes of transformers that replace parts of tokenizer.json, with their special
 # tokens.
-_SPECIAL_TOKENS: Mapping[str, Mapping[str, str]] = {
-    "GPT2Tokenizer": _GPT2_TOKENS,
+_SPECIAL_TOKENS: Mapping[str, Mapping[str, str | None]] = {
+    "GPT2Tokenizer": {**_GPT2_TOKENS, "pad_token": None},
     "GPTNeoXTokenizer": {**_GPT2_TOKENS, "pad_token": "<|padding|>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "CohereTokenizer": {
@@ -101,8 +101,7 @@ def load_tokenizer(
     """
     listed_tokens = _merge_special_tokens(settings, special_tokens_map)
     tokenizer = Tokenizer.from_file(str(file))
-    if tokenizer.padding:
-        settings.setdefault("pad_token", tokenizer.padding["pad_token"])
+    padding = tokenizer.padding
     tokenizer.no_truncation()
     tokenizer.no_padding()
     kind = _tokenizer_class(settings, config)
@@ -115,6 +114,8 @@ def load_tokenizer(
             tokenizer = Tokenizer(tokenizer.model)
             tokenizer.post_processor = post_processor
         _replace_parts(tokenizer, settings, kind)
+    if padding:
+        settings.setdefault("pad_token", padding["pad_token"])
     _add_tokens(tokenizer, settings, added_tokens, listed_tokens, kind)
     if settings.get("fix_mistral_regex") and config.get("model_type") == "mistral":
         _fix_mistral_pattern(tokenizer, str(config.get("transformers_version") or ""))
