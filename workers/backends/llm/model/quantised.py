@@ -21,7 +21,7 @@ from shmserve.errors import InvalidArgument
 
 _UNQUANTISED_TYPES = ("F64", "F32", "F16", "BF16")
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2")
-_WIDTHS = (2, 4, 8)  # bits of packed integers
+_WIDTHS = (2, 4, 8)  # bits of packed integers, if quantization_config does not state others
 _ACT_ORDERS = ("group", "dynamic", True)  # `actorder` values that require the group of each column
 
 
@@ -42,11 +42,13 @@ class Method(NamedTuple):
         roles: The last parts of the names of the other tensors by role: "scales", "zeros", and
             "groups", the group of each column.
         settings: The supported values of settings.
+        widths: The supported numbers of bits of packed integers.
     """
 
     values: Mapping[str, tuple[str, ...]]
     roles: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, tuple[Any, ...]] = {}
+    widths: tuple[int, ...] = _WIDTHS
 
 
 # Formats of compressed-tensors, then data types and names of the tensors in GPTQ and AWQ files.
@@ -59,6 +61,7 @@ _METHODS = {
         {"weight_packed": ("I32",), "weight": ("I8", *_FP8_TYPES)},
         {"scales": ("weight_scale",), "zeros": ("weight_zero_point",), "groups": ("weight_g_idx",)},
         {"format": (*_FORMATS, "mixed-precision", "dense")},
+        widths=tuple(range(1, 9)),
     ),
     "gptq": Method(
         _PACKED_VALUES,
@@ -89,6 +92,8 @@ class Quantisation:
         required_roles: The roles of the tensors that each quantised weight must have.
         is_interleaved: Whether an AWQ word of 32 bits has its even values before its odd ones.
             GPTQModel interleaves 4-bit values only.
+        widths: The possible numbers of bits of packed integers; the first ones are those of
+            quantization_config. Shapes do not always determine the number.
     """
 
     method: str = ""
@@ -96,6 +101,7 @@ class Quantisation:
     group_sizes: tuple[tuple[int, int], ...] = ()
     required_roles: tuple[str, ...] = ("scales",)
     is_interleaved: bool = True
+    widths: tuple[int, ...] = _WIDTHS
 
     @classmethod
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self:
@@ -130,7 +136,9 @@ class Quantisation:
         required_roles = ("scales", *_required_roles(config))
         is_interleaved = "gptqmodel" not in str((config.get("meta") or {}).get("quantizer"))
         method = name if name in _METHODS else ""
-        return cls(method, zero_offset, tuple(_group_sizes(config)), required_roles, is_interleaved)
+        group_sizes = tuple(_group_sizes(config))
+        widths = tuple(dict.fromkeys((*_stated_widths(config, method), *_WIDTHS)))
+        return cls(method, zero_offset, group_sizes, required_roles, is_interleaved, widths)
 
     def parts(self, name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the tensors of a weight by role: "values" and, if quantised, "scales" and more."""
@@ -182,7 +190,7 @@ class Quantisation:
             sizes = ", ".join(f"{role} {list(tensor.shape)}" for role, tensor in parts.items())
             raise InvalidArgument(
                 f"the model's folder is invalid: {name}: {self.method} tensors {sizes} do not fit "
-                f"the shape {list(shape)} (supported: {', '.join(map(str, _WIDTHS))} bits)"
+                f"the shape {list(shape)} (supported: {', '.join(map(str, self.widths))} bits)"
             ) from None
 
     def _dequantise(
@@ -197,18 +205,18 @@ class Quantisation:
         bits = 0
         # Values are packed along columns; scales and zeros have a row for each group.
         if self.method == "gptq":
-            bits = _bit_width(values.shape[0], columns)
+            bits = self._bit_width(values.shape[0], columns)
             values, scales = _unpack(values.t(), bits), scales.t()
             if zeros is not None:
                 offsets = sum(self.zero_offset << shift for shift in range(0, 32, bits or 32))
                 zeros = _unpack(zeros + offsets, bits).t()
         elif self.method == "awq":  # values and zeros are packed along rows
-            bits = _bit_width(values.shape[1], rows)
+            bits = self._bit_width(values.shape[1], rows)
             is_interleaved = self.is_interleaved or bits == 4
             values, scales = _unpack(values, bits, is_interleaved).t(), scales.t()
             zeros = None if zeros is None else _unpack(zeros, bits, is_interleaved).t()
         elif values.dtype == torch.int32:
-            bits = _bit_width(values.shape[1], columns)
+            bits = self._bit_width(values.shape[1], columns)
             values = _unpack(values, bits)[:, :columns]
             if zeros is not None and zeros.dtype == torch.int32:
                 zeros = _unpack(zeros.t(), bits).t()[:rows]
@@ -227,6 +235,11 @@ class Quantisation:
         if zeros is not None:
             weight = weight - self._expand(zeros.float(), shape, groups)
         return weight * self._expand(scales.float(), shape, groups)
+
+    def _bit_width(self, words: int, count: int) -> int:
+        """Return the bits of each of `count` values in `words` words of 32 bits; 0: none fits."""
+        matches = (bits for bits in self.widths if math.ceil(count / (32 // bits)) == words)
+        return next(matches, 0)
 
     def _expand(self, factors: Tensor, shape: tuple[int, ...], groups: Tensor | None) -> Tensor:
         """Return scales or zero points [groups of rows, groups of columns], expanded to a shape.
@@ -282,6 +295,14 @@ def _required_roles(config: Mapping[str, Any]) -> Iterator[str]:
         yield "groups"
 
 
+def _stated_widths(config: Mapping[str, Any], method: str) -> Iterator[int]:
+    """Yield the supported numbers of bits that a quantization_config states."""
+    for settings in [config, *_weight_settings(config)]:
+        for field in ("bits", "w_bit", "num_bits"):
+            if method and settings.get(field) in _METHODS[method].widths:
+                yield settings[field]
+
+
 def _group_sizes(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     for settings in [config, *_weight_settings(config)]:
         for field in ("weight_block_size", "block_structure", "group_size", "q_group_size"):
@@ -289,11 +310,6 @@ def _group_sizes(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
             rows, columns = value if isinstance(value, list) and len(value) == 2 else (value, value)
             if isinstance(rows, int) and isinstance(columns, int) and min(rows, columns) > 0:
                 yield rows, columns
-
-
-def _bit_width(words: int, count: int) -> int:
-    """Return the number of bits of each of `count` values in `words` words of 32 bits; 0: none."""
-    return next(bits for bits in (*_WIDTHS, 0) if not bits or math.ceil(count * bits / 32) == words)
 
 
 def _unpack(words: Tensor, bits: int, is_interleaved: bool = False) -> Tensor:

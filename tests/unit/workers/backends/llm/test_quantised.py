@@ -253,6 +253,10 @@ QUANTISATIONS: dict[str, tuple[Callable[[torch.Tensor], QuantisedLayer], dict[st
         compression_config("pack-quantized", 16)),
     "pack 8 group asymmetric": (lambda w: packed_ints(w, 8, 16, False),
         compression_config("pack-quantized", 16)),
+    "pack 7 group asymmetric": (lambda w: packed_ints(w, 7, 16, False),
+        compression_config("pack-quantized", 16, num_bits=7)),
+    "pack 3 channel": (lambda w: packed_ints(w, 3, 1 << 20, True),
+        compression_config("pack-quantized", num_bits=3)),
     "pack 8 with unpacked zero points": (lambda w: (packed_ints(w, 8, 16, True)[0]
         | drop_tensors(plain_ints(w, (1, 16), False)[0], "weight", "weight_scale"),
         plain_ints(w, (1, 16), False)[1]), compression_config("pack-quantized", 16)),
