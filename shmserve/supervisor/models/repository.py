@@ -349,8 +349,10 @@ def fingerprint(folder: ModelFolder) -> str:
 def version_fingerprint(folder: ModelFolder, version: int) -> str:
     """Return a digest of the files that a version may use, without the configuration."""
     other_versions = {str(number) for number in folder.versions if number != version}
-    excluded = {os.fsencode(name) for name in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
-    lines = [ln for ln in _model_file_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded]
+    excluded_names = {os.fsencode(name) for name in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
+    lines = [
+        ln for ln in _model_file_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded_names
+    ]
     return _digest(b"", lines)
 
 
