@@ -333,6 +333,10 @@ def missing_version_text(folder: ModelFolder) -> str:
 def _no_version_hint(folder: ModelFolder) -> str:
     ignored_names = ", ".join(ignored_folders(folder))
     hint = "a version is a folder whose name is an integer, such as 1"
+    with convert_os_errors(folder.name):
+        is_version = detect_backend(ModelConfig(), "", os.listdir(folder.path)).backend
+    if is_version:
+        return f"{hint}; move the model's files from '{folder.name}' to '{folder.name}/1'"
     return hint + (f", but found {clip(ignored_names)}" if ignored_names else "")
 
 
