@@ -328,13 +328,13 @@ def _annotation_names(tree: ast.AST) -> set[str]:
 
 def _bound_names(statement: ast.stmt) -> set[str]:
     """Return the names that a statement binds, and the names of objects whose parts it assigns."""
-    bound = _assigned_names(statement)
+    bound_names = _assigned_names(statement)
     for node in _nodes(statement):
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            bound.add(_root_name(node))
+            bound_names.add(_root_name(node))
         elif isinstance(node, ast.alias) and node.name == "*":
-            bound.add("*")
-    return bound
+            bound_names.add("*")
+    return bound_names
 
 
 def _assigned_names(statement: ast.stmt) -> set[str]:

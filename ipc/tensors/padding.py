@@ -142,16 +142,16 @@ class PaddedBatch:
         """
         constant_part, shapes = self._padding.split_key(key)
         if self._constant_part is None:
-            largest: Sequence[Shape] = shapes
+            limits: Sequence[Shape] = shapes
         elif constant_part != self._constant_part:
             return False
         else:
             pairs = zip(self._largest_shapes, shapes, strict=True)
-            largest = [tuple(map(max, first, second)) for first, second in pairs]
+            limits = [tuple(map(max, first, second)) for first, second in pairs]
         total_rows = self._rows + rows
         true_elements = self._true_elements.copy()
         elements_if_alone = self._elements_if_alone.copy()
-        for index, (pad, shape, limit) in enumerate(zip(self._pads, shapes, largest, strict=True)):
+        for index, (pad, shape, limit) in enumerate(zip(self._pads, shapes, limits, strict=True)):
             true_elements[index] += rows * element_count(shape)
             elements_if_alone[index] += rows * element_count(pad.padded_shape(shape) or shape)
             padded_shape = pad.padded_shape(limit)
@@ -165,7 +165,7 @@ class PaddedBatch:
                 is_wasteful or padded_elements > _MAX_PADDED_ELEMENTS
             ):
                 return False
-        self._constant_part, self._largest_shapes, self._rows = constant_part, largest, total_rows
+        self._constant_part, self._largest_shapes, self._rows = constant_part, limits, total_rows
         self._true_elements, self._elements_if_alone = true_elements, elements_if_alone
         return True
 

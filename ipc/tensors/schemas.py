@@ -252,8 +252,8 @@ def pack_request_schema(
     """
     tensors = [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs]
     kinds = (_PLACED, _PLACED_OR_INPUT)
-    requested = [(n, kinds[reuse] if has_range else _ANYWHERE) for n, has_range, reuse in outputs]
-    packed_schema: bytes = _PACKER.pack((tensors, requested, parameters))
+    entries = [(n, kinds[reuse] if has_range else _ANYWHERE) for n, has_range, reuse in outputs]
+    packed_schema: bytes = _PACKER.pack((tensors, entries, parameters))
     return packed_schema
 
 

@@ -187,14 +187,18 @@ class Signature:
         return max(batch_size, 0)
 
     def _check_count(self, names: set[str]) -> None:
-        missing = [n for n in self.inputs if n in self.required_inputs and n not in names]
+        missing_inputs = [n for n in self.inputs if n in self.required_inputs and n not in names]
         is_count_valid = len(self.required_inputs) <= len(names) <= len(self.inputs)
         # As in Triton, an unknown name is reported first if the count of inputs is valid.
-        if is_count_valid and (not missing or not names <= self.inputs.keys()):
+        if is_count_valid and (not missing_inputs or not names <= self.inputs.keys()):
             return
         received_text = f"Got input(s) [{_quoted_names(sorted(names))}]"
-        suffix = f", but missing required input(s) [{_quoted_names(missing)}]" if missing else ""
-        hint = " Please provide all required input(s)." if missing else ""
+        suffix = (
+            f", but missing required input(s) [{_quoted_names(missing_inputs)}]"
+            if missing_inputs
+            else ""
+        )
+        hint = " Please provide all required input(s)." if missing_inputs else ""
         expected_text = f"{len(self.inputs)} inputs"
         if self.has_optional_inputs:
             counts = f"{len(self.required_inputs)} and {len(self.inputs)}"

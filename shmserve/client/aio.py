@@ -260,8 +260,8 @@ class Server:
         async def begin(on_item: Callable[[], None]) -> tuple[_LoopChannel, ClientStream]:
             channel = await self._get_channel()
             await self._load_on_demand(channel, *call)
-            packed = self._session.pack(channel.connection, call, stream=True)
-            pending = channel.requests.start(ClientStream(channel.requests, packed, on_item))
+            packed_call = self._session.pack(channel.connection, call, stream=True)
+            pending = channel.requests.start(ClientStream(channel.requests, packed_call, on_item))
             channel.requests.flush_soon(channel.loop.call_soon)
             return channel, pending
 

@@ -67,9 +67,9 @@ class GapDetector:
 
     def count_up_to(self, topic: str, number: int) -> int:
         """Return the number of lost events if the server's latest event has this number."""
-        latest = self._latest_by_topic.get(topic, number)
-        self._latest_by_topic[topic] = max(latest, number)
-        return max(number - latest, 0)
+        latest_number = self._latest_by_topic.get(topic, number)
+        self._latest_by_topic[topic] = max(latest_number, number)
+        return max(number - latest_number, 0)
 
 
 class EventReader:

@@ -141,8 +141,8 @@ def _check_text(word: str) -> None:
 def _unknown_flag_error(word: str, flags: list[Flag], verb: str, verb_flags: Sequence[str]) -> str:
     if flags:
         return f"{word[:80]} is ambiguous: --{', --'.join(flag.name for flag in flags)}"
-    similar = nearest(word.lstrip("-"), [*FLAGS, *verb_flags])
-    hint = f", did you mean --{similar}?" if similar else f"; see shmserve {verb} --help"
+    similar_flag = nearest(word.lstrip("-"), [*FLAGS, *verb_flags])
+    hint = f", did you mean --{similar_flag}?" if similar_flag else f"; see shmserve {verb} --help"
     return f"unknown flag {word[:80]}{hint}"
 
 

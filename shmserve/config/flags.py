@@ -78,8 +78,8 @@ class Flag:
             choices_by_text = {choice.lower(): choice for choice in self.choices}
             if choices_by_text and text.lower() not in choices_by_text:
                 allowed_choices = ", ".join(self.choices)
-                similar = suggestion(text, self.choices)
-                message = f"--{self.name}: '{text}' is not one of {allowed_choices}{similar}"
+                hint = suggestion(text, self.choices)
+                message = f"--{self.name}: '{text}' is not one of {allowed_choices}{hint}"
                 raise InvalidArgument(message)
             return choices_by_text.get(text.lower(), text)
         if self.allows_words and text.lower() in ("true", "false"):

@@ -245,8 +245,8 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         Otherwise the link remains open until `fail_over`.
         """
         endpoint = link.endpoint
-        inflight = (*self.pending.values(), *self.settling.values())
-        if all(request.endpoint != endpoint for request in inflight):
+        inflight_requests = (*self.pending.values(), *self.settling.values())
+        if all(request.endpoint != endpoint for request in inflight_requests):
             self._table.remove(link)
 
     def fail_over(self, endpoint: str, successor: str) -> None:

@@ -144,11 +144,11 @@ def _detect_backend_name(config: ModelConfig, files: Collection[str]) -> str:
         return "onnxruntime"
     if file.endswith(".py"):
         return "python"
-    foreign = [_FOREIGN_FILES[name] for name in (file, *sorted(files)) if name in _FOREIGN_FILES]
+    backends = [_FOREIGN_FILES[name] for name in (file, *sorted(files)) if name in _FOREIGN_FILES]
     has_weights = any(name.endswith(_WEIGHT_SUFFIXES) for name in files)
-    if not (file or foreign) and CHECKPOINT_FILE in files and has_weights:
+    if not (file or backends) and CHECKPOINT_FILE in files and has_weights:
         return LLM_BACKEND
-    return foreign[0] if foreign else ""
+    return backends[0] if backends else ""
 
 
 def plugin_backends() -> set[str]:

@@ -399,10 +399,12 @@ class _Parser:
 
     def _unescape(self, token: _Token) -> bytes:
         def replace(match: re.Match[bytes]) -> bytes:
-            simple_escape, octal, hexadecimal, short, long = match.groups()
+            simple_escape, octal, hexadecimal, short_code, long_code = match.groups()
             if simple_escape:
                 return bytes([_SIMPLE_ESCAPES[simple_escape[0]]])
-            code_point = int(octal, 8) if octal else int(hexadecimal or short or long or b"-1", 16)
+            code_point = (
+                int(octal, 8) if octal else int(hexadecimal or short_code or long_code or b"-1", 16)
+            )
             if octal or hexadecimal:
                 if code_point < 256:
                     return bytes([code_point])

@@ -29,7 +29,9 @@ Values = np.ndarray[Any, np.dtype[np.int64]]
 def window_rates(marks: Sequence[Mark]) -> list[float]:
     """Return the requests per second in each window."""
     pairs = itertools.pairwise(marks)
-    return [(new.requests - old.requests) * 1e9 / (new.at_ns - old.at_ns) for old, new in pairs]
+    return [
+        (end.requests - start.requests) * 1e9 / (end.at_ns - start.at_ns) for start, end in pairs
+    ]
 
 
 def window_means(records: Records, marks: Sequence[Mark]) -> list[float]:

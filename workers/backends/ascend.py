@@ -190,8 +190,8 @@ class OfflineModel:
         dims = tuple(self._check_result(f"acl.mdl.get_{side}_dims", result)["dims"])
         size = getattr(mdl, f"get_{side}_size_by_index")(description, index)
         if datatype_number not in _DATATYPES:
-            supported = ", ".join(f"{key} ({value})" for key, value in _DATATYPES.items())
-            text = f"ACL's datatype {datatype_number} is not supported (supported: {supported})"
+            choices = ", ".join(f"{key} ({value})" for key, value in _DATATYPES.items())
+            text = f"ACL's datatype {datatype_number} is not supported (supported: {choices})"
             raise InvalidArgument(f"{side} '{name}': {text}")
         if any(dim < 1 for dim in dims) or not element_count(dims):
             raise InvalidArgument(

@@ -325,20 +325,22 @@ class Unpacker:
         model = self._signature.name
         byte_size = 0
         shared_ranges: list[Range] = []
-        for (name, datatype, shape, expected), raw in zip(properties.inputs, data, strict=False):
+        for (name, datatype, shape, expected_size), raw in zip(
+            properties.inputs, data, strict=False
+        ):
             if type(raw) is bytes:
                 # Copied, so that the model may write into it.
                 input_bytes = memoryview(bytearray(raw))
                 size = input_bytes.nbytes
-                if expected not in (size, -1):
-                    raise self._size_error(name, expected, size)
+                if expected_size not in (size, -1):
+                    raise self._size_error(name, expected_size, size)
                 self._copy_counter.inputs += size
                 inputs[name] = Input(name, datatype, shape, input_bytes, None, model)
             else:
                 memory_range = unpack_range(raw)
                 size = memory_range.byte_size
-                if expected not in (size, -1):
-                    raise self._size_error(name, expected, size)
+                if expected_size not in (size, -1):
+                    raise self._size_error(name, expected_size, size)
                 inputs[name] = self._input_in_range(name, datatype, shape, memory_range)
                 shared_ranges += [memory_range]
             byte_size += size

@@ -343,7 +343,9 @@ class Runner:
     def _detect_writes(self, has_failed: bool) -> None:
         has_written = any(tensor._version != version for tensor, version in self._watched_tensors)
         # Writes that bypass torch, as through `x.numpy()`, do not change the version.
-        has_written = has_written or any(raw.tobytes() != old for raw, old in self._original_bytes)
+        has_written = has_written or any(
+            raw.tobytes() != original_data for raw, original_data in self._original_bytes
+        )
         # A call that failed may have ended before its writes.
         if self._watched_tensors and (has_written or not has_failed):
             if has_written and (self._passes_views or self._is_learning):

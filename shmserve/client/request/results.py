@@ -116,23 +116,25 @@ def read(reader: Reader, message: Finished) -> Result:
         Unsupported: Only the server's own user may read the memory.
         Internal: The response lacks a requested output.
     """
-    packed = reader.packed_request
-    lease = None if packed.slot is None else MemoryLease(noop)
+    request = reader.packed_request
+    lease = None if request.slot is None else MemoryLease(noop)
     result, in_shared_memory = _read(reader, message, lease)
-    if len(result) < len(packed.model.signature.outputs) and not packed.model.may_omit_outputs:
-        _check_complete(packed, result)
+    if len(result) < len(request.model.signature.outputs) and not request.model.may_omit_outputs:
+        _check_complete(request, result)
     if lease is None or not in_shared_memory:
-        packed.release_memory()
+        request.release_memory()
     else:
-        lease.on_end = packed.release_memory  # the lease ends with the last array
+        lease.on_end = request.release_memory  # the lease ends with the last array
     return result
 
 
 def _check_complete(packed: PackedRequest, result: Result) -> None:
-    expected = [output.name for output in RequestSchema(packed.schema).outputs]
-    missing = [name for name in expected or packed.model.signature.outputs if name not in result]
-    if missing:
-        names = ", ".join(f"'{name}'" for name in missing)
+    expected_names = [output.name for output in RequestSchema(packed.schema).outputs]
+    missing_names = [
+        name for name in expected_names or packed.model.signature.outputs if name not in result
+    ]
+    if missing_names:
+        names = ", ".join(f"'{name}'" for name in missing_names)
         raise Internal(f"model '{packed.model.name}' did not return the requested outputs {names}")
 
 

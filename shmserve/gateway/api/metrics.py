@@ -278,17 +278,19 @@ class MetricsExporter:
         """Yield all families of the page, given the reports and the server's processes."""
         settings, models = self._gateway.settings, self._gateway.models
         untagged_reports: Reports = []
-        tagged: Reports = []
+        tagged_reports: Reports = []
         for report in reports:
             labels = {"model": str(report["name"]), "version": str(report["version"])}
             model = models.find(labels["model"], labels["version"])
             untagged_reports.append((labels, report["shmserve"]))
-            tagged.append((labels if model is None else labels | model.tags, report["shmserve"]))
-        yield from triton_families(tagged, shows_latencies=settings.counter_latencies)
+            tagged_reports.append(
+                (labels if model is None else labels | model.tags, report["shmserve"])
+            )
+        yield from triton_families(tagged_reports, shows_latencies=settings.counter_latencies)
         if settings.histogram_latencies:
-            yield from first_response_families(tagged)
+            yield from first_response_families(tagged_reports)
         if settings.summary_latencies:
-            yield from summary_families(tagged)
+            yield from summary_families(tagged_reports)
         yield from self._load_families()
         yield from own_families(untagged_reports)
         yield from generative_families(untagged_reports)

@@ -194,9 +194,9 @@ class Body:
         """
         if self.arrival.received_bytes == 0 and not self._content.is_eof():
             self._send_continue()
-        read = self._next_chunks() if self._is_chunked else self._content.readany()
+        pending_read = self._next_chunks() if self._is_chunked else self._content.readany()
         try:
-            return await self.arrival.next(read)
+            return await self.arrival.next(pending_read)
         except MalformedBody:
             raise BrokenBody("malformed HTTP request body") from None
 

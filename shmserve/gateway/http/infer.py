@@ -274,9 +274,9 @@ async def _encode_response(
 
     The binary data of an uncompressed response are views of the outputs.
     """
-    text_values, binary = await _encode_outputs(gateway, template, inferred)
+    text_values, binary_parts = await _encode_outputs(gateway, template, inferred)
     json_pieces = template.encode_pieces(request_id, text_values)
-    response = _assemble_response(json_pieces, binary)
+    response = _assemble_response(json_pieces, binary_parts)
     if ACCEPT_ENCODING in request.headers:
         encoding = preferred_encoding(",".join(request.headers.getall(ACCEPT_ENCODING)))
         if encoding != "identity":

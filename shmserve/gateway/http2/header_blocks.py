@@ -220,10 +220,10 @@ def _encode_integer(value: int) -> bytes:
     """Encode an integer with a prefix of seven bits (RFC 7541, 5.1)."""
     if value < 127:
         return bytes((value,))
-    remaining = value - 127
+    remainder = value - 127
     encoded_integer = bytearray((127,))
-    while remaining >= 128:
-        encoded_integer.append(remaining & 127 | 128)
-        remaining >>= 7
-    encoded_integer.append(remaining)
+    while remainder >= 128:
+        encoded_integer.append(remainder & 127 | 128)
+        remainder >>= 7
+    encoded_integer.append(remainder)
     return bytes(encoded_integer)

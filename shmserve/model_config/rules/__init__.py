@@ -309,9 +309,11 @@ def warnings_of(written_config: ModelConfig, final_config: ModelConfig) -> list[
     text = "no effect: the instances receive requests, unlike passive instances of Triton"
     warnings += (f"instance_group[{i}].passive: {text}" for i in passive_indices)
     for name in sorted(set(written_config.parameters).difference(KNOWN_PARAMETERS)):
-        similar = nearest(name, KNOWN_PARAMETERS, 0.8)
-        if similar:
-            warnings.append(f"parameters: '{clip(name)}' is unknown; did you mean '{similar}'?")
+        similar_name = nearest(name, KNOWN_PARAMETERS, 0.8)
+        if similar_name:
+            warnings.append(
+                f"parameters: '{clip(name)}' is unknown; did you mean '{similar_name}'?"
+            )
     for name, parameter in sorted(written_config.parameters.items()):
         if parameter.string_value.startswith("${"):
             text = f"'{clip(parameter.string_value)}' is a placeholder of a template; fill it in"

@@ -118,11 +118,11 @@ def _control_name_problems(config: ModelConfig) -> Iterator[Problem]:
             yield Problem(key, f"sequence batching control tensor must have a name for {name}")
         else:
             names.append((key, control_input.name))
-    for key, tensor, first in find_repeats(names):
+    for key, tensor, first_key in find_repeats(names):
         text = (
             f"sequence batching control tensor '{tensor}' is specified for multiple control kinds"
         )
-        yield Problem(key, f"{text} for {name}", (first,))
+        yield Problem(key, f"{text} for {name}", (first_key,))
 
 
 def _control_problems(path: Key, control: _Control, name: str) -> Iterator[Problem]:
@@ -137,17 +137,17 @@ def _control_problems(path: Key, control: _Control, name: str) -> Iterator[Probl
             )
             yield Problem((*path, "data_type"), text, related_keys)
         if set_fields:
-            allowed = _FIELDS_FORMAT.format("or")
-            text = f"sequence batching must not specify either {allowed} for {kind} for {name}"
+            fields_text = _FIELDS_FORMAT.format("or")
+            text = f"sequence batching must not specify either {fields_text} for {kind} for {name}"
             yield Problem((*path, set_fields[0]), text, related_keys)
         return
     if not set_fields:
-        allowed = _FIELDS_FORMAT.format("or")
-        text = f"sequence batching must specify either {allowed} for {kind} for {name}"
+        fields_text = _FIELDS_FORMAT.format("or")
+        text = f"sequence batching must specify either {fields_text} for {kind} for {name}"
         yield Problem(path, text, related_keys)
     if len(set_fields) > 1:
-        allowed = _FIELDS_FORMAT.format("and")
-        text = f"sequence batching specifies more than one from {allowed} for {kind} for {name}"
+        fields_text = _FIELDS_FORMAT.format("and")
+        text = f"sequence batching specifies more than one from {fields_text} for {kind} for {name}"
         yield Problem((*path, set_fields[1]), text, related_keys)
     for field in set_fields:
         if len(getattr(control, field)) != 2:

@@ -61,8 +61,10 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
             elif source in input_ranks and output_ranks[name] != input_ranks[source]:
                 text = f"target output '{name}' must have as many dims as source input '{source}'"
                 yield Problem(key, text, (("output",), ("input",)))
-        for key, name, first in find_repeats(targets.items()):
-            yield Problem(key, f"target output name '{name}' can only be specified once", (first,))
+        for key, name, first_key in find_repeats(targets.items()):
+            yield Problem(
+                key, f"target output name '{name}' can only be specified once", (first_key,)
+            )
 
 
 def _model_rank(io: ModelInput | ModelOutput) -> int:

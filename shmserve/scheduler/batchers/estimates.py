@@ -236,33 +236,38 @@ class SizeTimes:
     def _find_candidate(self, last_index: int) -> tuple[int, float]:
         times, min_times, best_index = self._times, self._min_times, self._best_index[last_index]
         rate = _size(best_index) / times[best_index]
-        target_rate, candidate, worst_duration, lower = _MIN_TRIAL_RATIO * rate, 0, 0.0, 0
+        target_rate, candidate, worst_duration, lower_index = _MIN_TRIAL_RATIO * rate, 0, 0.0, 0
         speedup = _ASSUMED_SPEEDUP + math.log(1 + self._late_executions)
-        for upper in self._observed_indices:
+        for upper_index in self._observed_indices:
             # A size between two sizes takes at least the shorter and at most the longer duration.
-            highest = upper - 1 if upper <= last_index else last_index
-            if highest > lower:
-                time = min_times[upper] / speedup
-                if lower:
-                    time = min(min_times[lower], min_times[upper])
-                if _size(highest) > target_rate * time:
-                    target_rate, candidate = _size(highest) / time, _middle_size(lower, highest)
-                    worst_duration = times[upper] * _ASSUMED_SLOWDOWN
-                    if lower:
-                        worst_duration = max(times[lower], times[upper])
-            if upper > last_index:
+            end_index = upper_index - 1 if upper_index <= last_index else last_index
+            if end_index > lower_index:
+                time = min_times[upper_index] / speedup
+                if lower_index:
+                    time = min(min_times[lower_index], min_times[upper_index])
+                if _size(end_index) > target_rate * time:
+                    target_rate, candidate = (
+                        _size(end_index) / time,
+                        _middle_size(lower_index, end_index),
+                    )
+                    worst_duration = times[upper_index] * _ASSUMED_SLOWDOWN
+                    if lower_index:
+                        worst_duration = max(times[lower_index], times[upper_index])
+            if upper_index > last_index:
                 break
-            lower = upper
-            is_uncertain = self._sizes[upper].weight < _MAX_TRIALS and upper != best_index
-            if is_uncertain and _size(upper) > target_rate * min_times[upper]:
-                target_rate = _size(upper) / min_times[upper]
-                candidate, worst_duration = _size(upper), times[upper]
-        min_size = max(target_rate / _MIN_TRIAL_RATIO, rate) * min_times.get(lower, 0.0)
-        if last_index > lower == self._observed_indices[-1] and _size(last_index) > min_size:
+            lower_index = upper_index
+            is_uncertain = (
+                self._sizes[upper_index].weight < _MAX_TRIALS and upper_index != best_index
+            )
+            if is_uncertain and _size(upper_index) > target_rate * min_times[upper_index]:
+                target_rate = _size(upper_index) / min_times[upper_index]
+                candidate, worst_duration = _size(upper_index), times[upper_index]
+        min_size = max(target_rate / _MIN_TRIAL_RATIO, rate) * min_times.get(lower_index, 0.0)
+        if last_index > lower_index == self._observed_indices[-1] and _size(last_index) > min_size:
             # Larger sizes were never observed, and a batch may take long. The size therefore grows
             # in small steps.
-            candidate = _middle_size(lower, last_index)
-            worst_duration = times[last_index] * candidate / _size(lower)
+            candidate = _middle_size(lower_index, last_index)
+            worst_duration = times[last_index] * candidate / _size(lower_index)
         return candidate, worst_duration * self._level * (1 + 3 * self._spread)
 
     def _refresh(self) -> None:

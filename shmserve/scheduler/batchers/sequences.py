@@ -366,8 +366,10 @@ class Sequences:
             self._free_slots = [entry for entry in self._free_slots if not entry[2].is_closed]
             heapq.heapify(self._free_slots)
             self._stale_count = 0
-        unstarted = [s for s in slots.sequences if s is not None and not s.has_state]
-        for sequence in sorted(unstarted, key=attrgetter("waiting.first.key"), reverse=True):
+        unstarted_sequences = [s for s in slots.sequences if s is not None and not s.has_state]
+        for sequence in sorted(
+            unstarted_sequences, key=attrgetter("waiting.first.key"), reverse=True
+        ):
             slots.mark_not_ready(sequence)
             slots.sequences[sequence.slot] = None
             sequence.instance_slots = None

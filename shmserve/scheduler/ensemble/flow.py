@@ -462,8 +462,10 @@ class Target(ModelProperties):
         """Return the target that a message publishes."""
         config = message.config
         signature = Signature(config, message.version)
-        optional = frozenset(signature.inputs) - signature.required_inputs
-        return cls(config.decoupled, optional, _device(config), message.endpoint, config, signature)
+        optional_inputs = frozenset(signature.inputs) - signature.required_inputs
+        return cls(
+            config.decoupled, optional_inputs, _device(config), message.endpoint, config, signature
+        )
 
 
 class Targets:

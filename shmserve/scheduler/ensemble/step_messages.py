@@ -237,8 +237,8 @@ class StepMessages:
         sizes = placed_sizes(
             firing.step.node, target, self._graph, properties.batch_size, used_outputs
         )
-        in_client_memory = frozenset(o.name for o in used_outputs if o.memory_range is not None)
-        placed_names = sizes.keys() | in_client_memory
+        placed_outputs = frozenset(o.name for o in used_outputs if o.memory_range is not None)
+        placed_names = sizes.keys() | placed_outputs
         names = [output.name for output in used_outputs]
         requested_outputs = [(name, name in placed_names, False) for name in names]
         reusing_outputs = [(name, name in placed_names, name in sizes) for name in names]
@@ -251,7 +251,7 @@ class StepMessages:
             pack_request_schema(inputs, reusing_outputs, parameters),
             tuple((name, outputs[name]) for name in names if name in placed_names),
             {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
-            in_client_memory,
+            placed_outputs,
             firing.step.response_schemas.setdefault(is_batched, Schemas(unpack_response)),
         )
 

@@ -175,29 +175,35 @@ class Engine(Generic[T]):
         plan = StepPlan(self._step_count + 1, self.settings)
         # The order is made once per step, so that it stays the same while the step is planned.
         rank = ranking(self.settings, now_ns)
-        running, waiting_sequences = [], []
+        running_sequences, waiting_sequences = [], []
         for sequence in self._sequences.values():
             if sequence.status is SequenceStatus.RUNNING:
-                running.append(sequence)
+                running_sequences.append(sequence)
             elif not sequence.is_held:
                 waiting_sequences.append(sequence)
-        running.sort(key=rank)
-        decoding_sequences = [sequence for sequence in running if sequence.missing_tokens == 1]
+        running_sequences.sort(key=rank)
+        decoding_sequences = [
+            sequence for sequence in running_sequences if sequence.missing_tokens == 1
+        ]
         plan.decoding_count = max(len(decoding_sequences), 1)
         # Drafts use the budget that a token per decoding sequence and a prompt chunk leave free.
-        has_prompts = len(decoding_sequences) < len(running) + len(waiting_sequences)
+        has_prompts = len(decoding_sequences) < len(running_sequences) + len(waiting_sequences)
         prompt_token_share = self._chunk_multiple if has_prompts else 0
         plan.draft_budget = plan.token_budget - len(decoding_sequences) - prompt_token_share
-        self._add_rows(plan, decoding_sequences, running)
-        self._add_rows(plan, [s for s in running if s.missing_tokens > 1], running)
+        self._add_rows(plan, decoding_sequences, running_sequences)
+        self._add_rows(
+            plan, [s for s in running_sequences if s.missing_tokens > 1], running_sequences
+        )
         waiting_sequences.sort(key=rank)
         if waiting_sequences and not plan.has_preempted:
-            self._admit(plan, waiting_sequences, running)
-        running = [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING]
-        while waiting_sequences and running and not plan.rows:
+            self._admit(plan, waiting_sequences, running_sequences)
+        running_sequences = [
+            sequence for sequence in running_sequences if sequence.status is SequenceStatus.RUNNING
+        ]
+        while waiting_sequences and running_sequences and not plan.rows:
             # All running sequences wait for further beams of their search that do not fit.
-            self._preempt(plan, running.pop())
-            self._admit(plan, waiting_sequences, running)
+            self._preempt(plan, running_sequences.pop())
+            self._admit(plan, waiting_sequences, running_sequences)
         if not (plan.rows or self._ended_sequence_numbers):
             return None
         return self._finish_plan(plan)
@@ -369,11 +375,15 @@ class Engine(Generic[T]):
         if self.settings.enable_preemption:
             return max(-(-len(sequence.tokens) // block_size) - len(sequence.table), 0)
         max_blocks = -(-generation.max_computed_tokens // block_size)
-        shared = generation.shared_tokens // block_size  # number of blocks
+        shared_blocks = generation.shared_tokens // block_size  # number of blocks
         # Beams share blocks (copy-on-write).
-        own_blocks = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
-        held_blocks = min(len(sequence.table), shared) + own_blocks
-        return max(shared + sequence.row_count * (max_blocks - shared) - held_blocks, 0)
+        own_blocks = sum(
+            self.pool.references[block] == 1 for block in sequence.table[shared_blocks:]
+        )
+        held_blocks = min(len(sequence.table), shared_blocks) + own_blocks
+        return max(
+            shared_blocks + sequence.row_count * (max_blocks - shared_blocks) - held_blocks, 0
+        )
 
     def _begin_prompt(self, sequence: Sequence[T], free_blocks: int) -> bool:
         """Assign a sequence the cached blocks of the beginning of its prompt.

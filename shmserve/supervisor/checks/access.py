@@ -123,8 +123,11 @@ def judge_ports(ports: PortFacts) -> Verdict:
     if problems:
         fix = "stop the process that listens there, or choose another port"
         return wrong("; ".join(problems), fix)
-    in_use = [endpoint for endpoint, *_ in ports.refused_endpoints]
-    states = {"free": ports.free_endpoints, f"in use by the running server (pid {pid})": in_use}
+    used_endpoints = [endpoint for endpoint, *_ in ports.refused_endpoints]
+    states = {
+        "free": ports.free_endpoints,
+        f"in use by the running server (pid {pid})": used_endpoints,
+    }
     texts = [f"{', '.join(endpoints)}: {state}" for state, endpoints in states.items() if endpoints]
     return ok("; ".join(texts) or "all listeners are disabled")
 

@@ -149,8 +149,8 @@ class EventPublisher:
         """Send an event to its subscribers; store it for `send_recent` unless it has counters."""
         topic = TOPICS[type(event)]
         if topic != COUNTERS:
-            recent = self._recent_events.setdefault(topic, deque(maxlen=_MAX_RECENT))
-            recent.append((time.time_ns(), event))
+            recent_events = self._recent_events.setdefault(topic, deque(maxlen=_MAX_RECENT))
+            recent_events.append((time.time_ns(), event))
         if self.has_subscriber(topic):
             self._sequences[topic] += 1
             self._send(topic, self._sequences[topic], (event,))

@@ -171,7 +171,11 @@ def progress_line(progress: Mapping[str, str]) -> str:
     states = [state.partition(":")[0] for state in progress.values()]
     line = f"{states.count('ready')}/{len(progress)} models ready"
     for state in ("loading", "failed"):
-        names = [model for model, found in zip(progress, states, strict=True) if found == state]
+        names = [
+            model
+            for model, model_state in zip(progress, states, strict=True)
+            if model_state == state
+        ]
         unnamed_count = len(names) - _MAX_NAMED_MODELS
         remainder = f" and {unnamed_count} more" if unnamed_count > 0 else ""
         if names:

@@ -344,9 +344,11 @@ class ScalingPolicy:
                 self._window_start_s = load.at_s
                 return f"requests wait {_ms(wait_s)}, the limit is {_ms(_P99_RATIO * allowed_s)}"
         start_s = max(load.at_s - _MEAN_WINDOW_S, self._window_start_s)
-        oldest = next((sample for sample in self._loads if sample.at_s >= start_s), load)
-        count = load.succeeded_requests - oldest.succeeded_requests
-        mean_s = (load.queueing_s - oldest.queueing_s) / count if count >= _MIN_REQUESTS else 0.0
+        oldest_sample = next((sample for sample in self._loads if sample.at_s >= start_s), load)
+        count = load.succeeded_requests - oldest_sample.succeeded_requests
+        mean_s = (
+            (load.queueing_s - oldest_sample.queueing_s) / count if count >= _MIN_REQUESTS else 0.0
+        )
         if mean_s <= allowed_s:
             return ""
         return f"requests wait {_ms(mean_s)} on average, the limit is {_ms(allowed_s)}"
@@ -363,10 +365,12 @@ class ScalingPolicy:
         has_changed = at_s - self._last_change_s < _REMOVAL_PAUSE_S
         if count == self.minimum or has_changed or without_wait_s < 0.95 * self._idle_s:
             return None
-        busy = self._max_mean_busy()
-        if busy > _TARGET_UTILIZATION * (count - 1):
+        mean_busy = self._max_mean_busy()
+        if mean_busy > _TARGET_UTILIZATION * (count - 1):
             return None
-        return Change(count - 1, f"at most {busy:.1f} instances were busy for {self._idle_s:g} s")
+        return Change(
+            count - 1, f"at most {mean_busy:.1f} instances were busy for {self._idle_s:g} s"
+        )
 
     def _max_mean_busy(self) -> float:
         """Return the highest mean number of busy instances in any half second of the samples."""

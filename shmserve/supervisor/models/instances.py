@@ -165,8 +165,10 @@ class Instances:
 
     def pids_with_readiness_check(self) -> list[int]:
         """Return the serving processes whose models implement a readiness check."""
-        ready = [i for i in self._instances if i.state is InstanceState.READY and i.checks_ready]
-        return [i.child.pid for i in ready if i.child is not None]
+        ready_instances = [
+            i for i in self._instances if i.state is InstanceState.READY and i.checks_ready
+        ]
+        return [i.child.pid for i in ready_instances if i.child is not None]
 
     @property
     def device_byte_size(self) -> int:
@@ -366,13 +368,13 @@ class Instances:
         Raises:
             ShmserveError: An instance could not be loaded; nothing is changed.
         """
-        added, removed = find_changes(self._instances, with_instance_count(self.config, count))
+        additions, removals = find_changes(self._instances, with_instance_count(self.config, count))
         try:
-            await self.add(InstanceUpdate(self._spec, self.config, False, added, removed))
+            await self.add(InstanceUpdate(self._spec, self.config, False, additions, removals))
         except ShmserveError:
-            self.retire(added)
+            self.retire(additions)
             raise
-        self.retire(removed)
+        self.retire(removals)
 
     def retire(self, instances: list[Instance]) -> None:
         """Retire instances, which finish their requests and end."""

@@ -254,9 +254,9 @@ class Order:
         is_repeated = model.last_load == (self.fingerprint, self.source.config)
         self.updates, specs_to_start = compare_versions(model.serving, self.specs, is_repeated)
         new_versions = {spec.version: actions.create(spec, group) for spec in specs_to_start}
-        latest = model.serving.get(model.latest)
+        latest_version = model.serving.get(model.latest)
         for number, version in new_versions.items():
-            replaced_version = model.serving.get(number, latest)
+            replaced_version = model.serving.get(number, latest_version)
             if replaced_version is not None:
                 version.instances.adopt_count(replaced_version.instances)
         model.incoming = {number: model.serving[number] for number in self.updates} | new_versions
@@ -441,9 +441,9 @@ class ModelEntry:
     @property
     def publications(self) -> dict[str, ModelPublication]:
         """Return the publications by version; "" has one if the model is loaded on demand."""
-        latest, publications = self.latest, dict[str, ModelPublication]()
+        latest_version, publications = self.latest, dict[str, ModelPublication]()
         for number, version in self.published.items():
-            publications[number] = version.publication(number == latest)
+            publications[number] = version.publication(number == latest_version)
         if self.on_demand:
             publications[""] = ModelOnDemand(self.name, 0)
         return publications

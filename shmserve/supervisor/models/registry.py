@@ -178,19 +178,19 @@ class ModelRegistry:
             steps: The models that the model's steps would run.
             unloaded_steps: The steps of models that are not loaded, according to their folders.
         """
-        acyclic = set[str]()  # ensembles that were visited, since many may use the same one
+        acyclic_names = set[str]()  # ensembles that were visited, since many may use the same one
 
         def visit(ensemble: str, path: list[str]) -> list[str]:
             if ensemble in path:
                 return [*path[path.index(ensemble) :], ensemble]
-            if ensemble in acyclic:
+            if ensemble in acyclic_names:
                 return []
             loaded_steps = self.models[ensemble].possible_steps if ensemble in self.models else []
             known_steps = loaded_steps or unloaded_steps.get(ensemble, [])
             for step in known_steps if path else steps:
                 if cycle := visit(step, [*path, ensemble]):
                     return cycle
-            acyclic.add(ensemble)
+            acyclic_names.add(ensemble)
             return []
 
         return visit(name, [])
@@ -282,8 +282,12 @@ class ModelSummary(NamedTuple):
 
 def _failure_text(model: ModelEntry, problems: Mapping[str, str]) -> str:
     numbers = {number for number, outcome in model.outcomes.items() if outcome.is_logged}
-    unlogged = ((number, reason) for number, reason in problems.items() if number not in numbers)
-    reasons = [f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in unlogged]
+    unlogged_problems = (
+        (number, reason) for number, reason in problems.items() if number not in numbers
+    )
+    reasons = [
+        f"version {n}: {reason}" if n else reason.rstrip("; \n") for n, reason in unlogged_problems
+    ]
     return f"failed: {'; '.join(reasons)}" if reasons else "failed"
 
 

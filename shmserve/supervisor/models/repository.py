@@ -333,6 +333,10 @@ def missing_version_text(folder: ModelFolder) -> str:
 def _no_version_hint(folder: ModelFolder) -> str:
     ignored_names = ", ".join(ignored_folders(folder))
     hint = "a version is a folder whose name is an integer, such as 1"
+    with convert_os_errors(folder.name):
+        is_version = detect_backend(ModelConfig(), "", os.listdir(folder.path)).backend
+    if is_version:
+        return f"{hint}; move the model's files from '{folder.name}' to '{folder.name}/1'"
     return hint + (f", but found {clip(ignored_names)}" if ignored_names else "")
 
 
@@ -349,8 +353,10 @@ def fingerprint(folder: ModelFolder) -> str:
 def version_fingerprint(folder: ModelFolder, version: int) -> str:
     """Return a digest of the files that a version may use, without the configuration."""
     other_versions = {str(number) for number in folder.versions if number != version}
-    excluded = {os.fsencode(name) for name in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
-    lines = [ln for ln in _model_file_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded]
+    excluded_names = {os.fsencode(name) for name in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
+    lines = [
+        ln for ln in _model_file_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded_names
+    ]
     return _digest(b"", lines)
 
 

@@ -55,8 +55,8 @@ class Group(NamedTuple):
         """
         names = _connected_models(step_models, name) if shares_hosts else {name}
         ensembles = names & step_models.keys()
-        outermost = sorted(ensembles.difference(*(step_models[ensemble] for ensemble in ensembles)))
-        host_title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
+        roots = sorted(ensembles.difference(*(step_models[ensemble] for ensemble in ensembles)))
+        host_title = f"ensemble {roots[0]}" if roots else f"scheduler {name}"
         return cls(host_title, frozenset(names))
 
 

@@ -99,9 +99,11 @@ class OpenRegion:
 
     def publication(self, ack_number: int) -> RegionPublished:
         """Return the message that publishes the region to gateways."""
-        packed = list(pack_range(Range(self._memory(), self.offset, self.byte_size)))
+        packed_range = list(pack_range(Range(self._memory(), self.offset, self.byte_size)))
         owner = self.owner
-        return RegionPublished(self.name, self.key, packed, owner.uid, owner.group, ack_number)
+        return RegionPublished(
+            self.name, self.key, packed_range, owner.uid, owner.group, ack_number
+        )
 
     def listing(self, ack_number: int) -> RegionPublished:
         """Return the message for a region that gateways list, but that no request can name."""

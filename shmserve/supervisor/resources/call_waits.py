@@ -109,14 +109,16 @@ class CallWaits:
 
     def _find_stuck(self) -> list[_Wait]:
         """Return the largest set of waits that only wait for each other."""
-        stuck: list[_Wait] = []
+        stuck_waits: list[_Wait] = []
         remaining_waits = [wait for report in self._reports.values() for wait in report.waits]
-        while len(stuck) != len(remaining_waits):
-            stuck = remaining_waits
-            executions = {caller for wait in stuck for caller in wait.waiting_executions()}
+        while len(stuck_waits) != len(remaining_waits):
+            stuck_waits = remaining_waits
+            executions = {caller for wait in stuck_waits for caller in wait.waiting_executions()}
             pids = {pid for pid, _ in executions}
-            remaining_waits = [wait for wait in stuck if self._is_stuck(wait, executions, pids)]
-        return stuck
+            remaining_waits = [
+                wait for wait in stuck_waits if self._is_stuck(wait, executions, pids)
+            ]
+        return stuck_waits
 
     def _is_stuck(self, wait: _Wait, executions: set[_Execution], pids: set[int]) -> bool:
         return bool(wait.instances) and all(
@@ -149,7 +151,9 @@ class CallWaits:
         """Return the executions that must end before a call in `wait` can run."""
         executions = {caller for stuck_wait in stuck for caller in stuck_wait.waiting_executions()}
         holders = self._find_holders(wait.scheduler, {pid for pid, _ in executions})
-        occupants = {occupant for _, occupying in wait.instances for occupant in occupying}
+        occupants = {
+            occupant for _, instance_occupants in wait.instances for occupant in instance_occupants
+        }
         return occupants | {execution for execution in executions if execution[0] in holders}
 
 

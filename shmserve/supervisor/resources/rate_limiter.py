@@ -373,8 +373,8 @@ class Tickets:
         if member is None:
             return
         if isinstance(message, AskTicket):
-            newly_granted = self._limiter.ask(member, message.index, message.ticket, message.pid)
-            self._send_granted(newly_granted)
+            new_grants = self._limiter.ask(member, message.index, message.ticket, message.pid)
+            self._send_granted(new_grants)
         elif isinstance(message, CheckHolders):
             if self._limiter.find_holders(member, message.pids):
                 self._send(scheduler, ResourcesHeld(message.key))

@@ -280,14 +280,14 @@ def test_a_received_request() -> None:
     request = received_request(
         make_input([1.0, 2.0], "FP64"),
         make_input([b"a", b"b"], "BYTES", "S"),
-        parameters={"x": 1, "y": "z"},
+        parameters={"x": 1, "y": "é"},
         correlation_text="s",
         flags=1,
         timeout_us=5,
     )
     assert request.request_id() == "id-1"
     assert (request.correlation_id(), request.flags(), request.timeout()) == ("s", 1, 5)
-    assert request.parameters() == '{"x":1,"y":"z"}'
+    assert request.parameters() == '{"x":1,"y":"é"}'
     assert request.requested_output_names() == {"OUT"}
     assert [tensor.name() for tensor in request.inputs()] == ["IN", "S"]
     assert request.trace().get_context() is None and not request.is_cancelled()

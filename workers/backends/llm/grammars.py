@@ -427,15 +427,19 @@ def _split_lookaheads(pattern: str) -> list[str]:
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
         return [pattern]  # a lookahead may belong to one of several alternatives
     while match := _LOOKAHEAD.match(pattern):
-        expected_pattern, excluded, first_character, doubled_character = match.groups()
+        expected_pattern, excluded_pattern, first_character, doubled_character = match.groups()
         if first_character or doubled_character:
             undoubled = f"^(?:{doubled_character}?[^{doubled_character}])*{doubled_character}?$"
             patterns.append(f"^(?:[^{first_character}]|$)" if first_character else undoubled)
-        elif expected_pattern is None and excluded[0] == "[":
-            is_negated = excluded[1] == "^"
-            patterns.append(f"[{excluded[2:]}" if is_negated else f"[^{excluded[1:]}")
+        elif expected_pattern is None and excluded_pattern[0] == "[":
+            is_negated = excluded_pattern[1] == "^"
+            patterns.append(
+                f"[{excluded_pattern[2:]}" if is_negated else f"[^{excluded_pattern[1:]}"
+            )
         else:
-            patterns.append(f"^(?:{expected_pattern})" if expected_pattern else excluded.swapcase())
+            patterns.append(
+                f"^(?:{expected_pattern})" if expected_pattern else excluded_pattern.swapcase()
+            )
         pattern = f"^{pattern[match.end() :]}"
     return [*patterns, pattern]
 
@@ -461,8 +465,12 @@ def _representable_limit(key: str, value: Any) -> Any:
     directed_value = max(sign * value, -_MAX_LIMIT)
     if directed_value > _MAX_LIMIT:
         raise ValueError(f"{key}: {clip(str(value))} is beyond the limit of {sign * _MAX_LIMIT}")
-    rounded = float(directed_value)
-    return sign * int(rounded if rounded >= directed_value else math.nextafter(rounded, math.inf))
+    rounded_value = float(directed_value)
+    return sign * int(
+        rounded_value
+        if rounded_value >= directed_value
+        else math.nextafter(rounded_value, math.inf)
+    )
 
 
 def _exclude_limits(schema: dict[str, Any]) -> None:

@@ -337,8 +337,10 @@ class MessageParser:
                 emit(self.pull(index))
                 self.pull(len(tag))
                 return tag
-            partial = 0 if self._is_ended else max((overlap(text, tag) for tag in tags), default=0)
-            emit(self.pull(len(text) - partial))
+            overlap_length = (
+                0 if self._is_ended else max((overlap(text, tag) for tag in tags), default=0)
+            )
+            emit(self.pull(len(text) - overlap_length))
             if self._is_ended:
                 return ""
             yield

@@ -91,8 +91,13 @@ class Prompt:
         matcher = self.grammar.deep_copy() if self.grammar is not None else None
         if matcher is not None:
             matcher.consume_tokens(resumed_tokens)
-        tokens, replayed = [*self.tokens, *resumed_tokens], self.replayed_tokens.get(sample, [])
-        return TokenSequence(number, self, sample, tokens, [], matcher, replayed_tokens=replayed)
+        tokens, replayed_tokens = (
+            [*self.tokens, *resumed_tokens],
+            self.replayed_tokens.get(sample, []),
+        )
+        return TokenSequence(
+            number, self, sample, tokens, [], matcher, replayed_tokens=replayed_tokens
+        )
 
     def describe(self, priority: int) -> Prepared:
         """Return the message that describes the prompt to the scheduler.

@@ -285,12 +285,14 @@ def _check(signature: Signature, predict: declaration.PredictSignature) -> None:
                 or tensor_type.datatype != spec.datatype
                 or not shapes_match(dims, tensor_type.dims)
             ):
-                actual = "no"
+                actual_type = "no"
                 if tensor_type is not None:
-                    actual = f"{TO_CONFIG[tensor_type.datatype]} {shape_text(tensor_type.dims)} for"
+                    actual_type = (
+                        f"{TO_CONFIG[tensor_type.datatype]} {shape_text(tensor_type.dims)} for"
+                    )
                 raise InvalidArgument(
                     f"{side} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
-                    f"{shape_text(dims)} in the configuration, but 'predict' has {actual} "
+                    f"{shape_text(dims)} in the configuration, but 'predict' has {actual_type} "
                     f"'{name}'"
                 )
         missing_names = sorted(required_names - set(specs))

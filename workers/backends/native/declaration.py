@@ -404,14 +404,16 @@ def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
         members = vars(base_class) if base_class.__module__ == model.__module__ else {}
         for name in [name for name in members if name[:1] != "_" and name not in _KNOWN_ATTRIBUTES]:
             # Methods need a closer resemblance, because most methods are helpers of the class.
-            similar = nearest(name, _KNOWN_ATTRIBUTES, 0.85 if callable(members[name]) else 0.75)
-            if similar:
+            similar_name = nearest(
+                name, _KNOWN_ATTRIBUTES, 0.85 if callable(members[name]) else 0.75
+            )
+            if similar_name:
                 logger.warning(
                     "%sthe attribute '%s.%s' is unknown; did you mean '%s'?",
                     prefix_of(name),
                     model.__name__,
                     name,
-                    similar,
+                    similar_name,
                 )
 
 

@@ -612,7 +612,7 @@ class ReceivedRequest(InferenceRequest):
         return list(self.tensors.values())
 
     def parameters(self) -> str:
-        return json.dumps(self._parameters, separators=(",", ":"))
+        return json.dumps(self._parameters, separators=(",", ":"), ensure_ascii=False)
 
     def trace(self) -> InferenceTrace:
         trace = self._batch_request.work.trace

@@ -420,13 +420,13 @@ class JsonResponseTemplate:
         if len(data) != self._output_count:
             return None
         text_values: list[bytes] = []
-        binary: list[bytes] = []
+        binary_parts: list[bytes] = []
         for name, datatype, shape, byte_size, is_binary, position, unpack in self.outputs:
             data_bytes = data[position]
             if type(data_bytes) is not bytes or len(data_bytes) != byte_size >= 0:
                 return None
             if is_binary:
-                binary.append(data_bytes)
+                binary_parts.append(data_bytes)
                 if byte_size < 0:
                     text_values.append(b"%d" % len(data_bytes))
                 continue
@@ -434,7 +434,7 @@ class JsonResponseTemplate:
             if _NULL in text:
                 text = tensors.encode(data_bytes, datatype, shape, name)
             text_values.append(text)
-        return self.encode_json(request_id, text_values), binary
+        return self.encode_json(request_id, text_values), binary_parts
 
 
 def _encode_members(

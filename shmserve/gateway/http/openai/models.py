@@ -275,8 +275,10 @@ async def infer_once(
     if "task" in parameters and not model.has_task_parameter:
         problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
         raise Unsupported(f"model '{model.name}': {problem}")
-    requested = [InferOutput(name, binary=True) for name in outputs]
-    infer_request = InferRequest("", [infer_input], requested, binary=True, parameters=parameters)
+    requested_outputs = [InferOutput(name, binary=True) for name in outputs]
+    infer_request = InferRequest(
+        "", [infer_input], requested_outputs, binary=True, parameters=parameters
+    )
     built_request = await build_in_pieces(gateway, model, infer_request)
     queue = ResponseQueue(gateway, request, built_request, time.monotonic_ns())
     try:

@@ -123,12 +123,12 @@ class Rope:
     def _llama3_frequencies(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Divide low frequencies by the factor, keep high ones, and interpolate the others."""
         low, high = self.parameters["low_freq_factor"], self.parameters["high_freq_factor"]
-        original = self.parameters["original_max_position_embeddings"]
+        original_length = self.parameters["original_max_position_embeddings"]
         wavelength = 2 * math.pi / frequencies
         divided = frequencies / self.parameters["factor"]
-        ramp = (original / wavelength - low) / (high - low)
+        ramp = (original_length / wavelength - low) / (high - low)
         mixed_frequencies = (1 - ramp) * divided + ramp * frequencies
-        is_low, is_high = wavelength > original / low, wavelength < original / high
+        is_low, is_high = wavelength > original_length / low, wavelength < original_length / high
         return torch.where(is_low, divided, torch.where(is_high, frequencies, mixed_frequencies))
 
 
