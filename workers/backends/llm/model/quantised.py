@@ -137,8 +137,9 @@ class Quantisation:
         is_interleaved = "gptqmodel" not in str((config.get("meta") or {}).get("quantizer"))
         method = name if name in _METHODS else ""
         group_sizes = tuple(_group_sizes(config))
-        widths = tuple(dict.fromkeys((*_stated_widths(config, method), *_WIDTHS)))
-        return cls(method, zero_offset, group_sizes, required_roles, is_interleaved, widths)
+        supported_widths = _METHODS[method].widths if method else ()
+        widths = (n for n in (*_stated_widths(config), *_WIDTHS) if n in supported_widths)
+        return cls(method, zero_offset, group_sizes, required_roles, is_interleaved, (*widths,))
 
     def parts(self, name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the tensors of a weight by role: "values" and, if quantised, "scales" and more."""
@@ -187,10 +188,11 @@ class Quantisation:
         try:
             return self._dequantise(shape, **parts)
         except (ValueError, IndexError, RuntimeError):
+            widths = ", ".join(map(str, sorted({*self.widths})))
             sizes = ", ".join(f"{role} {list(tensor.shape)}" for role, tensor in parts.items())
             raise InvalidArgument(
                 f"the model's folder is invalid: {name}: {self.method} tensors {sizes} do not fit "
-                f"the shape {list(shape)} (supported: {', '.join(map(str, self.widths))} bits)"
+                f"the shape {list(shape)} (supported: {widths} bits)"
             ) from None
 
     def _dequantise(
@@ -295,11 +297,11 @@ def _required_roles(config: Mapping[str, Any]) -> Iterator[str]:
         yield "groups"
 
 
-def _stated_widths(config: Mapping[str, Any], method: str) -> Iterator[int]:
-    """Yield the supported numbers of bits that a quantization_config states."""
+def _stated_widths(config: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the numbers of bits that a quantization_config states; they may be unsupported."""
     for settings in [config, *_weight_settings(config)]:
         for field in ("bits", "w_bit", "num_bits"):
-            if method and settings.get(field) in _METHODS[method].widths:
+            if type(settings.get(field)) is int:
                 yield settings[field]
 
 
