@@ -2,10 +2,11 @@
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 import pytest
+from openai.types.responses import Tool
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.http.json import large_bodies
@@ -239,8 +240,11 @@ def test_unsupported_fields_are_refused(case: str) -> None:
 
 
 def test_tools_of_openai_are_ignored_beside_functions(caplog: pytest.LogCaptureFixture) -> None:
-    with_search = convert_chat(tools=[{"type": "web_search"}, FUNCTION])
-    assert with_search == convert_chat(tools=[FUNCTION])
+    classes = get_args(get_args(Tool)[0])
+    kinds = {kind for each in classes for kind in get_args(each.model_fields["type"].annotation)}
+    kinds -= {"function", "custom", "namespace", *("local_shell", "shell", "apply_patch")}
+    with_others = convert_chat(tools=[*({"type": kind} for kind in sorted(kinds)), FUNCTION])
+    assert with_others == convert_chat(tools=[FUNCTION])
     assert "a tool of /v1/responses is ignored: 'web_search'" in caplog.text
 
 

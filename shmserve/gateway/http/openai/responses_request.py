@@ -38,7 +38,8 @@ PLAIN_PREFIX = "plain:"
 # The types of tools that OpenAI's servers execute.
 _HOSTED_TOOLS = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
-    *("computer_use_preview", "computer", "mcp", "tool_search"),
+    *("computer_use_preview", "computer", "mcp", "tool_search", "programmatic_tool_calling"),
+    *("web_search_2025_08_26", "web_search_preview_2025_03_11"),
 )
 _SUMMARIES = ("auto", "concise", "detailed")  # allowed values of reasoning.summary
 _ROLES = ("user", "assistant", "system", "developer")
