@@ -184,10 +184,8 @@ class SampleText:
         text = "" if is_excluded or token in self._dropped_tokens else self._detokenizer.add(token)
         if finish_reason:
             text += self._detokenizer.flush()
-        if self.token_count <= parameters.min_tokens:
-            self.pending_text += text
-            return ""
-        text, stop_string = self._stop_strings.add(text)
+        can_stop = self.token_count > parameters.min_tokens
+        text, stop_string = self._stop_strings.add(text, can_stop)
         self.pending_text += text
         if finish_reason and not stop_string:
             self.pending_text += self._stop_strings.flush()

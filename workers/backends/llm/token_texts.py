@@ -358,17 +358,22 @@ class StopStrings:
         self._stops = stops
         self._includes_stop = includes_stop
         self._held_text = ""
+        self._ignored_length = 0  # of the held text; stop strings that end in it are ignored
 
-    def add(self, text: str) -> tuple[str, str]:
+    def add(self, text: str, can_stop: bool = True) -> tuple[str, str]:
         """Append text; return the text that is not held back, and the stop string found, or "".
 
         If several stop strings occur, the one that ends first is found. If several end at the same
-        position, the first of them in the request is found, as in vLLM.
+        position, the first of them in the request is found, as in vLLM. A stop string that ends in
+        text without `can_stop` is ignored, but the text may begin a later stop string.
         """
         if not self._stops:
             return text, ""
         text = self._held_text + text
-        positions = [(text.find(stop), stop) for stop in self._stops]
+        ignored_length = self._ignored_length if can_stop else len(text)
+        positions = [
+            (text.find(stop, max(ignored_length - len(stop) + 1, 0)), stop) for stop in self._stops
+        ]
         matches = [(begin + len(stop), begin, stop) for begin, stop in positions if begin >= 0]
         if matches:
             end, begin, stop = min(matches, key=itemgetter(0))
@@ -376,6 +381,7 @@ class StopStrings:
             return text[: end if self._includes_stop else begin], stop
         count = max(overlap(text, stop) for stop in self._stops)
         self._held_text = text[len(text) - count :]
+        self._ignored_length = max(ignored_length - (len(text) - count), 0)
         return text[: len(text) - count], ""
 
     def flush(self) -> str:

@@ -771,19 +771,27 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
         ]
         whole = rng.random() < 0.5
         filtered = StopStrings(stop_strings, whole)
+        minimum = rng.choice([0, 0, rng.randrange(30)])  # stop strings are completed after it
         given, emitted, position = "", "", 0
         while position < len(text) and not emitted:
-            size = rng.randrange(1, 4)
-            piece, emitted = filtered.add(text[position : position + size])
+            can_stop = position >= minimum
+            size = rng.randrange(1, 4 if can_stop else min(4, minimum - position + 1))
+            piece, emitted = filtered.add(text[position : position + size], can_stop)
             given += piece
             position += size
         given += filtered.flush()
-        assert (given, emitted) == expected_text(text, stop_strings, whole), (text, stop_strings)
+        expected = expected_text(text, stop_strings, whole, minimum)
+        assert (given, emitted) == expected, (text, stop_strings, minimum)
 
 
-def expected_text(text: str, stop_strings: list[str], includes_stop: bool) -> tuple[str, str]:
-    """Return the text up to the stop string that is completed first, and that stop string."""
-    for end in range(1, len(text) + 1):
+def expected_text(
+    text: str, stop_strings: list[str], includes_stop: bool, minimum: int
+) -> tuple[str, str]:
+    """Return the text up to the stop string that is completed first, and that stop string.
+
+    Stop strings that end within the first `minimum` characters are ignored.
+    """
+    for end in range(minimum + 1, len(text) + 1):
         for stop_string in stop_strings:
             if text[:end].endswith(stop_string):
                 return text[: end if includes_stop else end - len(stop_string)], stop_string
