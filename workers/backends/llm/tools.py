@@ -281,7 +281,7 @@ class MessageFormats:
         is_reasoning_open = bool(tags) and (
             ending.endswith(opening_tag) or reasoning_depth > 0 or self._always_reasons
         )
-        markers = {*tool_syntax.markers, opening_tag, end} & self._special_tokens
+        markers = {*(tool_syntax.markers if request else ()), *tags} & self._special_tokens
         return MessageFormat(
             tool_syntax,
             {tool.name: tool.parameters for tool in request.tools} if request else {},

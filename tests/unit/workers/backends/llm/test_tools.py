@@ -404,6 +404,20 @@ def test_a_message_may_be_continued_inside_of_its_reasoning(reasoning: str) -> N
     assert new_message.starts_reasoning == (reasoning == "deepseek_r1")
 
 
+def test_only_special_tokens_that_the_parser_reads_are_parts_of_the_text() -> None:
+    model_tokenizer = tokenizer("<tool_call>", "</tool_call>", "<think>", "</think>")
+    formats = tools.MessageFormats("hermes", "qwen3", model_tokenizer)
+    for choice, prompt, kept_tags in (
+        ("auto", "hi", ["<tool_call>", "<think>"]),
+        ("none", "hi", ["<think>"]),
+        ("auto", "<think></think>", ["<tool_call>"]),
+    ):
+        request = tools.take_tools({"tools": GIVEN_TOOLS, "tool_choice": choice})
+        formatted = formats.make_format(request, prompt)
+        assert formatted is not None
+        assert formatted.kept_tokens == {model_tokenizer.token_to_id(tag) for tag in kept_tags}
+
+
 @pytest.mark.parametrize("is_opened", [False, True])
 def test_the_closing_tag_follows_the_budget_of_reasoning(is_opened: bool) -> None:
     model_tokenizer = tokenizer("<tool_call>", "<think>", "</tool_call>", "</think>")
