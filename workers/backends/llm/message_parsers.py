@@ -97,16 +97,19 @@ class MessageParser:
     Attributes:
         stream: Whether arguments are passed on before the end of their call.
         is_reasoning: Whether the parser is inside of reasoning.
+        is_reading_call: Whether the parser has read the beginning of a text that may be a call.
+        call_count: The number of calls of which a part was passed on.
     """
 
     format: MessageFormat
     stream: bool
     is_reasoning: bool = False
+    is_reading_call: bool = False
+    call_count: int = 0
     _buffer: str = ""  # text that was not read yet
     _read_text: str = ""  # text that was read, but not passed on
     _is_ended: bool = False  # whether the text is complete
     _parts: list[dict[str, Any]] = field(default_factory=list)  # messages with one member, in order
-    _call_count: int = 0
     _leading_space: str = ""  # white space before content; discarded if a call follows
     _is_blank: bool = True  # whether the content since the last call is white space
     _last_characters: str = ""  # the last two characters of content
@@ -152,7 +155,7 @@ class MessageParser:
         if self.format.reasoning:
             yield from self._read_opening_tag(*self.format.reasoning)
         yield from self.format.family.parse(self) if self.format.tools else self.read_content()
-        if self._leading_space and not self._call_count:
+        if self._leading_space and not self.call_count:
             self._add_text("content", self._leading_space)
 
     def _read_opening_tag(self, begin: str, end: str) -> Reading[None]:
@@ -241,11 +244,11 @@ class MessageParser:
         """Pass on the parts of a call that were read and not passed on yet."""
         if not call.name or not (self.stream or is_complete):
             return
-        if self._call_count and not self.format.allows_parallel_calls and call.index < 0:
+        if self.call_count and not self.format.allows_parallel_calls and call.index < 0:
             return
         call_header: dict[str, Any] = {}
         if call.index < 0:
-            call.index, self._call_count = self._call_count, self._call_count + 1
+            call.index, self.call_count = self.call_count, self.call_count + 1
             call.id = call.id or self.format.family.new_id()
             call_header = {"id": call.id, "name": call.name}
             self._leading_space = ""
@@ -266,6 +269,7 @@ class MessageParser:
         Inside of reasoning, the text is read again, because it may contain the closing tag.
         """
         call = self._call = _Call()
+        self.is_reading_call = True
         try:
             yield from call_body
             if not (self.stream and call.index >= 0) and not _is_object(call.arguments):
@@ -277,6 +281,8 @@ class MessageParser:
                 self.add_content(text[:size])
                 self._buffer = text[size:] + self._buffer
             return False
+        finally:
+            self.is_reading_call = False
         self._pass_on_call(call, is_complete=True)
         self.discard_read()
         return True

@@ -84,6 +84,8 @@ class SampleText:
         if parses_message and prompt.message_format:
             self.parser = MessageParser(prompt.message_format, parameters.stream)
         self.reasoning_tokens = 0
+        # The number of tokens that are reasoning, unless the text that is being read is a call.
+        self._possible_reasoning_tokens = self._counted_calls = 0
         self.index = index
         self.token_count = 0  # number of generated tokens
         self.finish_reason = ""
@@ -151,8 +153,9 @@ class SampleText:
             start = len(self.pending_text)
             stop_string = self._append_text(token, end_reason)
             if self.parser is not None:
-                self.reasoning_tokens += self.parser.is_reasoning
+                self._possible_reasoning_tokens += self.parser.is_reasoning
                 self.parser.feed(self.pending_text[start:], is_end=bool(stop_string or end_reason))
+                self._count_reasoning(self.parser)
             if self._earlier_characters or self._earlier_tokens:
                 self._skip_sent()
             if stop_string:
@@ -162,6 +165,14 @@ class SampleText:
         if reason == "stop":
             self.stop_reason = self._stop_token(tokens[-1])
         return False
+
+    def _count_reasoning(self, parser: MessageParser) -> None:
+        """Count the tokens of reasoning as soon as it is certain that no call begins in them."""
+        if parser.is_reading_call:
+            return
+        if parser.call_count == self._counted_calls:
+            self.reasoning_tokens += self._possible_reasoning_tokens
+        self._possible_reasoning_tokens, self._counted_calls = 0, parser.call_count
 
     def _stop_token(self, token: int) -> str | int | None:
         """Return the stop reason of a sample that ends with a token: a stop string or the token.

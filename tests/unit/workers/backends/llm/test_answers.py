@@ -1,5 +1,6 @@
 """Responses of the text backend: streams, stop reasons, several samples, successors, errors."""
 
+import itertools
 import json
 import random
 import re
@@ -101,6 +102,21 @@ def test_a_message_has_the_number_of_reasoning_tokens(counts_reasoning: bool) ->
         counts.append(message.get("reasoning_tokens"))
     assert counts[-1] == (sample.reasoning_tokens if counts_reasoning else None)
     assert (counts == sorted(counts) and counts[-1] >= 2) if counts_reasoning else not any(counts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_call", [False, True])
+def test_the_tokens_of_a_call_that_ends_the_reasoning_are_not_reasoning(
+    stream: bool, is_call: bool
+) -> None:
+    prompt = Prompt(1, PROMPT, parse({"stream": stream}, {}, 320), ())
+    prompt.message_format = MessageFormat(FAMILIES["mistral"], {"f": {}}, ("<", ">"), True)
+    sample = SampleText(prompt, TokenTexts(TOKENIZER), 0, "", parses_message=True)
+    reasoning, call = "ab[TOOL_CALLS]", "f{}" if is_call else "f?{}"
+    tokens = [TOKENIZER.encode(text).ids for text in (reasoning, call, "c")]
+    for token in itertools.chain(*tokens):
+        sample.add([token], "", [])
+    assert sample.reasoning_tokens == len(tokens[0]) + (0 if is_call else len(tokens[1]) + 1)
 
 
 @pytest.mark.parametrize(
