@@ -112,7 +112,7 @@ class MessageParser:
     _parts: list[dict[str, Any]] = field(default_factory=list)  # messages with one member, in order
     _leading_space: str = ""  # white space before content; discarded if a call follows
     _is_blank: bool = True  # whether the content since the last call is white space
-    _last_characters: str = ""  # the last two characters of content
+    _last_characters: str = ""  # the last two characters of content or reasoning
     _call: _Call | None = None  # the call that is being read
     _closing_tags: tuple[str, ...] = ()  # the tag that ends the reasoning, until it was read
     _has_reasoning: bool = False  # whether reasoning was passed on
@@ -195,17 +195,18 @@ class MessageParser:
 
         Inside of reasoning, the text is passed on as reasoning.
         """
+        content = text.strip(self.format.family.separators)
+        self._last_characters = (self._last_characters + content)[-2:]
         if self.is_reasoning:
             self._add_reasoning(text)
             return
         if self.format.has_only_calls:
             return
         text, self._leading_space = self._leading_space + text, ""
-        content = text.strip(self.format.family.separators)
         if self._is_blank and not content:
             self._leading_space = text
         elif text:
-            self._is_blank, self._last_characters = False, (self._last_characters + content)[-2:]
+            self._is_blank = False
             self._add_text("content", text)
 
     def discard_read(self) -> None:
@@ -215,7 +216,7 @@ class MessageParser:
 
     @property
     def ends_with_json_key(self) -> bool:
-        """Return whether the content up to now ends with the key of a JSON object."""
+        """Return whether the content or the reasoning ends with the key of a JSON object."""
         return self._last_characters == '":'
 
     def set_name(self, name: str) -> None:

@@ -337,6 +337,15 @@ def test_only_a_valid_call_ends_the_reasoning(calls_end: bool, stream: bool) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_json_within_json_is_no_call_in_the_reasoning_either(stream: bool) -> None:
+    text = f'{{"a": {LLAMA}}} {{"b":\n{LLAMA}}}'
+    for seed in range(5):
+        chunks = split(f"<think>{text}</think>b", seed)
+        result = parse_message("llama3_json", chunks, stream, reasoning=REASONING["qwen3"])
+        assert result == ("b", text, [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_required_call_that_is_cut_off_is_no_content(stream: bool) -> None:
     call = f"<tool_call>\n{JSON}\n</tool_call>"
     for size in range(len(call)):
