@@ -120,6 +120,21 @@ _RESPONSE_ONLY_FIELDS = _split_names(
 RESPONSE_FIELDS = _COMMON_FIELDS | _RESPONSE_ONLY_FIELDS
 EMBEDDING_FIELDS = _COMMON_FIELDS | {"input", "encoding_format", "dimensions"}
 _CHATS_ONLY = AllowedValues((False, 0, [], {}), "only supported by chats")
+_OTHER_ROUTES = AllowedValues(
+    (False, 0, [], {}, "", "none", "auto", "disabled"), "not supported by this route"
+)
+# The fields of other routes whose default is true.
+_TRUE_BY_DEFAULT = _split_names("parallel_tool_calls include_reasoning add_generation_prompt")
+
+
+def _fields_of_other_routes(supported: frozenset[str]) -> dict[str, AllowedValues]:
+    """Return the entries of all fields that only other routes support."""
+    names = CHAT_FIELDS | COMPLETION_FIELDS | RESPONSE_FIELDS | EMBEDDING_FIELDS
+    names -= supported | _IGNORED_FIELDS
+    values = _OTHER_ROUTES._replace(values=(*_OTHER_ROUTES.values, True))
+    return {name: values if name in _TRUE_BY_DEFAULT else _OTHER_ROUTES for name in names}
+
+
 # Fields of chats, and the fields of responses with the same purpose.
 _NAMES_IN_RESPONSES = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
@@ -143,12 +158,15 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
         **_permit(_ONLY_FALSE, "add_generation_prompt continue_final_message"),
         "priority": AllowedValues((0,), "only 0 is supported"),
     },
+    CHAT_FIELDS: {**_fields_of_other_routes(CHAT_FIELDS), **_REFUSED_FIELDS},
     COMPLETION_FIELDS: {
+        **_fields_of_other_routes(COMPLETION_FIELDS),
         **_REFUSED_FIELDS,
         **_permit(_CHATS_ONLY, "messages tools documents chat_template_kwargs"),
         **_permit(_CHATS_ONLY, "continue_final_message reasoning_effort top_logprobs"),
     },
     RESPONSE_FIELDS: {
+        **_fields_of_other_routes(RESPONSE_FIELDS),
         **_REFUSED_FIELDS,
         "background": _ONLY_FALSE,
         "reasoning.mode": AllowedValues(("standard",), "only 'standard' is supported"),

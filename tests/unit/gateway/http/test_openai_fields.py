@@ -140,6 +140,14 @@ def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
     assert select(body, refuse=True) == {}
 
 
+@pytest.mark.parametrize("known_fields", [CHAT_FIELDS, COMPLETION_FIELDS, fields.RESPONSE_FIELDS])
+def test_defaults_of_other_routes_fields_are_dropped(known_fields: frozenset[str]) -> None:
+    defaults = {"parallel_tool_calls": True, "include_reasoning": True, "truncation": "disabled"}
+    defaults |= {"tool_choice": "auto", "truncate_prompt_tokens": 0, "input": []}
+    body = {name: value for name, value in defaults.items() if name not in known_fields}
+    assert select(body, known_fields, refuse=True) == {}
+
+
 def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
     assert select({"truncate_prompt_tokens": -1}, EMBEDDING_FIELDS, refuse=True) == {}
 
@@ -158,6 +166,9 @@ def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
         ({"truncate_prompt_tokens": 3}, EMBEDDING_FIELDS, "3 is refused: only -1 is supported"),
         ({"embed_dtype": "float16"}, EMBEDDING_FIELDS, "only 'float32' is supported"),
         ({"tools": [{}]}, COMPLETION_FIELDS, "tools: [{}] is refused: only supported by chats"),
+        ({"max_output_tokens": 5}, CHAT_FIELDS, "max_output_tokens: 5 is refused: not supported"),
+        ({"tool_choice": "required"}, COMPLETION_FIELDS, "tool_choice: 'required' is refused"),
+        ({"regex": "a"}, fields.RESPONSE_FIELDS, "regex: 'a' is refused: not supported by this"),
         ({"n": 2}, RESPONSE_FIELDS, "n: 2 is refused: only 1 is supported"),
         ({"previous_response_id": "r"}, RESPONSE_FIELDS, "'r' is refused: responses are"),
         ({"conversation": "c"}, RESPONSE_FIELDS, "refused: conversations are not stored"),
