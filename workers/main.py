@@ -451,8 +451,8 @@ def _warmup_requests(sample: Sample, signature: Signature, unpacker: Unpacker) -
         request = unpacker.request(Work(key, 0, schema, data))
         for tensor in control_tensors:
             assert isinstance(tensor.data, bytes)
-            raw = memoryview(bytearray(tensor.data))
-            request.inputs[tensor.name] = Input(tensor.name, tensor.datatype, tensor.shape, raw)
+            view = memoryview(bytearray(tensor.data))
+            request.inputs[tensor.name] = Input(tensor.name, tensor.datatype, tensor.shape, view)
         yield request
 
 

@@ -337,12 +337,12 @@ class SequenceExecutor(Executor):
 
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
         self._rows = batch.rows
-        finished = super().execute(batch, requests)
-        rescheduled_keys = {reply.key for reply in finished.replies if reply.code == RESCHEDULED}
+        message = super().execute(batch, requests)
+        rescheduled_keys = {reply.key for reply in message.replies if reply.code == RESCHEDULED}
         for row in batch.rows:
             if row.flags & SEQUENCE_END and row.key not in rescheduled_keys:
                 self._states.release(row.slot)
-        return finished
+        return message
 
     def _control_inputs(self, row: SequenceRow) -> dict[str, Input]:
         return control_inputs(self._controls, row, self._supports_batching)

@@ -187,9 +187,9 @@ def unpack_memory(packed: bytes) -> Memory:
                 raise MalformedMessage("a device memory's handle or UUID is not bytes")
             memory = Memory.on_device(memory_id, byte_size, CudaHandle(handle, device, uuid), pid)
         else:
-            fd, inode, sealed, copied, pinned = location
+            fd, inode, is_sealed, is_copied, is_pinned = location
             numbers = (memory_id, pid, byte_size, fd, inode)
-            flags = (bool(sealed), bool(copied), bool(pinned))
+            flags = (bool(is_sealed), bool(is_copied), bool(is_pinned))
             memory = Memory(memory_id, pid, fd, inode, byte_size, *flags)
     except MalformedMessage:
         raise

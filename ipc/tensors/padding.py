@@ -147,7 +147,7 @@ class PaddedBatch:
             return False
         else:
             pairs = zip(self._largest_shapes, shapes, strict=True)
-            limits = [tuple(map(max, first, second)) for first, second in pairs]
+            limits = [tuple(map(max, shape_a, shape_b)) for shape_a, shape_b in pairs]
         total_rows = self._rows + rows
         true_elements = self._true_elements.copy()
         elements_if_alone = self._elements_if_alone.copy()

@@ -143,15 +143,15 @@ def _decode_dict(
 
 def from_map(cls: type[T], values: Mapping[str, Any]) -> T:
     """Return the record of class `cls` with the values of a map, decoded as in `decoder`."""
-    decoded = {}
+    decoded_values = {}
     record_class: Any = cls
     for name, path, decode in _field_decoders(record_class):
         value: Any = values
         for key in path:
             value = None if value is None else value.get(key)
         if value is not None:
-            decoded[name] = decode(value)
-    return cls(**decoded)
+            decoded_values[name] = decode(value)
+    return cls(**decoded_values)
 
 
 @cache

@@ -42,8 +42,8 @@ def find(run_dir: str | os.PathLike[str] | None, previous_path: Path | None = No
         if os.path.lexists(path / "lock") and not _is_locked(path):
             raise _server_exited(path)
         return path
-    default = endpoints.default_run_directory(os.environ)
-    run_dirs = list(_candidates(default))
+    default_dir = endpoints.default_run_directory(os.environ)
+    run_dirs = list(_candidates(default_dir))
     running_dirs = [path for path in run_dirs if _is_locked(path)]
     if previous_path in running_dirs:
         return previous_path
@@ -55,14 +55,16 @@ def find(run_dir: str | os.PathLike[str] | None, previous_path: Path | None = No
         )
     if running_dirs:
         return running_dirs[0]
-    if default in run_dirs:
-        raise _server_exited(default)
-    if os.path.lexists(default):
-        raise InvalidArgument(f"{default} belongs to another user; name it explicitly to use it")
+    if default_dir in run_dirs:
+        raise _server_exited(default_dir)
+    if os.path.lexists(default_dir):
+        raise InvalidArgument(
+            f"{default_dir} belongs to another user; name it explicitly to use it"
+        )
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR") or "not set"
     raise Disconnected(
-        f"no server of this user is running: there is no run directory {default} or {default}-*; "
-        "start one by `shmserve serve`, or choose another by --run-dir, --url, "
+        f"no server of this user is running: there is no run directory {default_dir} or "
+        f"{default_dir}-*; start one by `shmserve serve`, or choose another by --run-dir, --url, "
         f"{RUN_DIR_VARIABLE} or connect(DIR), for instance if the server has another "
         f"XDG_RUNTIME_DIR than this program ({runtime_dir})"
     )

@@ -104,8 +104,8 @@ def sum_families(families_of_instances: Iterable[Families]) -> Families:
             elif first_family.kind == family.kind:
                 values = dict(first_family.values)
                 for labels, value in family.values.items():
-                    previous = values.get(labels)
-                    values[labels] = _add(family.kind, previous, value) if previous else value
+                    series = values.get(labels)
+                    values[labels] = _add(family.kind, series, value) if series else value
                 sums[name] = replace(first_family, values=values)
     return sums
 

@@ -272,7 +272,9 @@ class Samplers:
         previous_samplers, self._samplers_by_model = self._samplers_by_model, {}
         for model, settings_of_model in settings.items():
             sampler = Sampler(TraceSettings(**settings_of_model))
-            previous = previous_samplers.get(model)
+            previous_sampler = previous_samplers.get(model)
             self._samplers_by_model[model] = (
-                previous if previous and previous.settings == sampler.settings else sampler
+                previous_sampler
+                if previous_sampler and previous_sampler.settings == sampler.settings
+                else sampler
             )

@@ -205,8 +205,12 @@ def _position(path: str, yaml_mark: yaml.Mark | None) -> str:
 def _find_file_flag(name: str) -> Flag:
     flag = FLAGS.get(name)
     if flag is None:
-        similar = nearest(name, FLAGS)
-        hint = f"did you mean {similar}?" if similar else "shmserve serve --help lists all flags"
+        similar_flag = nearest(name, FLAGS)
+        hint = (
+            f"did you mean {similar_flag}?"
+            if similar_flag
+            else "shmserve serve --help lists all flags"
+        )
         raise InvalidArgument(f"there is no such flag; {hint}")
     if name == "config":
         raise InvalidArgument("a configuration file cannot include another file")

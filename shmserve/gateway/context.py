@@ -127,17 +127,19 @@ class ModelTable:
         with suppress(Unavailable):  # without a free descriptor, the first request opens the link
             self._schedulers.open(message.endpoint)
         versions = self._models.setdefault(message.name, {})
-        previous = versions.get(message.version)
+        previous_model = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message)
         withdrawn_versions = self._withdrawn_versions.get(message.name, set())
         withdrawn_versions -= {message.version, ""}
         if not withdrawn_versions:
             self._withdrawn_versions.pop(message.name, None)
-        was_latest = previous is not None and self._latest_models.get(message.name) is previous
+        was_latest = (
+            previous_model is not None and self._latest_models.get(message.name) is previous_model
+        )
         if message.latest or was_latest:
             self._latest_models[message.name] = model
-        if previous is not None:
-            previous.is_published = False
+        if previous_model is not None:
+            previous_model.is_published = False
         self._update_aliases()
 
     def set_ready(self, name: str, version: str, is_ready: bool) -> None:

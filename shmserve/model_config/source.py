@@ -163,14 +163,14 @@ def find_repeats(values: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any, 
 
 def _has_value(config: ModelConfig, key: Key) -> bool:
     """Check whether the configuration has a value at `key`. List indices in `key` must exist."""
-    current: Any = config
+    node: Any = config
     for part in key:
-        if isinstance(current, Message):
-            current = {field.name: value for field, value in current.ListFields()}.get(str(part))
-            if current is None:
+        if isinstance(node, Message):
+            node = {field.name: value for field, value in node.ListFields()}.get(str(part))
+            if node is None:
                 return False
         elif isinstance(part, int):
-            current = current[part]
+            node = node[part]
     return True
 
 
@@ -379,11 +379,11 @@ class _Parser:
         if depth >= MAX_DEPTH:
             raise Malformed(self._position(opening), f"nested deeper than {MAX_DEPTH}")
         block = MessageValue(self._position(opening))
-        closing = _CLOSING[opening.text]
-        while not self._next_is(closing):
+        closer = _CLOSING[opening.text]
+        while not self._next_is(closer):
             if self._peek().kind != "word":
                 opening_text = f'"{opening.text}" at {block.position}'
-                raise self._expected_error(f'"{closing}" (for {opening_text}) or a field name')
+                raise self._expected_error(f'"{closer}" (for {opening_text}) or a field name')
             block.entries.append(self._parse_entry(depth + 1))
         self._take()
         return block

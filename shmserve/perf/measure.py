@@ -214,7 +214,7 @@ def measure_load(
     point.interrupted = was_interrupted
     if load.is_decoupled:
         _add_response_figures(point, load.records, marks[0], marks[-1])
-    point.server = {m: statistics_change(before.get(m, {}), new) for m, new in after.items()}
+    point.server = {m: statistics_change(before.get(m, {}), stats) for m, stats in after.items()}
     return point
 
 

@@ -221,8 +221,8 @@ class HttpTransport:
                 connection.request(method, path, body, headers)
                 reply = connection.getresponse()
                 if reply.status not in accepted_statuses:
-                    default = f"{reply.status} {reply.reason}"
-                    raise TransportError(_error_text(reply.read(), reply.status, default))
+                    default_message = f"{reply.status} {reply.reason}"
+                    raise TransportError(_error_text(reply.read(), reply.status, default_message))
                 yield reply
         except (OSError, http.client.HTTPException) as error:
             if type(error) is http.client.BadStatusLine:

@@ -344,7 +344,7 @@ class Runner:
         has_written = any(tensor._version != version for tensor, version in self._watched_tensors)
         # Writes that bypass torch, as through `x.numpy()`, do not change the version.
         has_written = has_written or any(
-            raw.tobytes() != original_data for raw, original_data in self._original_bytes
+            view.tobytes() != original_data for view, original_data in self._original_bytes
         )
         # A call that failed may have ended before its writes.
         if self._watched_tensors and (has_written or not has_failed):

@@ -425,7 +425,9 @@ def _detach(item: ReadyOutput, request: Request) -> ReadyOutput:
     if not isinstance(data, np.ndarray):
         return item._replace(data=data.clone())
     shared_inputs = [source.raw for source in request.inputs.values() if source.is_shared]
-    if any(np.may_share_memory(data, raw) for raw in shared_inputs if isinstance(raw, memoryview)):
+    if any(
+        np.may_share_memory(data, view) for view in shared_inputs if isinstance(view, memoryview)
+    ):
         return item._replace(data=data.copy())
     return item
 

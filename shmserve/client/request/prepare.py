@@ -440,13 +440,13 @@ class _UntemplatedRequest:
             check_datatype(name, target.datatype, self._model.signature)
             memory_range = self._device_range(target)
         elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
-            plain = target.plain() if isinstance(target, View) else target
-            datatype = datatype_of(plain, spec.datatype if spec is not None else "")
-            check_datatype(name, datatype or str(plain.dtype), self._model.signature)
-            segment_offset = self._memories.find(plain.ctypes.data, plain.nbytes)
+            array = target.plain() if isinstance(target, View) else target
+            datatype = datatype_of(array, spec.datatype if spec is not None else "")
+            check_datatype(name, datatype or str(array.dtype), self._model.signature)
+            segment_offset = self._memories.find(array.ctypes.data, array.nbytes)
             if segment_offset is not None:
                 self._hold(segment_offset[0], lease_of(target) or target)
-                memory_range = segment_offset[0].memory_range(segment_offset[1], plain.nbytes)
+                memory_range = segment_offset[0].memory_range(segment_offset[1], array.nbytes)
         if memory_range is None:
             raise InvalidArgument(
                 f"output '{name}' can only be written to contiguous memory from "

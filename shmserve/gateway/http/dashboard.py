@@ -202,12 +202,12 @@ class _SnapshotSource:
         new_event_count = min(watch.event_count - self._seen_event_count, len(newest_events))
         self._seen_event_count = watch.event_count
         common_members = {"at": time.time(), "server": await self._server_figures()}
-        changed = {key: row for key, row in self._models.items() if previous_models.get(key) != row}
+        changes = {key: row for key, row in self._models.items() if previous_models.get(key) != row}
         return (
             {**common_members, "whole": True, "models": self._models, "events": newest_events},
             {
                 **common_members,
-                "models": changed,
+                "models": changes,
                 "gone": sorted(previous_models.keys() - self._models.keys()),
                 "events": newest_events[len(newest_events) - new_event_count :],
             },

@@ -66,8 +66,8 @@ def judge_packages(versions: Versions) -> Verdict:
         finding = ", ".join(f"{name} {versions[name][0] or 'is missing'}" for name in old_packages)
         packages = " ".join(f"'{name}>={versions[name][1]}'" for name in old_packages)
         return wrong(f"too old or missing: {finding}", f"pip install --upgrade {packages}")
-    reported = (f"{name} {versions[name][0]}" for name in _REPORTED_PACKAGES if name in versions)
-    return ok(", ".join((f"Python {platform.python_version()}", *reported)))
+    lines = (f"{name} {versions[name][0]}" for name in _REPORTED_PACKAGES if name in versions)
+    return ok(", ".join((f"Python {platform.python_version()}", *lines)))
 
 
 def _version_numbers(version: str) -> tuple[int, ...]:

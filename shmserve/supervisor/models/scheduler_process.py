@@ -343,8 +343,10 @@ class VersionScheduler:
             raise Unavailable("the model was unloaded while it was loading")
         if not ready_future.done():
             await self.hosts.close(handle)
-            ended = handle.child.exit_future
-            reason = handle.close_future.result() or (ended.result() if ended.done() else "closed")
+            exit_future = handle.child.exit_future
+            reason = handle.close_future.result() or (
+                exit_future.result() if exit_future.done() else "closed"
+            )
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self.number = number  # the endpoints of the new scheduler exist from now on
         self._handle = handle

@@ -189,10 +189,10 @@ class ControlSocket:
             handler: Receives the messages that `serve` routes to no other handler.
         """
         self._peers[address] = _Peer(role, handler)
-        early_messages = [queued for queued in self._early_messages if queued[0] == address]
-        for queued in early_messages:
-            self._early_messages.remove(queued)
-            self._handle_registered(*queued)
+        early_messages = [item for item in self._early_messages if item[0] == address]
+        for item in early_messages:
+            self._early_messages.remove(item)
+            self._handle_registered(*item)
 
     def add_caller(self, address: Address) -> None:
         """Grant a worker that calls models the role "caller", which receives changes of models."""
@@ -243,8 +243,8 @@ class ControlSocket:
 
     def _addresses(self, *roles: str) -> list[Address]:
         callers: set[Address] = self._callers if "caller" in roles else set()
-        connected = (item for item in self._peers.items() if item[0] in self._identities)
-        return [address for address, peer in connected if peer.role in roles or address in callers]
+        peers = (item for item in self._peers.items() if item[0] in self._identities)
+        return [address for address, peer in peers if peer.role in roles or address in callers]
 
     # --- received messages
 

@@ -243,16 +243,18 @@ class RegionOpener:
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer, *, pin: bool
     ) -> OpenRegion:
         """Open [offset, offset + byte_size) of the POSIX object `key`, and reserve its pages."""
-        shared = posix_shm.open_object(key)
+        shared_object = posix_shm.open_object(key)
         with contextlib.ExitStack() as cleanup:
-            cleanup.callback(os.close, shared.fd)
-            owner = self._owner(peer, key, shared)
+            cleanup.callback(os.close, shared_object.fd)
+            owner = self._owner(peer, key, shared_object)
             memory_id = secrets.randbits(62)
-            region = OpenRegion(name, key, memory_id, shared, offset, byte_size, owner, pinned=pin)
-            self._admit(region, shared)
+            region = OpenRegion(
+                name, key, memory_id, shared_object, offset, byte_size, owner, pinned=pin
+            )
+            self._admit(region, shared_object)
             cleanup.callback(self._release_quota, region)
-            await self._reserve_pages(region, shared)
-            region.blocks = os.fstat(shared.fd).st_blocks
+            await self._reserve_pages(region, shared_object)
+            region.blocks = os.fstat(shared_object.fd).st_blocks
             cleanup.pop_all()
         return region
 

@@ -317,11 +317,11 @@ class RegionRegistry:
         Raises:
             AlreadyExists: The name is in use for another region.
         """
-        existing = self._active_regions.get(name)
-        if existing is None or (existing.is_orphaned and existing.owner.admits(peer)):
+        region = self._active_regions.get(name)
+        if region is None or (region.is_orphaned and region.owner.admits(peer)):
             return False
-        is_same = (existing.cuda, existing.offset, existing.byte_size) == (handle, offset, size)
-        if not is_same or not existing.owner.admits(peer):
+        is_same = (region.cuda, region.offset, region.byte_size) == (handle, offset, size)
+        if not is_same or not region.owner.admits(peer):
             raise _name_in_use(name)
         return True
 

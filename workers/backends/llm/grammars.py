@@ -489,9 +489,9 @@ def _exclude_limits(schema: dict[str, Any]) -> None:
         limit = limits.get(inclusive_key if schema.get(key) is True else key, math.nan)
         other_limits = (limits[other_key] for other_key in other_keys if other_key in limits)
         if limit % 1 == 0 and any(sign * (other_key - limit) < 1 for other_key in other_limits):
-            excluding = limit + sign * max(1e-9, math.ulp(limit))
-            inclusive_limit = limits.get(inclusive_key, excluding)
-            schema[inclusive_key] = max(excluding, inclusive_limit, key=lambda x: sign * x)
+            exclusive_limit = limit + sign * max(1e-9, math.ulp(limit))
+            inclusive_limit = limits.get(inclusive_key, exclusive_limit)
+            schema[inclusive_key] = max(exclusive_limit, inclusive_limit, key=lambda x: sign * x)
             del schema[key]
 
 

@@ -243,9 +243,11 @@ class PromptReader:
         scores_prompt = echoes and parameters.logprobs >= 0 and "messages" not in inputs
         message_format, message_grammar = None, ""
         if "messages" in inputs:
-            tools, hides_reasoning, continues_message, rendered = self._render(inputs["messages"])
-            inputs = {**inputs, "messages": rendered}
-            ending, _ = read_ending("messages", rendered, LONG)
+            tools, hides_reasoning, continues_message, prompt_text = self._render(
+                inputs["messages"]
+            )
+            inputs = {**inputs, "messages": prompt_text}
+            ending, _ = read_ending("messages", prompt_text, LONG)
             has_grammar = bool(parameters.grammar[0])
             message_format = self._message_formats.make_format(
                 tools, ending, hides_reasoning, has_grammar, continues_message

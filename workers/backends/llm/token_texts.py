@@ -268,8 +268,10 @@ class BadWords:
                 break
             tail = self._bytes_of(token) + tail
         endings = (tail[len(tail) - size :] for size in range(min(self._max_bytes, len(tail) + 1)))
-        completing = self._completing_tokens
-        return np.concatenate([completing[end] for end in endings if end in completing])
+        completing_tokens = self._completing_tokens
+        return np.concatenate(
+            [completing_tokens[end] for end in endings if end in completing_tokens]
+        )
 
 
 class Detokenizer:

@@ -170,8 +170,10 @@ class TokenSequence:
         """Append tokens until the sequence ends; return them, and the finish reason or ""."""
         prompt_length = len(self.prompt.tokens)
         if self.replayed_tokens:
-            replayed = self.replayed_tokens[len(self.tokens) - prompt_length :][: len(tokens)]
-            tokens = [*replayed, *tokens[len(replayed) :]]
+            replayed_tokens = self.replayed_tokens[len(self.tokens) - prompt_length :][
+                : len(tokens)
+            ]
+            tokens = [*replayed_tokens, *tokens[len(replayed_tokens) :]]
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if token in self.prompt.end_tokens:

@@ -79,13 +79,13 @@ class NativeBackend(Backend):
         declaration.warn_of_misspelt_attributes(model, self._position_prefix)
         predict = declaration.check_class(model, self._position_prefix)
         result = dict(config)
-        class_parameters, configured = declaration.parameters(model), config.get("parameters") or {}
-        if ENVIRONMENT in class_parameters and ENVIRONMENT not in configured:
+        class_parameters, settings = declaration.parameters(model), config.get("parameters") or {}
+        if ENVIRONMENT in class_parameters and ENVIRONMENT not in settings:
             raise InvalidArgument(
                 f"'{model.__name__}.{ENVIRONMENT}' was not found in '{self._file}', which is "
                 "parsed before it is executed; write it into the body of the class as a string"
             )
-        result["parameters"] = {**class_parameters, **configured}
+        result["parameters"] = {**class_parameters, **settings}
         inputs, outputs = declaration.as_config(predict)
         if not spec.has_scheduler and hasattr(model, "sequence_batching"):
             result["sequence_batching"] = model.sequence_batching
@@ -104,8 +104,10 @@ class NativeBackend(Backend):
         result["output"] = config.get("output") or client_outputs
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
-            default = _DEFAULT_MAX_BATCH_SIZE if result["input"] and not predict.yields else 0
-            result["max_batch_size"] = declaration.whole_number(model, "max_batch_size", default)
+            default_size = _DEFAULT_MAX_BATCH_SIZE if result["input"] and not predict.yields else 0
+            result["max_batch_size"] = declaration.whole_number(
+                model, "max_batch_size", default_size
+            )
         if predict.yields:
             result["model_transaction_policy"] = {"decoupled": True}
             # The scheduler queues requests beyond this number.

@@ -441,16 +441,18 @@ def client_inputs(
     Raises:
         InvalidArgument: `ragged` does not name inputs.
     """
-    ragged = getattr(model, "ragged", ())
+    ragged_inputs = getattr(model, "ragged", ())
     names = {tensor["name"] for tensor in inputs} - generated_inputs
-    if not isinstance(ragged, list | tuple | set | frozenset) or not names.issuperset(ragged):
+    if not isinstance(ragged_inputs, list | tuple | set | frozenset) or not names.issuperset(
+        ragged_inputs
+    ):
         raise InvalidArgument(
             f"{prefix_of('ragged')}'{model.__name__}.ragged' must be a list of input names "
-            f"(allowed: {', '.join(sorted(names))}), got {ragged!r}"
+            f"(allowed: {', '.join(sorted(names))}), got {ragged_inputs!r}"
         )
     client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated_inputs]
     ragged_field = {"allow_ragged_batch": True}
-    return [t | (ragged_field if t["name"] in ragged else {}) for t in client_tensors]
+    return [t | (ragged_field if t["name"] in ragged_inputs else {}) for t in client_tensors]
 
 
 def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:

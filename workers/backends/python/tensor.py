@@ -83,11 +83,11 @@ class Lender:
         kept_inputs: list[Input] = []
         has_changed = False
         for source in loans:
-            original = loans[source]
+            original_view = loans[source]
             if _count_references(source, responses) > _MIN_REFERENCES:
                 kept_inputs.append(source)
-            elif original is not None and not has_changed:
-                has_changed = _has_changed(source, original)
+            elif original_view is not None and not has_changed:
+                has_changed = _has_changed(source, original_view)
         if kept_inputs or has_changed:
             self._trials_left = 0
             if not self._lends_copies:

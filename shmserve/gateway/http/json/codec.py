@@ -289,8 +289,8 @@ def move_sequence_parameters(request: InferRequest, parameters: dict[str, Any]) 
     Raises:
         JsonFault: A parameter has the wrong type.
     """
-    moved = {name: parameters.pop(name) for name in _SEQUENCE_PARAMETERS if name in parameters}
-    _read_parameters(request, moved)
+    options = {name: parameters.pop(name) for name in _SEQUENCE_PARAMETERS if name in parameters}
+    _read_parameters(request, options)
 
 
 def parameter_value(key: str, value: Any) -> str | int | float | bool:

@@ -189,8 +189,8 @@ def prompt_size_error(body: Any, token_limits: Mapping[str, int], model: str) ->
         token_limit = max(token_limits.values(), default=None)
     if token_limit is None:
         return ""
-    nested = body.get("parameters")
-    fields = {**nested, **body, "parameters": None} if isinstance(nested, dict) else body
+    parameters = body.get("parameters")
+    fields = {**parameters, **body, "parameters": None} if isinstance(parameters, dict) else body
     other_fields = [name for name in fields if name not in _PROMPT_FIELDS]
     other_sizes = {name: len(orjson.dumps(fields[name])) for name in other_fields}
     if sum(other_sizes.values()) > _MAX_OTHER_BYTES:

@@ -241,8 +241,8 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /detokenize: respond with the text of tokens."""
     fields = await bodies.read_fields(gateway, request, DETOKENIZE_FIELDS, ["tokens"])
-    default = await _default_model(gateway, fields)
-    model = await bodies.resolve_generative_model(gateway, fields, default_model=default)
+    default_model = await _default_model(gateway, fields)
+    model = await bodies.resolve_generative_model(gateway, fields, default_model=default_model)
     tokens = bodies.check_member(fields, "tokens", list, None)
     if tokens == []:
         return json_response({"prompt": ""})
