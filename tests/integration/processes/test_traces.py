@@ -277,6 +277,7 @@ def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: 
     if protocol == "grpc":
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
             inputs = infer_inputs(grpcclient, X=ROW[0])
+            assert client.is_server_live()  # the client is connected
             call = client.async_infer("late", inputs, lambda result, error: None)
             time.sleep(0.1)
             call.cancel()
