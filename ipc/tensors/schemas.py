@@ -252,8 +252,8 @@ def pack_request_schema(
     """
     tensors = [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs]
     kinds = (_PLACED, _PLACED_OR_INPUT)
-    entries = [(n, kinds[reuse] if has_range else _ANYWHERE) for n, has_range, reuse in outputs]
-    packed_schema: bytes = _PACKER.pack((tensors, entries, parameters))
+    output_kinds = [(n, kinds[reuse] if placed else _ANYWHERE) for n, placed, reuse in outputs]
+    packed_schema: bytes = _PACKER.pack((tensors, output_kinds, parameters))
     return packed_schema
 
 

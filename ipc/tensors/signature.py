@@ -193,12 +193,10 @@ class Signature:
         if is_count_valid and (not missing_inputs or not names <= self.inputs.keys()):
             return
         received_text = f"Got input(s) [{_quoted_names(sorted(names))}]"
-        suffix = (
-            f", but missing required input(s) [{_quoted_names(missing_inputs)}]"
-            if missing_inputs
-            else ""
-        )
-        hint = " Please provide all required input(s)." if missing_inputs else ""
+        suffix = hint = ""
+        if missing_inputs:
+            suffix = f", but missing required input(s) [{_quoted_names(missing_inputs)}]"
+            hint = " Please provide all required input(s)."
         expected_text = f"{len(self.inputs)} inputs"
         if self.has_optional_inputs:
             counts = f"{len(self.required_inputs)} and {len(self.inputs)}"

@@ -260,10 +260,11 @@ class Server:
         async def begin(on_item: Callable[[], None]) -> tuple[_LoopChannel, ClientStream]:
             channel = await self._get_channel()
             await self._load_on_demand(channel, *call)
-            packed_call = self._session.pack(channel.connection, call, stream=True)
-            pending = channel.requests.start(ClientStream(channel.requests, packed_call, on_item))
+            packed_request = self._session.pack(channel.connection, call, stream=True)
+            stream = ClientStream(channel.requests, packed_request, on_item)
+            channel.requests.start(stream)
             channel.requests.flush_soon(channel.loop.call_soon)
-            return channel, pending
+            return channel, stream
 
         return ResponseStream(begin)
 
@@ -562,7 +563,7 @@ def connect(
             $SHMSERVE_RUN_DIR, else the run directory of this user's server.
         memory_limit: The maximum shared memory of this client in bytes, by default 1 GiB.
         timeout: Seconds to wait for a server that has loaded its models. By default `connect` fails
-            immediately if there is none, except at systemd's socket: there it waits for 10 seconds.
+            immediately without a server; at systemd's socket, it waits for 10 seconds.
         token: A token for `load`, `unload`, `metadata` and `statistics`, if the server has
             --auth-token-file.
 

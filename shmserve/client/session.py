@@ -247,7 +247,7 @@ class Session:
                 raise Unavailable("the server still loads its models; wait longer")
 
     def should_retry(
-        self, connection: ServerConnection, call: Call, packed: PackedRequest | None
+        self, connection: ServerConnection, call: Call, packed_request: PackedRequest | None
     ) -> bool:
         """Return whether to retry a call that failed on `connection`.
 
@@ -260,9 +260,11 @@ class Session:
             Disconnected: The session cannot connect to the successor.
         """
         _, _, _, _, options, _ = call
-        if options.sequence or (packed is not None and runs_once(packed.schema, packed.data)):
+        if options.sequence or (
+            packed_request is not None and runs_once(packed_request.schema, packed_request.data)
+        ):
             return False
-        if packed is not None and connection.models.needs_load(*packed.model.key):
+        if packed_request is not None and connection.models.needs_load(*packed_request.model.key):
             return True
         if not connection.has_successor():
             return False

@@ -104,8 +104,10 @@ def sum_families(families_of_instances: Iterable[Families]) -> Families:
             elif first_family.kind == family.kind:
                 values = dict(first_family.values)
                 for labels, value in family.values.items():
-                    series = values.get(labels)
-                    values[labels] = _add(family.kind, series, value) if series else value
+                    earlier_value = values.get(labels)
+                    if earlier_value:
+                        value = _add(family.kind, earlier_value, value)
+                    values[labels] = value
                 sums[name] = replace(first_family, values=values)
     return sums
 

@@ -20,15 +20,16 @@ def check_model_name(name: str) -> None:
     """Raise InvalidArgument unless `name` is one folder's name and fits on one line of the log."""
     if not name.strip():
         raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
-    text = clip(name, 128)
+    shown_name = clip(name, 128)
     if is_traversal(name):
         raise InvalidArgument(
-            f"invalid model name '{text}', model name must not contain path traversal characters"
+            f"invalid model name '{shown_name}', model name must not contain path traversal "
+            "characters"
         )
     # Undecodable bytes are surrogates, which are not printable, or were replaced by U+FFFD.
     if not name.isprintable() or "\ufffd" in name or len(name.encode()) > _MAX_BYTES:
         raise InvalidArgument(
-            f"invalid model name '{text}', model name must be 1 to {_MAX_BYTES} bytes of "
+            f"invalid model name '{shown_name}', model name must be 1 to {_MAX_BYTES} bytes of "
             "printable UTF-8 text"
         )
 

@@ -273,8 +273,6 @@ class Samplers:
         for model, settings_of_model in settings.items():
             sampler = Sampler(TraceSettings(**settings_of_model))
             previous_sampler = previous_samplers.get(model)
-            self._samplers_by_model[model] = (
-                previous_sampler
-                if previous_sampler and previous_sampler.settings == sampler.settings
-                else sampler
-            )
+            if previous_sampler and previous_sampler.settings == sampler.settings:
+                sampler = previous_sampler
+            self._samplers_by_model[model] = sampler

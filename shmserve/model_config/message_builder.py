@@ -99,17 +99,13 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
     """
     text = value if isinstance(value, str) else ""
     try:
-        decoded_value = (
-            decode_json(value, reject_duplicate_keys) if isinstance(value, str) else value
-        )
+        content = decode_json(value, reject_duplicate_keys) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None
-    if not isinstance(decoded_value, dict):
-        raise InvalidArgument(
-            f"{origin}: expected a JSON object, found {type(decoded_value).__name__}"
-        )
-    return _build(Builder(is_json=True), partial(tree_from_json, decoded_value, text), origin)
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{origin}: expected a JSON object, found {type(content).__name__}")
+    return _build(Builder(is_json=True), partial(tree_from_json, content, text), origin)
 
 
 def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfig:

@@ -270,25 +270,25 @@ class RequestChannel:
             Disconnected: As for `submit`.
             InvalidArgument: As for `submit`.
         """
-        server, request = self.server, pending_request.packed_request
-        is_other_server = request.model.source is not server.models
+        server, packed_request = self.server, pending_request.packed_request
+        is_other_server = packed_request.model.source is not server.models
         if self._is_closed or not server.alive or is_other_server:
-            request.release_memory()
+            packed_request.release_memory()
             raise Disconnected(
                 "this client is closed" if self._is_closed and not is_other_server else CLOSED_EARLY
             )
-        options = request.options
-        message_bytes = len(request.schema) + inline_size_of(request.data) + len(options.request_id)
+        schema, data, options = packed_request.schema, packed_request.data, packed_request.options
+        message_bytes = len(schema) + inline_size_of(data) + len(options.request_id)
         if message_bytes > MAX_REQUEST_BYTES:
-            request.release_memory()
+            packed_request.release_memory()
             raise InvalidArgument(
                 f"the request has {message_bytes} bytes besides its tensors in shared memory "
                 f"(maximum: {MAX_REQUEST_BYTES})"
             )
         pending_request.submit = make_submit(
             next(self._request_ids),
-            request.schema,
-            request.data,
+            schema,
+            data,
             time.monotonic_ns(),
             request_id=options.request_id,
             priority=options.priority,
@@ -298,7 +298,7 @@ class RequestChannel:
             correlation_id=options.sequence,
             trace=options.trace,
         )
-        self.schedulers.submit(pending_request, request.model.endpoint, message_bytes)
+        self.schedulers.submit(pending_request, packed_request.model.endpoint, message_bytes)
         return pending_request
 
     def cancel(self, pending_request: ClientRequest) -> None:

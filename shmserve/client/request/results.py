@@ -116,26 +116,31 @@ def read(reader: Reader, message: Finished) -> Result:
         Unsupported: Only the server's own user may read the memory.
         Internal: The response lacks a requested output.
     """
-    request = reader.packed_request
-    lease = None if request.slot is None else MemoryLease(noop)
+    packed_request = reader.packed_request
+    lease = None if packed_request.slot is None else MemoryLease(noop)
     result, in_shared_memory = _read(reader, message, lease)
-    if len(result) < len(request.model.signature.outputs) and not request.model.may_omit_outputs:
-        _check_complete(request, result)
+    model = packed_request.model
+    if len(result) < len(model.signature.outputs) and not model.may_omit_outputs:
+        _check_complete(packed_request, result)
     if lease is None or not in_shared_memory:
-        request.release_memory()
+        packed_request.release_memory()
     else:
-        lease.on_end = request.release_memory  # the lease ends with the last array
+        lease.on_end = packed_request.release_memory  # the lease ends with the last array
     return result
 
 
-def _check_complete(packed: PackedRequest, result: Result) -> None:
-    expected_names = [output.name for output in RequestSchema(packed.schema).outputs]
+def _check_complete(packed_request: PackedRequest, result: Result) -> None:
+    expected_names = [output.name for output in RequestSchema(packed_request.schema).outputs]
     missing_names = [
-        name for name in expected_names or packed.model.signature.outputs if name not in result
+        name
+        for name in expected_names or packed_request.model.signature.outputs
+        if name not in result
     ]
     if missing_names:
         names = ", ".join(f"'{name}'" for name in missing_names)
-        raise Internal(f"model '{packed.model.name}' did not return the requested outputs {names}")
+        raise Internal(
+            f"model '{packed_request.model.name}' did not return the requested outputs {names}"
+        )
 
 
 def read_one_of_many(reader: Reader, message: Responded) -> Result:
@@ -221,10 +226,12 @@ def _find_segment(packed_request: PackedRequest, memory: Memory) -> Any:
     return None
 
 
-def _region_lease(packed: PackedRequest, segment: AnySegment) -> MemoryLease:
+def _region_lease(packed_request: PackedRequest, segment: AnySegment) -> MemoryLease:
     # `segments` has the outputs' segments after those of the inputs, so the search for the lease
     # of an output runs backwards.
-    for candidate, holder in zip(packed.segments[::-1], packed.holders[::-1], strict=True):
+    for candidate, holder in zip(
+        packed_request.segments[::-1], packed_request.holders[::-1], strict=True
+    ):
         if candidate is segment and isinstance(holder, MemoryLease):
             return holder
     return MemoryLease(noop)

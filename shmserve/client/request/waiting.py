@@ -34,14 +34,17 @@ class ClientStream(ClientRequest):
     """
 
     def __init__(
-        self, channel: RequestChannel, packed: PackedRequest, on_item: Callable[[], None] = noop
+        self,
+        channel: RequestChannel,
+        packed_request: PackedRequest,
+        on_item: Callable[[], None] = noop,
     ) -> None:
-        super().__init__(channel, packed, None)
+        super().__init__(channel, packed_request, None)
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
         self.has_finished = False
         self._read_size = -1  # bytes of the response that the program now reads; -1: it reads none
-        self._window = ReadWindow(in_client_memory=_writes_to_client_memory(packed))
+        self._window = ReadWindow(in_client_memory=_writes_to_client_memory(packed_request))
 
     def is_ready(self) -> bool:
         return bool(self.items) or self.has_finished or self.is_abandoned
@@ -299,13 +302,13 @@ class SharedChannel:
                 "use infer_async in the callback"
             )
 
-    def submit(self, packed: PackedRequest) -> Future[Result]:
+    def submit(self, packed_request: PackedRequest) -> Future[Result]:
         """Send a request, and return its future."""
         future: Future[Result] = Future()
         future.add_done_callback(_notify_cancelled)
         connection = self.connection
         connection.call(
-            partial(_submit_in_thread, connection, packed_request=packed, future=future)
+            partial(_submit_in_thread, connection, packed_request=packed_request, future=future)
         )
         return future
 
@@ -321,13 +324,15 @@ class SharedChannel:
             future.cancel()
             del future  # else, the future and the traceback of its error would form a cycle
 
-    def open(self, packed: PackedRequest) -> ClientStream:
+    def open(self, packed_request: PackedRequest) -> ClientStream:
         """Send a request, and return the stream of its responses."""
         future: Future[ClientStream] = Future()
 
         def start(channel: RequestChannel) -> None:
             try:
-                future.set_result(channel.start(ClientStream(channel, packed, self._arrived.set)))
+                future.set_result(
+                    channel.start(ClientStream(channel, packed_request, self._arrived.set))
+                )
             except ShmserveError as error:
                 future.set_exception(error)
 

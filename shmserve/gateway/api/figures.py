@@ -190,10 +190,8 @@ def _recent_figures(report: Report, earlier_report: Report, elapsed_s: float) ->
 
 def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     """Return the mean time of each phase of a request in ms."""
-    executed_count = increases["success"] - increases["cache_hit"]  # number of executed requests
-    counts = {
-        phase: increases["success"] if phase == "queue" else executed_count for phase in _PHASES
-    }
+    executed_count = increases["success"] - increases["cache_hit"]
+    counts = dict.fromkeys(_PHASES, executed_count) | {"queue": increases["success"]}
     return {
         phase.removeprefix("compute_"): _four_digits(increases[f"{phase}_ns"] / count / 1e6)
         for phase, count in counts.items()

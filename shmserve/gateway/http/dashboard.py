@@ -202,12 +202,13 @@ class _SnapshotSource:
         new_event_count = min(watch.event_count - self._seen_event_count, len(newest_events))
         self._seen_event_count = watch.event_count
         common_members = {"at": time.time(), "server": await self._server_figures()}
-        changes = {key: row for key, row in self._models.items() if previous_models.get(key) != row}
+        items = self._models.items()
+        changed_models = {key: row for key, row in items if previous_models.get(key) != row}
         return (
             {**common_members, "whole": True, "models": self._models, "events": newest_events},
             {
                 **common_members,
-                "models": changes,
+                "models": changed_models,
                 "gone": sorted(previous_models.keys() - self._models.keys()),
                 "events": newest_events[len(newest_events) - new_event_count :],
             },

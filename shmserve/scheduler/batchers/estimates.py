@@ -223,7 +223,7 @@ class SizeTimes:
         """Return a size up to `rows` to try, because its rate might exceed the best known rate.
 
         Returns:
-            The size and its duration at worst; (0, 0.0) if there is none.
+            The size and its duration at worst; (0, 0.0) if no size may be better.
         """
         if self._is_stale:
             self._refresh()
@@ -246,10 +246,8 @@ class SizeTimes:
                 if lower_index:
                     time = min(min_times[lower_index], min_times[upper_index])
                 if _size(end_index) > target_rate * time:
-                    target_rate, candidate = (
-                        _size(end_index) / time,
-                        _middle_size(lower_index, end_index),
-                    )
+                    target_rate = _size(end_index) / time
+                    candidate = _middle_size(lower_index, end_index)
                     worst_duration = times[upper_index] * _ASSUMED_SLOWDOWN
                     if lower_index:
                         worst_duration = max(times[lower_index], times[upper_index])

@@ -237,8 +237,10 @@ class StepMessages:
         sizes = placed_sizes(
             firing.step.node, target, self._graph, properties.batch_size, used_outputs
         )
-        placed_outputs = frozenset(o.name for o in used_outputs if o.memory_range is not None)
-        placed_names = sizes.keys() | placed_outputs
+        outputs_in_client_memory = frozenset(
+            o.name for o in used_outputs if o.memory_range is not None
+        )
+        placed_names = sizes.keys() | outputs_in_client_memory
         names = [output.name for output in used_outputs]
         requested_outputs = [(name, name in placed_names, False) for name in names]
         reusing_outputs = [(name, name in placed_names, name in sizes) for name in names]
@@ -251,7 +253,7 @@ class StepMessages:
             pack_request_schema(inputs, reusing_outputs, parameters),
             tuple((name, outputs[name]) for name in names if name in placed_names),
             {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
-            placed_outputs,
+            outputs_in_client_memory,
             firing.step.response_schemas.setdefault(is_batched, Schemas(unpack_response)),
         )
 

@@ -92,8 +92,10 @@ class Engine(Generic[T]):
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
 
-        `resumed` has the tokens of its open samples if it began at an instance that has died; no
-        tokens if all samples have ended and only their texts must be sent.
+        Args:
+            generation: The generation.
+            resumed: The tokens of each open sample if the generation began at an instance that has
+                died. Empty if all samples have ended, and only their texts must be sent.
         """
         # If a step has too few rows to fork all samples together, each sample is a sequence from
         # the beginning.

@@ -1,13 +1,13 @@
 """The autoscaler, which changes the number of a model's instances with its load.
 
-The number stays within the bounds of the model's configuration. An instance is added if the wait of
-a new request would be too long in two consecutive samples, or if the mean wait of executed requests
-is too long. Waits in a queue are approximately exponential, so their p99 is ln 100 times the mean
+The number stays within the bounds of the model's configuration. An instance is added if a new
+request would wait too long in two consecutive samples, or if the mean wait of executed requests is
+too long. Waits in a queue are approximately exponential, so their p99 is ln 100 times the mean
 (L. Kleinrock, "Queueing Systems", vol. 1, 1975). No instance is added if the queue will be empty
 within a second, or if the host lacks processors or memory.
 
-An instance is removed if waits were short for twenty seconds, and the load would keep the remaining
-instances busy for at most 60 % of each half second. If an instance is added again soon after a
+An instance is removed if waits were short for twenty seconds, and the other instances would be busy
+for at most 60 % of each half second. If an instance is added again soon after a
 removal, this period is doubled, which avoids repeated changes under a periodic load.
 """
 

@@ -184,20 +184,20 @@ class Instances:
 
     async def complete_config(self) -> None:
         """Complete the configuration with the first instance, and reserve resources for all."""
-        instance = self._instances[0]
-        await self._spawn(instance, self._spec.config, len(self._instances))
-        self._send(instance, m.CompleteConfig(self._spec.config))
-        self.reported_config = (await self._receive_in_time(instance, m.ConfigCompleted)).config
+        first = self._instances[0]
+        await self._spawn(first, self._spec.config, len(self._instances))
+        self._send(first, m.CompleteConfig(self._spec.config))
+        self.reported_config = (await self._receive_in_time(first, m.ConfigCompleted)).config
         self.config = self._finalise_config(self._spec, self.reported_config)
         instances = expand_instances(self.config, self._replaced_count)
         if [i.device for i in instances] == [i.device for i in self._instances]:
-            instance.rate_limit = instances[0].rate_limit
-            instances[0] = instance
+            first.rate_limit = instances[0].rate_limit
+            instances[0] = first
         self._instances = instances
-        if instance not in instances and instance.child is not None:
+        if first not in instances and first.child is not None:
             # The completed configuration has no instance with this process's device.
-            instance.child.kill()
-            await instance.child.until_exit()
+            first.child.kill()
+            await first.child.until_exit()
         self._scheduler.reserve(self.config, self._instances)
 
     async def load(self) -> None:
@@ -368,13 +368,16 @@ class Instances:
         Raises:
             ShmserveError: An instance could not be loaded; nothing is changed.
         """
-        additions, removals = find_changes(self._instances, with_instance_count(self.config, count))
+        config = with_instance_count(self.config, count)
+        added_instances, removed_instances = find_changes(self._instances, config)
         try:
-            await self.add(InstanceUpdate(self._spec, self.config, False, additions, removals))
+            await self.add(
+                InstanceUpdate(self._spec, self.config, False, added_instances, removed_instances)
+            )
         except ShmserveError:
-            self.retire(additions)
+            self.retire(added_instances)
             raise
-        self.retire(removals)
+        self.retire(removed_instances)
 
     def retire(self, instances: list[Instance]) -> None:
         """Retire instances, which finish their requests and end."""

@@ -101,19 +101,19 @@ class MemoryUse:
         now = time.monotonic()
         versions = [v for model in models.values() for v in model.versions if v.has_loaded]
         measured_at = {v: self._measured_at.get(v, -math.inf) for v in versions}
-        unmeasured_versions = {v for v in versions if v.spec.name not in self._last_sizes}
+        due_versions = {v for v in versions if v.spec.name not in self._last_sizes}
         if measures_again:
-            unmeasured_versions |= {v for v in versions if now - measured_at[v] >= _MEASURE_EVERY_S}
-        if not unmeasured_versions:
+            due_versions |= {v for v in versions if now - measured_at[v] >= _MEASURE_EVERY_S}
+        if not due_versions:
             return
         pids_by_version = {version: version.pids() for version in versions}
         sharer_counts = Counter(pid for version in versions for pid in pids_by_version[version])
-        measured_pids = {pid for version in unmeasured_versions for pid in pids_by_version[version]}
+        measured_pids = {pid for version in due_versions for pid in pids_by_version[version]}
         sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured_pids})
-        self._measured_at = measured_at | dict.fromkeys(unmeasured_versions, now)
+        self._measured_at = measured_at | dict.fromkeys(due_versions, now)
         self._sizes = {v: self._sizes[v] for v in versions if v in self._sizes}
         self._last_sizes = {n: size for n, size in self._last_sizes.items() if n in models}
-        for version in unmeasured_versions:
+        for version in due_versions:
             # The memory of a process that hosts several schedulers is divided among their models.
             host_size = sum(sizes[pid] // sharer_counts[pid] for pid in pids_by_version[version])
             size = host_size + version.instances.device_byte_size

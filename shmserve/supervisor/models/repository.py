@@ -32,6 +32,7 @@ from shmserve.model_config import (
     read_json,
     read_pbtxt,
 )
+from shmserve.model_config.completion import CHECKPOINT_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -334,9 +335,10 @@ def _no_version_hint(folder: ModelFolder) -> str:
     ignored_names = ", ".join(ignored_folders(folder))
     hint = "a version is a folder whose name is an integer, such as 1"
     with convert_os_errors(folder.name):
-        is_version = detect_backend(ModelConfig(), "", os.listdir(folder.path)).backend
-    if is_version:
-        return f"{hint}; move the model's files from '{folder.name}' to '{folder.name}/1'"
+        detected_config = detect_backend(ModelConfig(), "", os.listdir(folder.path))
+    if detected_config.backend:
+        file = detected_config.default_model_filename or CHECKPOINT_FILE
+        return f"{hint}; move '{file}' and the files that it needs to '{folder.name}/1'"
     return hint + (f", but found {clip(ignored_names)}" if ignored_names else "")
 
 

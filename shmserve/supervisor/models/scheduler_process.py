@@ -55,8 +55,11 @@ class Group(NamedTuple):
         """
         names = _connected_models(step_models, name) if shares_hosts else {name}
         ensembles = names & step_models.keys()
-        roots = sorted(ensembles.difference(*(step_models[ensemble] for ensemble in ensembles)))
-        host_title = f"ensemble {roots[0]}" if roots else f"scheduler {name}"
+        steps = {step for ensemble in ensembles for step in step_models[ensemble]}
+        outermost_ensembles = sorted(ensembles - steps)
+        host_title = f"scheduler {name}"
+        if outermost_ensembles:
+            host_title = f"ensemble {outermost_ensembles[0]}"
         return cls(host_title, frozenset(names))
 
 

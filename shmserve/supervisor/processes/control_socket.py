@@ -243,8 +243,11 @@ class ControlSocket:
 
     def _addresses(self, *roles: str) -> list[Address]:
         callers: set[Address] = self._callers if "caller" in roles else set()
-        peers = (item for item in self._peers.items() if item[0] in self._identities)
-        return [address for address, peer in peers if peer.role in roles or address in callers]
+        return [
+            address
+            for address, peer in self._peers.items()
+            if address in self._identities and (peer.role in roles or address in callers)
+        ]
 
     # --- received messages
 
@@ -309,8 +312,8 @@ class ControlSocket:
     ) -> int:
         """Send `make_message(number)` to all peers with one of these roles, and return the number.
 
-        The peers acknowledge the number. So do the `extra_peers`, to which the caller sends the
-        message.
+        The peers acknowledge the number. The `extra_peers`, to which the caller sends the message,
+        acknowledge it, too.
         """
         number = self.acknowledgements.begin([*self._addresses(*roles), *extra_peers])
         self.broadcast(make_message(number), *roles)

@@ -1,5 +1,6 @@
 """The phases of requests: in responses, in the log, and in traces."""
 
+import contextlib
 import json
 import re
 import time
@@ -19,11 +20,12 @@ from tritonclient.utils import InferenceServerException
 
 import shmserve.client
 from tests.rigs.pipelines import add_ensemble, add_model, tensor, xy_step
+from tests.support import repositories
 from tests.support.otlp import Collector, attributes, collector
 from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
-from tests.support.wire.raw_http import Http, json_request
+from tests.support.wire.raw_http import Http, json_request, raw_connection
 from tests.support.wire.triton import infer_inputs
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -63,6 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder, "many", MANY_RESPONSES, settings="model_transaction_policy { decoupled: true }"
     )
     add_model(folder, "late", f"time.sleep(0.5)\n{model_code}")
+    repositories.add(folder, "gated")
     add_model(folder, "tell", TELL_TRACE, outputs=[tensor("Y", "BYTES")])
     steps = [xy_step("one", "IN", "A"), xy_step("two", "A", "OUT")]
     add_ensemble(folder, "both", steps, max_batch_size=4)
@@ -274,19 +277,31 @@ def test_a_stream_is_explained_late(server: Server, send_request: Callable[[Serv
 @pytest.mark.parametrize("protocol", ["http", "stream", "grpc"])
 def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: str) -> None:
     before = server.log().count("the client has disconnected")
-    if protocol == "grpc":
-        with grpcclient.InferenceServerClient(server.grpc_url) as client:
-            inputs = infer_inputs(grpcclient, X=ROW[0])
-            assert client.is_server_live()  # the client is connected
-            call = client.async_infer("late", inputs, lambda result, error: None)
-            time.sleep(0.1)
-            call.cancel()
-    else:
-        accept = {"Accept": "text/event-stream"} if protocol == "stream" else {}
-        with server.http(timeout_s=0.1) as http, pytest.raises(TimeoutError):
-            http.infer("late", X, accept)
-    until("it is told", lambda: server.log().count("the client has disconnected") == before + 1)
-    failures = [trace for trace, _ in slow_lines(server, "late") if trace.get("error")]
+    numbers = np.ones((1, 1), np.int32)
+    with contextlib.ExitStack() as stack:
+        if protocol == "grpc":
+            client = stack.enter_context(grpcclient.InferenceServerClient(server.grpc_url))
+            inputs = infer_inputs(grpcclient, INPUT0=numbers)
+            disconnect = client.async_infer("gated", inputs, lambda result, error: None).cancel
+        else:
+            accept = "text/event-stream" if protocol == "stream" else "application/json"
+            body = json.dumps(json_request(INPUT0=numbers)).encode()
+            headers = {"Host": server.url, "Accept": accept, "Content-Length": str(len(body))}
+            head = [
+                "POST /v2/models/gated/infer HTTP/1.1",
+                *map(": ".join, headers.items()),
+                "",
+                "",
+            ]
+            connection = stack.enter_context(raw_connection(server.http_port))
+            connection.sendall("\r\n".join(head).encode() + body)
+            disconnect = connection.close
+        visit = server.gate.next()  # the request is being executed
+        time.sleep(0.05)  # a part of the duration to be traced
+        disconnect()
+        until("it is told", lambda: server.log().count("the client has disconnected") == before + 1)
+    visit.release()
+    failures = [trace for trace, _ in slow_lines(server, "gated") if trace.get("error")]
     assert failures[-1]["total_us"] >= 50_000
 
 

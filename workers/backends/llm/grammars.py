@@ -466,11 +466,9 @@ def _representable_limit(key: str, value: Any) -> Any:
     if directed_value > _MAX_LIMIT:
         raise ValueError(f"{key}: {clip(str(value))} is beyond the limit of {sign * _MAX_LIMIT}")
     rounded_value = float(directed_value)
-    return sign * int(
-        rounded_value
-        if rounded_value >= directed_value
-        else math.nextafter(rounded_value, math.inf)
-    )
+    if rounded_value < directed_value:
+        rounded_value = math.nextafter(rounded_value, math.inf)
+    return sign * int(rounded_value)
 
 
 def _exclude_limits(schema: dict[str, Any]) -> None:

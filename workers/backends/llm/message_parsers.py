@@ -97,14 +97,12 @@ class MessageParser:
     Attributes:
         stream: Whether arguments are passed on before the end of their call.
         is_reasoning: Whether the parser is inside of reasoning.
-        is_reading_call: Whether the parser has read the beginning of a text that may be a call.
         call_count: The number of calls of which a part was passed on.
     """
 
     format: MessageFormat
     stream: bool
     is_reasoning: bool = False
-    is_reading_call: bool = False
     call_count: int = 0
     _buffer: str = ""  # text that was not read yet
     _read_text: str = ""  # text that was read, but not passed on
@@ -236,6 +234,11 @@ class MessageParser:
         self._pass_on_call(call)
 
     @property
+    def is_reading_call(self) -> bool:
+        """Return whether the parser has read the beginning of a text that may be a call."""
+        return self._call is not None
+
+    @property
     def current_call(self) -> _Call:
         """Return the call that is being read."""
         assert self._call is not None
@@ -270,7 +273,6 @@ class MessageParser:
         Inside of reasoning, the text is read again, because it may contain the closing tag.
         """
         call = self._call = _Call()
-        self.is_reading_call = True
         try:
             yield from call_body
             if not (self.stream and call.index >= 0) and not _is_object(call.arguments):
@@ -283,7 +285,7 @@ class MessageParser:
                 self._buffer = text[size:] + self._buffer
             return False
         finally:
-            self.is_reading_call = False
+            self._call = None
         self._pass_on_call(call, is_complete=True)
         self.discard_read()
         return True

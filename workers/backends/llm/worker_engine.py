@@ -91,10 +91,8 @@ class Prompt:
         matcher = self.grammar.deep_copy() if self.grammar is not None else None
         if matcher is not None:
             matcher.consume_tokens(resumed_tokens)
-        tokens, replayed_tokens = (
-            [*self.tokens, *resumed_tokens],
-            self.replayed_tokens.get(sample, []),
-        )
+        tokens = [*self.tokens, *resumed_tokens]
+        replayed_tokens = self.replayed_tokens.get(sample, [])
         return TokenSequence(
             number, self, sample, tokens, [], matcher, replayed_tokens=replayed_tokens
         )
@@ -170,9 +168,8 @@ class TokenSequence:
         """Append tokens until the sequence ends; return them, and the finish reason or ""."""
         prompt_length = len(self.prompt.tokens)
         if self.replayed_tokens:
-            replayed_tokens = self.replayed_tokens[len(self.tokens) - prompt_length :][
-                : len(tokens)
-            ]
+            position = len(self.tokens) - prompt_length
+            replayed_tokens = self.replayed_tokens[position : position + len(tokens)]
             tokens = [*replayed_tokens, *tokens[len(replayed_tokens) :]]
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)

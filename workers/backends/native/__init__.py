@@ -79,13 +79,14 @@ class NativeBackend(Backend):
         declaration.warn_of_misspelt_attributes(model, self._position_prefix)
         predict = declaration.check_class(model, self._position_prefix)
         result = dict(config)
-        class_parameters, settings = declaration.parameters(model), config.get("parameters") or {}
-        if ENVIRONMENT in class_parameters and ENVIRONMENT not in settings:
+        class_parameters = declaration.parameters(model)
+        configured_parameters = config.get("parameters") or {}
+        if ENVIRONMENT in class_parameters and ENVIRONMENT not in configured_parameters:
             raise InvalidArgument(
                 f"'{model.__name__}.{ENVIRONMENT}' was not found in '{self._file}', which is "
                 "parsed before it is executed; write it into the body of the class as a string"
             )
-        result["parameters"] = {**class_parameters, **settings}
+        result["parameters"] = {**class_parameters, **configured_parameters}
         inputs, outputs = declaration.as_config(predict)
         if not spec.has_scheduler and hasattr(model, "sequence_batching"):
             result["sequence_batching"] = model.sequence_batching

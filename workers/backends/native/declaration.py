@@ -443,9 +443,8 @@ def client_inputs(
     """
     ragged_inputs = getattr(model, "ragged", ())
     names = {tensor["name"] for tensor in inputs} - generated_inputs
-    if not isinstance(ragged_inputs, list | tuple | set | frozenset) or not names.issuperset(
-        ragged_inputs
-    ):
+    is_list = isinstance(ragged_inputs, list | tuple | set | frozenset)
+    if not is_list or not names.issuperset(ragged_inputs):
         raise InvalidArgument(
             f"{prefix_of('ragged')}'{model.__name__}.ragged' must be a list of input names "
             f"(allowed: {', '.join(sorted(names))}), got {ragged_inputs!r}"

@@ -289,8 +289,8 @@ def move_sequence_parameters(request: InferRequest, parameters: dict[str, Any]) 
     Raises:
         JsonFault: A parameter has the wrong type.
     """
-    options = {name: parameters.pop(name) for name in _SEQUENCE_PARAMETERS if name in parameters}
-    _read_parameters(request, options)
+    names = [name for name in _SEQUENCE_PARAMETERS if name in parameters]
+    _read_parameters(request, {name: parameters.pop(name) for name in names})
 
 
 def parameter_value(key: str, value: Any) -> str | int | float | bool:

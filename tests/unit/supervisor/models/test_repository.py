@@ -91,12 +91,13 @@ def test_a_model_without_a_version_lists_misnamed_folders(
     assert not lacks_version("failed to load 'm', no version is available")
 
 
-@pytest.mark.parametrize("file", ["model.py", "model.onnx", "model.pt"])
+@pytest.mark.parametrize("file", ["model.py", "model.onnx", "model.pt", "config.json"])
 def test_files_of_a_version_in_the_model_folder_are_to_be_moved(tmp_path: Path, file: str) -> None:
     make_folder(tmp_path, "m", "v1")
-    (tmp_path / "m" / file).write_text("")
+    for name in (file, "weights.safetensors"):
+        (tmp_path / "m" / name).write_text("")
     message = missing_version_text(scan([tmp_path])["m"])
-    assert message.endswith(", such as 1; move the model's files from 'm' to 'm/1')")
+    assert message.endswith(f", such as 1; move '{file}' and the files that it needs to 'm/1')")
 
 
 def test_a_named_configuration_overrides_the_default_one(tmp_path: Path) -> None:
