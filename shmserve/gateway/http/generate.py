@@ -38,7 +38,8 @@ from shmserve.gateway.http.messages import (
     HttpResponse,
     encode_error_json,
 )
-from shmserve.gateway.http.openai.bodies import generates_text, packed_tensor, parse_prompts
+from shmserve.gateway.http.openai.bodies import packed_tensor, parse_prompts
+from shmserve.gateway.http.openai.model_names import generates_text
 from shmserve.gateway.http.response_queue import ResponseQueue, streaming_response
 from shmserve.gateway.inference.in_flight import find_error, output_bytes, reload_model
 from shmserve.gateway.inference.infer_request import InferInput, InferRequest, check_member_count

@@ -10,7 +10,7 @@ import pytest
 
 from shmserve.errors import NotFound, Unavailable
 from shmserve.gateway.context import ModelTable
-from shmserve.gateway.http.openai import bodies
+from shmserve.gateway.http.openai import model_names
 from shmserve.gateway.http.openai.models import list_models
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.gateway_rig import SIMPLE_CONFIG, publication
@@ -71,8 +71,8 @@ def generator_publication(name: str, *aliases: str, **fields: Any) -> Any:
     return make_publication(
         name=name,
         max_batch_size=0,
-        input=[{"name": bodies.PARAMETERS_INPUT, **text}],
-        output=[{"name": bodies.TEXT_OUTPUT, **text}],
+        input=[{"name": model_names.PARAMETERS_INPUT, **text}],
+        output=[{"name": model_names.TEXT_OUTPUT, **text}],
         **{"parameters": {"engine": {"string_value": engine}}, **fields},
     )
 
@@ -95,7 +95,7 @@ def build_table(*models: Any, served_names: tuple[tuple[str, str], ...] = ()) ->
 
 
 def resolve_alias(gateway: Any, name: str) -> str:
-    return asyncio.run(bodies.resolve_alias(gateway, name))
+    return asyncio.run(model_names.resolve_alias(gateway, name))
 
 
 def test_a_model_has_its_name_and_its_aliases() -> None:
@@ -108,7 +108,7 @@ def test_a_model_has_its_name_and_its_aliases() -> None:
     assert resolved == {"gpt": "b", "a": "a", "b": "b", "both": "a", "nobody": "nobody"}
     assert gateway.models.resolve("a", "").max_model_len == 64
     assert gateway.models.resolve("simple", "").max_model_len is None
-    assert bodies.response_name(gateway, "b") == "b"
+    assert model_names.response_name(gateway, "b") == "b"
     gateway.models.withdraw("b", "1")
     assert resolve_alias(gateway, "gpt") == "gpt"
 
@@ -126,7 +126,7 @@ def test_adapters_of_vllm_are_further_names_of_their_model() -> None:
         ("a", "a", ""),
     ):
         assert resolve_alias(gateway, name) == owner
-        assert bodies.find_adapter(gateway, model, name) == adapter
+        assert model_names.find_adapter(gateway, model, name) == adapter
     assert resolve_alias(gateway, "b") == "b"
     (listed,) = asyncio.run(list_models(gateway, MagicMock())).pieces
     parents = {
@@ -148,11 +148,11 @@ def test_served_names_precede_a_models_own() -> None:
     )
     for name, owner in (("gpt", "a"), ("org/x", "a"), ("a", "a"), ("y", "b"), ("simple", "simple")):
         assert resolve_alias(gateway, name) == owner
-    assert bodies.model_names(gateway, "a") == ["gpt", "org/x", "a"]
-    assert bodies.response_name(gateway, "a") == "gpt"
-    assert bodies.model_names(gateway, "simple") == ["simple"]
+    assert model_names.model_names(gateway, "a") == ["gpt", "org/x", "a"]
+    assert model_names.response_name(gateway, "a") == "gpt"
+    assert model_names.model_names(gateway, "simple") == ["simple"]
     gateway.models.publish(generator_publication("b"))
-    assert bodies.model_names(gateway, "a") == ["org/x", "a"]
+    assert model_names.model_names(gateway, "a") == ["org/x", "a"]
     with pytest.raises(NotFound, match="--served-model-name=MODEL=gpt"):
         resolve_alias(gateway, "gpt")
 

@@ -29,7 +29,7 @@ from shmserve.errors import (
 )
 from shmserve.gateway.http.json.large_bodies import Packed, parse_large
 from shmserve.gateway.http.messages import WholeBody
-from shmserve.gateway.http.openai import bodies, generation, models
+from shmserve.gateway.http.openai import bodies, generation, model_names, models
 from shmserve.gateway.http.openai.bodies import (
     RequestTooLarge,
     TooManyRequests,
@@ -219,8 +219,8 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 
 def text_gateway(*outputs: str, may_reason: bool = False) -> Any:
     io = SimpleNamespace(
-        inputs={bodies.PARAMETERS_INPUT: None},
-        outputs=dict.fromkeys((bodies.TEXT_OUTPUT, *outputs)),
+        inputs={model_names.PARAMETERS_INPUT: None},
+        outputs=dict.fromkeys((model_names.TEXT_OUTPUT, *outputs)),
     )
     model = SimpleNamespace(name="m", signature=io, may_reason=may_reason, adapters=["french", "m"])
     model_table = MagicMock(on_demand=(), resolve_alias=str)

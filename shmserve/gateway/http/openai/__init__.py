@@ -2,7 +2,8 @@
 
 POST /tokenize and /detokenize work as in vLLM.
 
-    bodies.py               the bodies of requests, the models they name, and the bodies of errors
+    bodies.py               the bodies of requests, and the bodies of errors
+    model_names.py          the names of models, and the model that a name stands for
     fields.py               the fields of requests: carried out, refused, or without effect
     generation.py           completions and chats, and the model's responses to a prompt
     choices.py              the choices in the responses to completions and chats

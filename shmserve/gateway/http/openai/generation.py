@@ -25,7 +25,7 @@ from shmserve.gateway.http.messages import (
     json_response,
 )
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import TEXT_OUTPUT, TooManyRequests
+from shmserve.gateway.http.openai.bodies import TooManyRequests
 from shmserve.gateway.http.openai.choices import (
     CHAT_FORMAT,
     COMPLETION_FORMAT,
@@ -33,6 +33,7 @@ from shmserve.gateway.http.openai.choices import (
     Choices,
     Delta,
 )
+from shmserve.gateway.http.openai.model_names import TEXT_OUTPUT
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.in_flight import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_pieces

@@ -27,9 +27,15 @@ from shmserve.gateway.context import Gateway, GatewayModel, needs_load, resolve_
 from shmserve.gateway.http.json.large_bodies import Packed, are_tokens, check_count
 from shmserve.gateway.http.messages import JSON_HEADER, HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.bodies import (
+from shmserve.gateway.http.openai.bodies import TooManyRequests
+from shmserve.gateway.http.openai.fields import (
+    CONVERSATION_FIELDS,
+    DETOKENIZE_FIELDS,
+    EMBEDDING_FIELDS,
+    TOKENIZE_FIELDS,
+)
+from shmserve.gateway.http.openai.model_names import (
     TEXT_OUTPUT,
-    TooManyRequests,
     find_adapter,
     generates_text,
     model_names,
@@ -37,12 +43,6 @@ from shmserve.gateway.http.openai.bodies import (
     resolve_alias,
     response_name,
     unloaded_aliases,
-)
-from shmserve.gateway.http.openai.fields import (
-    CONVERSATION_FIELDS,
-    DETOKENIZE_FIELDS,
-    EMBEDDING_FIELDS,
-    TOKENIZE_FIELDS,
 )
 from shmserve.gateway.http.response_queue import ResponseQueue
 from shmserve.gateway.inference.in_flight import find_error
